@@ -1,7 +1,7 @@
-"""The `maxpipe` command: arguments in, exit code out.
+"""The `maxpipe` command: parses arguments and returns an exit code.
 
-Heavy imports are inside the commands, so that `--help`, `config` and
-`schedule` start without jax.
+Commands import heavy modules when they run, so that `--help`, `config` and `schedule` start without
+jax.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_report(argv: list[str]) -> int:
-    """The exit code; errors are printed."""
+    """Run the command, print errors, and return the exit code."""
     try:
         return _run(argv)
     except MaxpipeError as error:
@@ -57,24 +57,25 @@ def _run_and_report(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        return int(ExitCode.DONE)  # the reader, `head` perhaps, has seen enough
+        return int(ExitCode.DONE)  # the reader, such as `head`, has closed the pipe
     except SystemExit:
         raise
     except MemoryError as error:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
-    except BaseException as error:  # a panic in Rust code raises one that is no Exception
+    except BaseException as error:  # a panic in Rust code is not an Exception
         if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
             return _report_write_error(trouble)
         _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))
         _complain(
-            f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The lines above say where."
+            f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The traceback above shows "
+            "where."
         )
         return int(ExitCode.BUG)
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams on /dev/null: a file opened next would take their number."""
+    """Open closed standard streams on /dev/null, so that no other file gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -85,16 +86,16 @@ def _open_streams() -> None:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr is gone
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed
         print(text, file=sys.stderr, flush=True)
 
 
 def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
-    """The error that keeps this, and buffered output, from being written."""
+    """Write and flush the stream; return the error if that fails."""
     try:
         stream.write(text)
         stream.flush()
-    except (OSError, ValueError) as error:  # ValueError: it was closed
+    except (OSError, ValueError) as error:  # ValueError: the stream is closed
         return error
     return None
 
@@ -108,7 +109,7 @@ def _report_write_error(trouble: Exception) -> int:
 
 
 def _flush_output(code: object) -> Any:
-    """The exit code, after all output is flushed; Python would report a failure again."""
+    """Flush all output and return the exit code; otherwise Python would report a failure again."""
     for stream in (sys.stdout, sys.stderr):
         if trouble := _flush_error(stream):
             _discard(stream)
@@ -118,7 +119,7 @@ def _flush_output(code: object) -> Any:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects the stream to /dev/null, and drops what could not be written."""
+    """Redirect the stream to /dev/null, and discard its unwritten output."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -136,8 +137,8 @@ def _run(argv: list[str]) -> int:
         options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
         options.parser.reject_unknown([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
-        # argparse stops filling a list of positionals at the first option; `load` sorts out
-        # what is a file, an override or neither.
+        # argparse ends a list of positionals at the first option; `load` separates files from
+        # overrides.
         options.inputs += rest
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -155,7 +156,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _flush_error(sys.stdout):  # a lost console is no failure of the run
+    if _flush_error(sys.stdout):  # a lost console is not a failure of the run
         _discard(sys.stdout)
     return code
 
@@ -166,21 +167,21 @@ def _train(options: argparse.Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="maxpipe",
-        description="Train decoder language models through a circular pipeline, on JAX.",
-        epilog="Exit codes: 0 done, 2 mistake in the config or command line, or numbers that went\n"
-        "bad: change something first, 70 bug in maxpipe, 71 hang, or a process\n"
-        "is gone, 74 storage, a damaged checkpoint or a corrupted replica,\n"
-        "75 stopped by SIGTERM or SIGHUP, 130 by Ctrl-C, and saved: start again to\n"
-        "resume.",
+        description="Train decoder language models with pipeline parallelism in JAX.",
+        epilog="Exit codes: 0 success; 2 error in the config or command line, out of memory, or\n"
+        "divergence (change the config first); 70 bug in maxpipe; 71 hang or lost\n"
+        "process; 74 storage error, damaged checkpoint or corrupted replica; 75 stopped\n"
+        "by SIGTERM or SIGHUP and saved; 130 stopped by Ctrl-C and saved. After 75 and\n"
+        "130, run the same command again to resume.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
     commands = subcommands(parser)
 
     train = commands.add_parser(
         "train",
-        help="train, or resume, the run that files and overrides describe",
-        description="Train the run that files and overrides describe. A run whose folder has a\n"
-        "checkpoint resumes there.",
+        help="train or resume a run",
+        description="Train the run that config files and overrides describe. A run whose folder\n"
+        "contains a checkpoint resumes from it.",
         epilog="example: maxpipe train quickstart train.steps=100",
     )
     add_inputs(train)

@@ -1,8 +1,7 @@
-"""Errors a user can cause, and the exit code each one ends the process with.
+"""Errors that users can cause, and the exit code of each.
 
-A message has four parts: where, what was given, the rule with its numbers, and
-one action that works. `assert` is for our own mistakes; everything a user can
-get wrong raises a `MaxpipeError`.
+A message has four parts: the location, the given value, the rule with its numbers, and one action
+that works. `assert` is for bugs in maxpipe; all errors that users can cause are a `MaxpipeError`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes, a contract with restart rules of clusters."""
+    """Exit codes, on which restart rules of clusters depend."""
 
     DONE = 0
     CONFIG = 2
@@ -26,14 +25,14 @@ class ExitCode(enum.IntEnum):
 
 
 MAX_VALUE_CHARS = 500
-"""Characters of a given value in a message."""
+"""Maximum length of a given value in a message, in characters."""
 _MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
 _MAX_PROBLEMS = 120
-"""Problems in one message."""
+"""Maximum number of problems in one message."""
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """Return `text`, or both ends and the length of one with more than `limit` characters."""
+    """Return `text`; if it exceeds `limit` characters, return both ends and its length."""
     if len(text) <= limit:
         return text
     return f"{text[: limit - limit // 4]}... ({len(text):,} characters) ...{text[-(limit // 4) :]}"
@@ -41,9 +40,9 @@ def truncate_middle(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: `where` names file (or override) and full key.
+    """A single mistake; `where` is the file (or override) and the full key.
 
-    Every part is bounded here, so that no value from a file fills a screen.
+    The length of every part is limited, so that no value from a file fills the screen.
     """
 
     where: str
@@ -55,7 +54,7 @@ class Problem:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
         object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
-        # An action of several lines is a translated file.
+        # An action with several lines contains a translated file.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
@@ -66,13 +65,13 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """The same in one line, for a warning."""
+        """The problem on one line, for a warning."""
         heading = f"{self.where} = {self.value}" if self.value else f"{self.where}:"
         return " ".join(filter(None, (heading, self.rule, self.action)))
 
 
 class RuleViolation(NamedTuple):
-    """A broken rule: the key to blame, the rule with its numbers, and what to do."""
+    """A violated rule: the key, the rule with its numbers, and the action."""
 
     key: str
     rule: str
@@ -80,7 +79,7 @@ class RuleViolation(NamedTuple):
 
 
 def escape_control_chars(text: str) -> str:
-    """`text` without control characters; line breaks are kept."""
+    """Escape control characters in `text`, except line breaks."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
@@ -88,7 +87,7 @@ def escape_control_chars(text: str) -> str:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its causes, once each: some libraries make cyclic chains."""
+    """Yield the error and its causes, each once: some libraries create cyclic chains."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -98,13 +97,13 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 class MaxpipeError(Exception):
-    """A failure that is explained to the user without a traceback."""
+    """A failure that is reported to the user without a traceback."""
 
     exit_code = ExitCode.BUG
 
 
 class ConfigError(MaxpipeError):
-    """Everything wrong with a config or a command line, reported together."""
+    """All problems of a config or a command line, reported together."""
 
     exit_code = ExitCode.CONFIG
 
@@ -112,27 +111,27 @@ class ConfigError(MaxpipeError):
         self.problems = tuple(problems)
         lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
         if more := len(self.problems) - len(lines):
-            lines.append(f"{more:,} more problems")
+            lines.append(f"and {more:,} more problems")
         super().__init__("\n".join(lines))
 
     @classmethod
     def one(cls, where: str, given: object, rule: str, action: str) -> ConfigError:
-        """The common case of a single mistake."""
+        """Return an error with a single problem."""
         return cls([Problem(where, "" if given is None else str(given), rule, action)])
 
 
 def out_of_memory_error(error: MemoryError) -> ConfigError:
-    """The error for host memory, without further details."""
+    """Return an error for exhausted host memory."""
     return ConfigError.one(
         "memory",
         None,
-        f"this host ran out: {str(error) or 'no more memory'}.",
-        "End other programs, use a machine with more memory, or give the command less to read.",
+        f"this host is out of memory: {str(error) or 'an allocation failed'}.",
+        "Close other programs, use a machine with more memory, or reduce the input.",
     )
 
 
 class UnreachableError(MaxpipeError):
-    """Processes of a run did not connect in time or cannot be reached; a restart may help."""
+    """Processes of a run did not connect in time or are unreachable; a restart may help."""
 
     exit_code = ExitCode.HANG
 
@@ -144,34 +143,34 @@ class StorageError(MaxpipeError):
 
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
-        """The common case; the default action is for the folder of a run."""
-        action = action or "Free space, or set run.dir to a folder that can be written."
+        """Return an error for a failed write; the default action applies to a run folder."""
+        action = action or "Free space, or set run.dir to a writable folder."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
 class DivergenceError(MaxpipeError):
-    """Loss or gradients with which the config does not let the run go on.
+    """Loss or gradients with which the config does not allow the run to continue.
 
-    A run is deterministic: started again, it would fail again. So the exit code is
-    that of a config which has to be changed first.
+    Runs are deterministic, so a restarted run would fail again. The exit code is therefore that of
+    a config that must be changed first.
     """
 
     exit_code = ExitCode.CONFIG
 
 
 class ReplicaError(MaxpipeError):
-    """A device's memory differs from its replicas'; checkpoints on disk are good."""
+    """Replicas on different devices differ; checkpoints on disk are valid."""
 
     exit_code = ExitCode.STORAGE
 
 
 class Preemption(MaxpipeError):
-    """The run was asked to stop, has saved its state, and can be restarted."""
+    """The run was stopped by a signal, has saved its state, and can be restarted."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 class UserInterrupt(Preemption):
-    """The same by Ctrl-C: a person wants it to stay stopped."""
+    """The run was stopped by Ctrl-C and should not be restarted automatically."""
 
     exit_code = ExitCode.INTERRUPTED

@@ -1,6 +1,6 @@
-"""Performance figures of one device of each kind, from `configs/hardware/*.yml`.
+"""Performance figures of one device of each type, from `configs/hardware/*.yml`.
 
-No jax, and no guesses: a device without a file is unknown.
+Does not import jax. A device type without a file is unknown; figures are never guessed.
 """
 
 from __future__ import annotations
@@ -26,125 +26,132 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device and its links. Rates are decimal, memory is binary, as vendors write them."""
+    """Figures of one device and its links. Rates are decimal and memory is binary, as vendors state
+    them.
+    """
 
     name: str
     topology: str
-    """Prefix of its topologies' names, e.g. `v5p` of `v5p:2x4x4`."""
+    """Prefix of topology names, e.g. `v5p` in `v5p:2x4x4`."""
     device_kind: str
-    """Pattern of jax's device kind."""
+    """Regular expression that matches jax's device kind."""
     bf16_tflops: float
-    """Dense peak."""
+    """Dense bf16 peak in TFLOP/s."""
     memory_gib: float
     memory_gb_per_second: float
     links: int
-    """Links to neighbours in its slice."""
+    """Number of links to neighbors in the slice."""
     link_gb_per_second: float
-    """Of one link, one way."""
+    """Bandwidth of one link, in one direction."""
     torus_dims: int
-    """Dims of the torus that the links form, 0 for a switch."""
+    """Number of dimensions of the torus; 0 for a switch."""
     network_gb_per_second: float
-    """Between slices, one device's share, one way."""
+    """Bandwidth per device between slices, in one direction."""
     largest_slice: int
-    """Devices that the links can join."""
+    """Maximum number of devices that the links connect."""
     clock_ghz: float
-    """Of the matrix units, 0 where cycles are not estimated."""
+    """Clock of the matrix units; 0 if cycles are not estimated."""
     matmul_efficiency: float = 0.75
-    """Share of the peak that a layer's forward reaches."""
+    """Fraction of the peak that the forward of a layer reaches."""
     kernel_efficiency: float = 0.5
-    """Share of the peak at which kernels count that are programs of their own, as those of fused
-    attention: an assumption, as no compiler estimates them."""
+    """Assumed fraction of the peak in custom kernels such as fused attention, for which compilers
+    provide no estimates."""
     input_grad_cost: float = 1.0
-    """Time of a layer's input gradient, in forwards, without recomputation."""
+    """Time of a layer's input gradient in units of its forward, without recomputation."""
     weight_grad_cost: float = 1.0
-    """The same of its weights' gradients."""
+    """Time of a layer's weight gradients in units of its forward."""
     deferred_cost: float = 0.0
-    """Forwards that a backward takes longer in two slots, for inputs and for weights, than in one:
-    of measured figures, which have that in both gradients. Else the memory's rate says what writing
-    and reading takes."""
+    """Extra time of a split backward compared with an unsplit one, in units of a forward. Only
+    measured figures set this value, and their gradient costs include the extra time. In published
+    figures, the memory bandwidth determines the extra time."""
     names_recomputed: float = 0.02
-    """Forwards that a backward recomputes with `pipeline.remat=names`: norms and the like, which
-    the TPU compiler joins to the matmuls that read them."""
+    """Recomputation in a backward with `pipeline.remat=names`, in units of a forward: norms and
+    other operations that the TPU compiler fuses with the matmuls that read them."""
     none_recomputed: float = 0.0
-    """Forwards that it takes with `pipeline.remat=none` to write and read what is kept: of measured
-    figures, which have that in `names_recomputed`, too. Else the memory's rate says it."""
+    """Time to write and read saved activations with `pipeline.remat=none`, in units of a forward.
+    Only measured figures set this value, and their `names_recomputed` includes the same time. In
+    published figures, the memory bandwidth determines the time."""
     fastest_mib: float = 0.0
-    """What a forward moves through memory with the microbatch whose tokens take a layer the least
-    time, 0 where one size was measured."""
+    """Memory traffic in MiB of a layer's forward at the microbatch size with the lowest time per
+    token; 0 if only one size was measured."""
     growth_above: float = 0.0
-    """By how much a token takes longer with each doubling of that: caches hold less of it."""
+    """Relative increase of the time per token with each doubling of that traffic, due to cache
+    misses."""
     growth_below: float = 0.0
-    """The same with each halving: overheads count more."""
+    """Relative increase of the time per token with each halving of that traffic, due to
+    overheads."""
     split_cost: float = 0.0
-    """By how much a layer takes longer with each doubling of the devices that its width is split
-    over: matmuls are narrower, and devices that share cores wait for each other at every sum."""
+    """Relative increase of the time of a layer with each doubling of the tensor axis: matmuls are
+    narrower, and devices that share cores wait for each other at every reduction."""
     ring_cost: float = 0.05
-    """By how much the matmuls of a layer take longer in rings, for each further part in which their
-    tokens come: by the TPU compiler's cycles with 8 parts (`benchmarks/collective_matmul.py`)."""
+    """Relative increase of the time of collective matmuls for each additional shard of the tokens,
+    from the TPU compiler's cycles with 8 shards (`benchmarks/collective_matmul.py`)."""
     copy_efficiency: float = 0.43
-    """Share of the memory's rate at which a buffer's slice is copied, read and written: the TPU
-    compiler's estimate."""
+    """Fraction of the memory bandwidth at which slices of a buffer are copied, for reads and writes
+    together: the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Rate of an all-to-all beside that of a gather, both by what a device sends over its links."""
+    """Bandwidth of an all-to-all relative to an all-gather, for the same bytes per device."""
     tokens_rate: float = 1.0
-    """Of gathers and sums of split tokens, beside that of other traffic."""
+    """Bandwidth of gathers and reductions of sharded tokens relative to other traffic."""
     latency_us: float = 2.0
-    """Of a collective or message inside a slice."""
+    """Latency of a collective or message inside a slice."""
     network_latency_us: float = 100.0
-    """The same across slices, on top."""
+    """Additional latency across slices."""
     tick_us: float = 5.0
-    """Of a turn of the loop over ticks, whatever it does."""
+    """Overhead of one iteration of the loop over ticks."""
     shared_by: float = 0.0
-    """Number of devices that can work at a time when they share this machine's cores; 0 when each
-    device has its own."""
+    """Number of devices that can compute at the same time if they share the cores of the machine; 0
+    if each device has separate cores."""
     fresh_gb_per_second: float = 0.0
-    """Rate at which a device is given, and clears, the temporary memory of a step; 0 where it keeps
-    that memory between steps, as accelerators do."""
+    """Rate at which the temporary memory of a step is allocated and cleared; 0 if devices keep this
+    memory between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Temporary memory up to which it stays with the process after all; from twice that on all of
-    it is new, in between the square of the share of the way."""
+    """Temporary memory in MiB up to which the process keeps its allocation between steps. From
+    twice this size on, all of it is allocated again in every step; in between, the fraction grows
+    quadratically."""
     measured: str = ""
-    """When and where figures of this kind were measured; empty for published ones."""
+    """Date and place of the measurement; empty for published figures."""
 
     @property
     def is_tpu(self) -> bool:
-        """Whether its links form a torus."""
+        """Whether the links form a torus."""
         return self.torus_dims > 0
 
     @property
     def platform(self) -> str:
-        """jax's name of the backend."""
+        """Name of the jax backend."""
         if self.topology == "cpu":
             return "cpu"
         return "tpu" if self.is_tpu else "cuda"
 
     @property
     def ways(self) -> int:
-        """Directions in which a ring of its devices sends at once."""
+        """Number of directions in which a ring of devices sends at the same time."""
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """How often a link carries a byte of an all-to-all of this many devices, beside a gather's.
+        """Return the traffic of a link in an all-to-all over `count` devices, relative to an
+        all-gather.
 
-        In a ring of N bytes go N / 4 devices far (jax-ml.github.io/scaling-book, chapter 3). The
-        devices are taken for a block of the torus with equal sides.
+        In a ring of N devices, bytes travel N / 4 hops on average (jax-ml.github.io/scaling-book,
+        chapter 3). The devices are assumed to form a block of the torus with equal sides.
         """
         return max(1.0, count ** (1 / self.torus_dims) / 4) if self.torus_dims else 1.0
 
     @property
     def flops(self) -> float:
-        """Peak bf16 operations per second."""
+        """Peak bf16 FLOP/s."""
         return self.bf16_tflops * 1e12
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one device, bytes."""
+        """Memory of one device in bytes."""
         return self.memory_gib * GIB
 
 
 @cache
 def published_hardware() -> Mapping[str, Hardware]:
-    """Published figures of every kind, by the name that its topologies begin with."""
+    """Return published figures of all device types, by the prefix of their topologies."""
     found = {}
     for path in sorted((folder() / "hardware").glob("*.yml")):
         each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
@@ -154,9 +161,9 @@ def published_hardware() -> Mapping[str, Hardware]:
 
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
-    """Every kind that has a file, by the name that its topologies begin with.
+    """Return figures of all device types, by the prefix of their topologies.
 
-    Figures that were measured on this machine stand in for published ones.
+    Figures measured on this machine replace published ones.
 
     Raises:
         ConfigError: a file of measured figures cannot be read.
@@ -170,15 +177,15 @@ def known_hardware() -> Mapping[str, Hardware]:
 
 
 def measured_folder() -> Path:
-    """The folder of figures that were measured on this machine."""
+    """Return the folder of figures measured on this machine."""
     return Path(_MEASURED).expanduser()
 
 
 def measured_file(topology: str) -> Path:
-    """Where figures of this kind are kept; the folder is made if need be.
+    """Return the file of measured figures for this device type; its folder is created if necessary.
 
     Raises:
-        StorageError: no file can be written there.
+        StorageError: the file cannot be written.
     """
     if not files.has_home():
         missing = OSError("HOME is not set")
@@ -193,18 +200,18 @@ def measured_file(topology: str) -> Path:
 
 
 _MEASURED = "~/.cache/maxpipe/hardware"
-_WRITE_ACTION = "Free space there, or set HOME to a folder that can be written."
+_WRITE_ACTION = "Free space there, or set HOME to a writable folder."
 
 
 def save_measured(hardware: Hardware) -> Path:
-    """Writes figures that were measured here; `known` gives them from then on.
+    """Write figures measured on this machine, which `known_hardware` then returns.
 
     Raises:
         StorageError: the file cannot be written.
     """
     path = measured_file(hardware.topology)
-    text = "# Written by `maxpipe plan --calibrate`. Delete this file to plan with published\n"
-    text += "# figures again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
+    text = "# Written by `maxpipe plan --calibrate`. Delete this file to use published figures\n"
+    text += "# again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
     try:
         files.write(path, text)
     except OSError as error:
@@ -214,9 +221,9 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Figures that an earlier release wrote under another name."""
+"""Current names of figures by their names in earlier releases."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""Raised by text of another kind."""
+"""Errors raised when an invalid file is parsed."""
 
 
 _NONZERO_FIELDS = {
@@ -224,14 +231,14 @@ _NONZERO_FIELDS = {
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
-"""Figures that are not 0."""
+"""Figures that must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
-"""Beyond what any device has, in the units of all figures."""
+"""Limits of all figures in their units, beyond those of any device."""
 
 
 def _check_figures(figures: Mapping[str, object]) -> None:
-    """Raises ValueError unless plans can be made with them."""
+    """Raise ValueError if a figure is outside its range."""
     for name, value in figures.items():
         if not isinstance(value, int | float):
             continue
@@ -240,7 +247,7 @@ def _check_figures(figures: Mapping[str, object]) -> None:
         ):
             raise ValueError(f"{name} is {value}")
     if figures.get("torus_dims") not in _TORUS_DIMS:
-        raise ValueError(f"torus_dims is {figures.get('torus_dims')}, and not 0, 2 or 3")
+        raise ValueError(f"torus_dims must be 0, 2 or 3, but is {figures.get('torus_dims')}")
 
 
 def _read_measured(path: Path) -> Hardware:
@@ -253,20 +260,22 @@ def _read_measured(path: Path) -> Hardware:
         found = {name: check_type(each, kinds[name]) for name, each in figures.items()}
         _check_figures(found)
         if found["topology"] != path.stem:
-            raise ValueError(f"topology is {found['topology']!r}, and not the file's name")
+            raise ValueError(f"topology {found['topology']!r} does not match the file name")
         re.compile(found["device_kind"])
         return Hardware(**found)
     except _PARSE_ERRORS as error:
         raise ConfigError.one(
             str(path),
             None,
-            f"is not a file that `maxpipe plan --calibrate` wrote: {str(error).splitlines()[0]}",
-            "Delete it, or measure again.",
+            f"is not a valid file of `maxpipe plan --calibrate`: {str(error).splitlines()[0]}",
+            "Delete the file, or measure again.",
         ) from error
 
 
 def hardware_of_device(device_kind: str) -> Hardware | None:
-    """The hardware of jax's device kind; None without a file, and for a part of a GPU."""
+    """Return the hardware of a jax device kind; None if it is unknown or a MIG
+    partition of a GPU.
+    """
     if "MIG" in device_kind:
         return None
     for each in known_hardware().values():
@@ -276,6 +285,6 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The bf16 FLOP/s one device can do; None where no figure is known."""
+    """Return the bf16 FLOP/s of one device, or None if it is unknown."""
     found = None if device_kind == "cpu" else hardware_of_device(device_kind)
     return found and found.flops

@@ -27,6 +27,6 @@ def test_a_message_names_the_number_of_further_problems() -> None:
     error = ConfigError([Problem(f"key{number}", "1", "r", "a") for number in range(5000)])
     lines = str(error).splitlines()
     assert lines[0] == "key0 = 1"
-    assert lines[-1] == "4,880 more problems"
+    assert lines[-1] == "and 4,880 more problems"
     assert len(lines) == 3 * 120 + 1
     assert len(error.problems) == 5000

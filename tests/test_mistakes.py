@@ -31,7 +31,7 @@ class Mistake(NamedTuple):
     """The same arguments after the action was followed; empty if the action is its own proof."""
 
 
-_NO_SECTION = "names no section"
+_NO_SECTION = "has no section"
 
 MISTAKES = [
     Mistake(given, given.replace("=", " = ", 1), _NO_SECTION, f"Write {ours}.", ours)
@@ -131,14 +131,14 @@ MISTAKES = [
         (
             "x.toml",
             "x.toml",
-            "holds 5 keys of another trainer",
+            "5 keys of another trainer",
             "Write these lines to a .yml file",
             "x-here.yml",
         ),
         (
             "maxtext.yml",
             "maxtext.yml",
-            "holds 6 keys of another trainer",
+            "6 keys of another trainer",
             "Write these lines to a .yml file",
             "maxtext-here.yml",
         ),
@@ -159,7 +159,7 @@ MISTAKES = [
         (
             "hf_path=c4",
             "hf_path = c4",
-            "nothing is downloaded",
+            "downloads",
             "set data.source=huggingface data.path=saved.",
             "data.source=huggingface data.path=saved",
         ),
@@ -194,7 +194,7 @@ MISTAKES = [
         (
             "bf16=true",
             "bf16 = true",
-            "types are named",
+            "types are set by name",
             "Set model.compute_dtype=bfloat16",
             "model.compute_dtype=bfloat16",
         ),
@@ -215,21 +215,21 @@ MISTAKES = [
         (
             "mesh.ici_data=2 per_device_batch_size=4",
             "per_device_batch_size = 4",
-            "train.batch_size counts the sequences of all devices",
+            "train.batch_size is the total over all devices",
             "Write train.batch_size=8.",
             "mesh.ici_data=2 train.batch_size=8",
         ),
         (
             "!train first/run.yml data.path=nowhere",
             "data.path = nowhere",
-            "is not read with data.source=corpus",
-            "and set data.source=text",
+            "is ignored with data.source=corpus",
+            "data.source=text",
             "data.path=nowhere data.source=text",
         ),
         (
             "tokenizer.path=meta-llama/Llama-3.1-8B",
             "tokenizer.path = meta-llama/Llama-3.1-8B",
-            "is not read with tokenizer.kind=bytes",
+            "is ignored with tokenizer.kind=bytes",
             "Set tokenizer.kind=auto",
             "tokenizer.kind=auto tokenizer.path=tokenizer",
         ),
@@ -250,21 +250,21 @@ MISTAKES = [
         (
             "!config print someone/Other-7B",
             "someone/Other-7B",
-            "nothing is downloaded",
+            "downloads",
             "`hf download someone/Other-7B --local-dir base`",
             "",
         ),
         (
             "!config print lama3-8b train.steps=1",
             "lama3-8b",
-            "is neither a file",
+            "bundled config",
             "Did you mean llama3-8b?",
             "!config print llama3-8b train.steps=1",
         ),
         (
             "model=lama3-8b",
             "model = lama3-8b",
-            "nor a model that maxpipe ships",
+            "bundled model",
             "Write model=llama3-8b.",
             "model=llama3-8b",
         ),
@@ -272,7 +272,7 @@ MISTAKES = [
             "!resume mine",
             "maxpipe resume",
             "is not a command",
-            "Repeat the command that started the run: it resumes by itself.",
+            "Repeat the command that started the run",
             "!train --help",
         ),
         (
@@ -401,7 +401,7 @@ def test_what_is_meant_is_accepted(arguments: str):
 def test_a_named_model_takes_the_place_of_the_default_of_a_file(tmp_path: Path):
     code, message = said(["config", "print", "llama3-8b", "first/run.yml"])
     assert code == 0 and "  num_layers: 32\n" in message and "  vocab_size: 128256\n" in message
-    assert "model: llama3-8b in place of tiny, the default of first/run.yml\n" in message
+    assert "model: llama3-8b replaces tiny, the default of first/run.yml\n" in message
     assert "  name: first\n" in message and "  steps: 300\n" in message
     code, message = said(["config", "print", "first/run.yml", "model=llama3-8b"])
     assert code == 0 and "  num_layers: 32\n" in message

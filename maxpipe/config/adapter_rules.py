@@ -34,7 +34,7 @@ def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
         if getattr(config.adapter, key) != default_of(f"adapter.{key}"):
             yield RuleViolation(
                 f"adapter.{key}",
-                "is not read with adapter.rank = 0: the whole model is trained.",
+                "is ignored with adapter.rank = 0: all parameters are trained.",
                 f"Set adapter.rank=16, or leave adapter.{key} out.",
             )
 
@@ -48,9 +48,9 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
     if not can:
         yield RuleViolation(
             "adapter.rank",
-            f"must be 0: no layer of model.family={config.model.family} has a matrix that can have "
-            "an adapter.",
-            "Set adapter.rank=0, and model.frozen to what is not to be trained.",
+            f"must be 0: layers of model.family={config.model.family} have no matrices that "
+            "support adapters.",
+            "Set adapter.rank=0, and list the parameters to freeze in model.frozen.",
         )
     unknown = unmatched(model, config.adapter)
     useless = [
@@ -60,12 +60,12 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
     for wrong in (*unknown, *useless)[:_MAX_FINDINGS]:
         guess = did_you_mean(wrong, [*can, *suggestions(model)])
         guess = guess if picked(model, [guess]) & {*can} else ""
-        what = "which is the name of no parameter" if wrong in unknown else "which can have none"
+        what = "which matches no parameter" if wrong in unknown else "which has no adapter support"
         kept = ",".join([*good, *filter(None, [guess])])
         yield RuleViolation(
             "adapter.targets",
-            f"holds {wrong!r}, {what}: adapters are for {', '.join(can)}.",
-            f"Set adapter.targets=[{kept}]" + ("." if kept else " for all of these."),
+            f"contains {wrong!r}, {what}: adapters support {', '.join(can)}.",
+            f"Set adapter.targets=[{kept}]" + ("." if kept else " to adapt all of these."),
         )
 
 
@@ -80,8 +80,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
         if adapter.rank > small:
             yield RuleViolation(
                 "adapter.rank",
-                f"must be at most {small}, the smaller side of {name}: a matrix has no higher "
-                "rank.",
+                f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
                 f"Set adapter.rank={small}, or adapter.targets to larger matrices.",
             )
             return
@@ -92,8 +91,8 @@ def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.model.mtp_heads:
         yield RuleViolation(
             "model.mtp_heads",
-            "must be 0 with adapters: heads that predict further ahead have none.",
-            "Set model.mtp_heads=0; weights that have such heads are read without them.",
+            "must be 0 with adapters: multi-token prediction heads do not support adapters.",
+            "Set model.mtp_heads=0; such heads in the base weights are ignored.",
         )
 
 
@@ -102,15 +101,17 @@ def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.adapter.kind == "dora" and config.model.matmul != "default":
         yield RuleViolation(
             "adapter.kind",
-            f"dora norms columns of the weights, of which model.matmul={config.model.matmul} "
-            "multiplies rounded ones.",
+            "must be lora with 8-bit matmuls: dora normalizes weight columns, but "
+            f"model.matmul={config.model.matmul} quantizes the weights.",
             "Set adapter.kind=lora, or model.matmul=default.",
         )
 
 
 @rule(*_KEYS, *axis_keys("tensor"))
 def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
-    """Two numbers of 4 bits are in one byte, and 64 have one scale: neither is cut."""
+    """Check that shards contain complete bytes (two 4-bit values) and complete blocks
+    (one scale).
+    """
     if not config.adapter.rank or config.adapter.base_quantization != "nf4":
         return
     shards = axis_size(config.mesh, "tensor") or 1
@@ -122,10 +123,11 @@ def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
             if size % (piece * parts):
                 yield RuleViolation(
                     "adapter.base_quantization",
-                    f"nf4 holds {name} in pieces of {piece} numbers of its dim {axis} ({size}), "
-                    f"which {parts} devices of mesh axis tensor cannot share evenly."
+                    f"nf4 stores {name} in blocks of {piece} values along {axis} ({size}), which "
+                    f"{parts} devices of mesh axis tensor cannot shard evenly."
                     if parts > 1
-                    else f"nf4 holds {name} in pairs of numbers of its dim {axis} ({size}).",
+                    else f"nf4 stores {name} in pairs of values along {axis}, but {axis} has an "
+                    f"odd size ({size}).",
                     "Set adapter.base_quantization=int8.",
                 )
                 return

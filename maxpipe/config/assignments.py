@@ -1,4 +1,4 @@
-"""What files, overrides and saved values set: one assignment for each, with its origin."""
+"""Parse files, overrides and saved values into assignments, each with its origin."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from maxpipe.io import redact
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A value for a key, not looked at yet."""
+    """An unparsed value for a key."""
 
     path: tuple[str, ...]
-    """Section, that of a family in two parts, key and, inside a mapping, the entry; of sections by
-    name the name and a key of theirs. Shorter when a part is missing."""
+    """The section (two parts for a family), the key, and the entry if the key is a mapping. For
+    named sections, the name and a key in that section follow. Shorter if a part is missing."""
     raw: Raw
     origin: str
     place: str
-    """Where to look: the file with its line, or the command line."""
+    """The location for messages: the file with the line number, or the command line."""
     option: str = ""
-    """The option that it was written as, such as `--lr=1`; empty for anything else."""
+    """Original text of the option, such as `--lr=1`; empty for other assignments."""
 
     @property
     def is_in_file(self) -> bool:
-        """Whether a file sets it."""
+        """Whether the assignment comes from a file."""
         return self.place != "command line"
 
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
-        """What is wrong with it; secrets are not shown."""
+        """Return a problem with this assignment; secrets are redacted."""
         is_secret = self.path[:2] == ("launch", "environment")
         raw = redact.redact_variable_names(self.raw) if is_secret else self.raw
         if is_secret and len(self.path) > 2:
@@ -59,7 +59,7 @@ class Assignment:
 def from_document(
     root: yaml.MappingNode, file: str, problems: list[Problem]
 ) -> Iterator[Assignment]:
-    """What a file says."""
+    """Yield the assignments in a file."""
     for section, line, content in entries(root, file, "", problems):
         place = f"{file}:{line}"
         if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
@@ -80,7 +80,7 @@ def _read_section(
             yield from _read_section(path, value, file, problems)
             continue
         if isinstance(value, yaml.MappingNode):
-            # Read for its problems: a key that appears twice.
+            # Checked only for problems, such as duplicate keys.
             for inner, _, below in list(entries(value, file, f"{'.'.join(path)}.", problems)):
                 if isinstance(below, yaml.MappingNode):
                     list(entries(below, file, f"{'.'.join(path)}.{inner}.", problems))
@@ -90,7 +90,7 @@ def _read_section(
 
 
 def from_values(values: Mapping[str, Any], origin: str) -> Iterator[Assignment]:
-    """What nested dicts say, such as a checkpoint holds."""
+    """Yield the assignments in nested dicts, such as the config in a checkpoint."""
     for section, content in values.items():
         yield from _from_value((str(section),), _as_raw(content), origin)
 
@@ -104,7 +104,7 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Python values as a file would hold them."""
+    """Convert Python values to the form in which a file contains them."""
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -113,10 +113,10 @@ def _as_raw(value: Any) -> Raw:
 
 
 def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
-    """What `section.key=value` says."""
+    """Yield the assignments of `section.key=value`."""
     key, _, text = arg.partition("=")
     section, rest = split_key(key.split("."))
-    # The entry of a mapping may have dots of its own.
+    # The entry of a mapping may contain dots.
     path = (*section.split("."), *_key_path(section, rest)) if rest else (section,)
     if arg.startswith("-"):
         path = tuple(key.lstrip("-").split("."))
@@ -124,11 +124,11 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     elif key == MODEL or (key in SECTIONS and is_main_key(key, text)):
         yield Assignment((key,), text, arg, "command line")
     elif key in SECTIONS:
-        rule = "is a section: an override is `section.key=value`."
-        action = f"Run `maxpipe config explain {key}` for its keys."
+        rule = "is a section: an override must be `section.key=value`."
+        action = f"Run `maxpipe config explain {key}` to list its keys."
         problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
     elif not all(path):
-        rule = "names no section: an override is `section.key=value`."
+        rule = "has no section: an override must be `section.key=value`."
         action = "Write section.key=value."
         problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
     elif not _is_collection(_hint(path)):
@@ -143,13 +143,13 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         if isinstance(raw, dict) and (
             ".".join(path) in KEYS or declared_key(".".join(path)) in NAMED_SECTIONS
         ):
-            # The whole mapping is replaced; a single entry (a.b.c=...) is added.
+            # This replaces the mapping; a single entry (a.b.c=...) is added to the mapping.
             yield Assignment(path, {}, arg, "command line")
         yield from _split(path, raw, arg, "command line")
 
 
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
-    """One assignment, or one for each entry of a mapping, so that files merge by entry."""
+    """Yield one assignment, or one per entry of a mapping, so that files merge by entry."""
     key = ".".join(path)
     if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_key(key) in NAMED_SECTIONS):
         for name, value in raw.items():
@@ -161,20 +161,20 @@ def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator
 
 
 def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
-    """Key, and entry or name and key, of what stands behind a section."""
+    """Split the part after the section into the key, and the entry or the name and key below it."""
     holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED_SECTIONS
     return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
 
 
 def _hint(path: Sequence[str]) -> Any:
-    """The type of what an override sets, that of the mapping for an entry of one."""
+    """Return the type of an override's key; for an entry, the type of the mapping."""
     section, rest = split_key(path)
     key = declared_key(".".join(path))
     return NAMED_KEYS[key] if key in NAMED_KEYS else KEYS.get(".".join([section, *rest[:1]]))
 
 
 def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type holds entries, which are set one by one."""
+    """Whether a key of this type holds entries that are set one by one."""
     return typing.get_origin(hint) is dict
 
 
@@ -183,28 +183,31 @@ def _is_collection(hint: Any) -> bool:
 
 
 def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
-    """What is written with a key of an earlier release, and not by one."""
+    """Yield a warning for each assignment that uses a key of an earlier release.
+
+    Values that an earlier release saved are exempt.
+    """
     for each in assignments:
         new = rename_former_key(each)
         if new == each or each.origin == saved_as:
             continue
         text = ".".join(new.path)
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
-        yield each.problem(f"is called {text} now.", f"Write {text} in its place.")
+        yield each.problem(f"was renamed to {text}.", f"Write {text} instead.")
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """What one file sets by the name of an earlier release and by today's."""
+    """Yield a problem for each key that a file sets by both its earlier and its current name."""
     known = {(each.origin, ".".join(each.path)): each.place for each in assignments}
     for each in assignments:
         new = RENAMED_KEYS.get(".".join(each.path), "")
         if place := known.get((each.origin, new)):
-            rule = f"is the earlier name of {new}, which is set as well: {place}."
-            yield each.problem(rule, f"Keep {new}.")
+            rule = f"was renamed to {new}, which is also set: {place}."
+            yield each.problem(rule, f"Keep only {new}.")
 
 
 def rename_former_key(assignment: Assignment) -> Assignment:
-    """The same for the name that its key has today."""
+    """Return the assignment with the current name of its key."""
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
     raw = str(value).lower() if isinstance(value, bool) else value

@@ -1,6 +1,6 @@
-"""The configs that come with maxpipe: `configs/` of a checkout, or their copy in the package.
+"""Bundled configs: `configs/` of a checkout, or its copy in the installed package.
 
-Names of the files and folders that a run writes into its folder.
+This module also defines the names of files and folders in a run folder.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """A config that can be named instead of a file."""
+    """A config that can be given by name instead of a file."""
 
     name: str
     kind: Literal["run", "model", "sft"]
-    """A `model` merges with a file or overrides that say how it is trained; `sft` is a run that
-    fine-tunes a model's folder, named `base`, on conversations."""
+    """Type of the config. A `model` is merged with a file or overrides that configure its training.
+    `sft` is a run that fine-tunes the model in the folder `base` on conversations."""
     path: Path
 
     @property
     def text(self) -> str:
-        """The whole file."""
+        """Content of the file."""
         return self.path.read_text(encoding="utf-8")
 
     @property
     def summary(self) -> str:
-        """The first sentence of the comment that the file begins with."""
+        """First sentence of the comment at the start of the file."""
         lines = []
         for line in self.text.splitlines():
             if not line.startswith("# "):
@@ -48,7 +48,7 @@ class BundledConfig:
 
 @cache
 def folder() -> Path:
-    """Where the files are."""
+    """Return the folder of the bundled configs."""
     found = next((folder for folder in _FOLDERS if folder.is_dir()), None)
     assert found is not None, f"configs are in none of {_FOLDERS}"
     return found
@@ -56,7 +56,7 @@ def folder() -> Path:
 
 @cache
 def configs() -> Mapping[str, BundledConfig]:
-    """By name: runs first, then models by size, then runs that fine-tune them."""
+    """Return the bundled configs by name: runs, models in order of size, then fine-tuning runs."""
     runs = [BundledConfig(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
     found = {
         kind: [
@@ -69,52 +69,56 @@ def configs() -> Mapping[str, BundledConfig]:
 
 
 def _by_number(path: Path) -> list[str]:
-    """A key that puts 8b before 70b."""
+    """Return a sort key that orders 8b before 70b."""
     return [part.zfill(9) if part.isdecimal() else part for part in re.split(r"(\d+)", path.stem)]
 
 
 def find_config(argument: str) -> BundledConfig | None:
-    """The config that an argument names; None when it names none, or a file that is here."""
+    """Return the config of this name. None if there is no such config, or if a local file has the
+    name.
+    """
     if os.path.isfile(argument):
         return None
     return configs().get(argument) or (None if os.path.lexists(argument) else find_model(argument))
 
 
 def find_model(text: str) -> BundledConfig | None:
-    """The model of a name in any spelling, such as `Llama-3.1-8B` or `meta-llama/Llama-3.1-8B`."""
+    """Return the model of this name in any spelling, such as `meta-llama/Llama-3.1-8B`."""
     if found := configs().get(text):
         return found if found.kind == "model" else None
     return _models().get(_normalize_model_name(text))
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form `OWNER/NAME` of a model on the Hugging Face Hub."""
+    """Whether the text has the form `OWNER/NAME` of a model on the Hugging Face Hub."""
     form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
     return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
 
 
 def hub_download_action(text: str) -> str:
-    """The action for the name of a model on the Hub, of which the files are needed."""
+    """Return the action that downloads a model from the Hub."""
     folder = text.rpartition("/")[2]
     return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
 
 
 def _normalize_model_name(text: str) -> str:
-    """Letters and digits of a model's name, without its owner and the kind of its tuning."""
+    """Return letters and digits of a model name, without its owner and tuning variant."""
     words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
     return "".join(word for word in words if word not in _TUNED)
 
 
 _TUNED = ("instruct", "it", "chat", "base", "hf", "pt", "meta")
-"""Words of models' names that do not change their shape."""
+"""Words in model names that do not affect the shape."""
 
 _SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
-"""Models with the shape of another one."""
+"""Models with the same shape as another model."""
 
 
 @cache
 def _models() -> Mapping[str, BundledConfig]:
-    """Models by the spelling of their name, and of the model that the file names as its source."""
+    """Return models by the normalized form of their names and of the source names in
+    their files.
+    """
     models = [each for each in configs().values() if each.kind == "model"]
     sources = {
         _normalize_model_name(source): each

@@ -1,9 +1,9 @@
 """Rules between config values that can be checked without devices.
 
-Each rule is one row of `ranges.py` or one small function; `check` runs them all and
-reports every failure. A rule names the keys it reads, so that it is left out when
-one of them is already known to be wrong. What depends on the machine (how many
-devices there are, what a -1 resolves to) is checked where the mesh is built.
+Each rule is a range in `rules.py` or a small function; `check` runs all rules and reports every
+violation. A rule lists the keys it reads, and is skipped if one of them is already known to be
+wrong. Rules that depend on the machine (the number of devices, the value of a -1) are checked where
+the mesh is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import maxpipe.config.mesh_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
 import maxpipe.config.preference_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  all ten register their rules
+import maxpipe.config.tokenizer_rules  # noqa: F401  imported to register their rules
 from maxpipe.config import training_schedule
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.param_patterns import parse_param_values
@@ -46,28 +46,29 @@ DEFAULT = "default"
 
 
 def is_override(argument: str) -> bool:
-    """Whether a command-line argument is `section.key=value` and not a path."""
+    """Whether a command-line argument is `section.key=value` rather than a path."""
     return "=" in argument.partition("/")[0]
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """First part of an error message: who set the key, and the key."""
+    """Return the start of an error message: the key, and the file or command line that set it."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
 
 
 def total_steps(train: TrainConfig) -> int:
-    """Optimizer steps of the whole run."""
+    """Return the number of optimizer steps in the run."""
     return train.steps or BatchRamp.from_config(train).num_batches(
         -(-train.tokens // train.sequence_length)
     )
 
 
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
-    """Every broken rule. Rules that read a key in `skip` are left out."""
+    """Return all rule violations. Rules that read a key in `skip` are not run."""
     wrong = set(skip)
     problems: list[Problem] = []
-    # Rules on a single key come first: where one fails, relations with that key mean nothing.
+    # Rules on a single key come first: if one fails, rules that relate its key to others are
+    # skipped.
     for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
         if not wrong.isdisjoint(each.keys):
             continue
@@ -86,14 +87,15 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 
 
 def find_warnings(config: Config) -> Iterator[Problem]:
-    """What can be trained but is hardly meant."""
+    """Yield warnings about settings that are allowed but likely to be mistakes."""
     warmup, steps = config.optim.warmup_steps, total_steps(config.train)
     if warmup >= steps > 0:
         yield Problem(
             "optim.warmup_steps",
             str(warmup),
-            f"is the whole run of {pluralize(steps, 'step')}: the rate never reaches its peak.",
-            f"Set optim.warmup_steps={steps // 10}, or a longer run.",
+            f"must be less than the {pluralize(steps, 'step')} of the run: otherwise the learning "
+            "rate never reaches its peak.",
+            f"Set optim.warmup_steps={steps // 10}, or increase train.steps.",
         )
     yield from _phases_beyond_the_run(config)
     yield from _decays_past_zero(config)
@@ -111,9 +113,9 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
         yield Problem(
             "optim.lr_phases",
             f"[{', '.join(texts)}]",
-            f"has {pluralize(end, 'step')} and the run {steps}: its end comes before the last "
+            f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
             f"{pluralize(late, 'phase')}.",
-            "Make those in front shorter: shares such as '10%' that leave some of the run.",
+            "Shorten the earlier phases, for example with percentages such as '10%'.",
         )
 
 
@@ -127,14 +129,14 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"optim.{key}",
             f"{decay:g}",
-            f"takes {taken:.3g} of a parameter in a step, with optim.learning_rate = "
-            f"{optim.learning_rate:g}: more than there is.",
-            "Lower it to 0.1, or leave it out.",
+            f"subtracts {taken:.3g} times a parameter from itself in each step, with "
+            f"optim.learning_rate = {optim.learning_rate:g}: the factor must be at most 1.",
+            f"Set a weight decay of 0.1, or leave optim.{key} out.",
         )
 
 
 _LARGEST_RATE = 1.0
-"""Of a rate that somebody may mean: those of all optimizers here are about 0.02 at most."""
+"""Threshold of a warning: usual learning rates of these optimizers are at most about 0.02."""
 
 
 def _rate_is_large(config: Config) -> Iterator[Problem]:
@@ -142,28 +144,28 @@ def _rate_is_large(config: Config) -> Iterator[Problem]:
         yield Problem(
             "optim.learning_rate",
             f"{rate:g}",
-            "moves each parameter by about as much in one step: the loss will diverge.",
+            "changes each parameter by about this amount in one step: the loss will diverge.",
             "Set optim.learning_rate=3e-4.",
         )
 
 
 def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
-    if optim.learning_rate < 1e-10:  # an update is about as large; parameters are some 0.01
+    if optim.learning_rate < 1e-10:  # updates have about this size, and parameters about 0.01
         yield Problem(
             "optim.learning_rate",
             f"{optim.learning_rate:g}",
-            "is less than float32 can add to a parameter: nothing is learned.",
+            "is too small: float32 rounding removes all updates, and parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
-    # The norm is taken over more entries than those of the embedding table.
+    # The norm is over more entries than the embedding table has.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(
             "optim.epsilon",
             f"{optim.epsilon:g}",
-            f"is more than a typical entry of the gradient, {entry:.1g} with optim.clip_norm = "
-            f"{optim.clip_norm:g}: parameters hardly move.",
+            f"is larger than a typical entry of the gradient ({entry:.1g} with optim.clip_norm = "
+            f"{optim.clip_norm:g}): parameters hardly change.",
             "Set optim.epsilon=1e-8 and optim.clip_norm=1.0.",
         )
 
@@ -177,11 +179,11 @@ _LENGTH = (
     "train.batch_ramp",
     "train.sequence_length",
 )
-"""What `total_steps` reads."""
+"""Keys that `total_steps` reads."""
 
 
 _ROUNDS_TO_ONE = 1 - 2.0**-25
-"""What float32 rounds to 1, and all above it."""
+"""Smallest value that float32 rounds to 1."""
 
 
 @rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
@@ -195,8 +197,8 @@ def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
 
 
 def _example_ramp(config: Config) -> str:
-    """One that this run can have: half of its rows for a tenth of it; `[]` where that breaks a
-    rule.
+    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps, or
+    `[]`.
     """
     plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
     if steps := total_steps(plain.train):
@@ -219,9 +221,9 @@ def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
     elif found.stages and found.steps >= steps > 0:
         yield RuleViolation(
             "train.batch_ramp",
-            f"has {pluralize(found.steps, 'step')}, and the whole run {steps}: no batch has "
-            f"train.batch_size ({found.batch_size}) rows.",
-            f"Set train.steps={2 * found.steps}, or train.batch_ramp to shorter stages.",
+            f"has {pluralize(found.steps, 'step')}, but the run has {steps}: no batch reaches "
+            f"train.batch_size ({found.batch_size}).",
+            f"Set train.steps={2 * found.steps}, or shorten the stages of train.batch_ramp.",
         )
 
 
@@ -230,8 +232,8 @@ def _ramp_needs_no_executable(config: Config) -> Iterator[RuleViolation]:
     if config.train.batch_ramp and config.runtime.compiled_step:
         yield RuleViolation(
             "runtime.compiled_step",
-            "holds one train step, and with train.batch_ramp there is one for each size.",
-            "Set runtime.compiled_step='' to compile them here, or train.batch_ramp=[].",
+            "contains one train step, but train.batch_ramp needs one for each batch size.",
+            "Set runtime.compiled_step='' to compile the steps in this run, or train.batch_ramp=[].",
         )
 
 
@@ -240,20 +242,23 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
     optim = config.optim
     if optim.name not in ("adamw", "muon"):
         return
-    # Moments that start at 0 are divided by 1 - beta^updates. A device cannot look alone at what
-    # Muon's update would leave: its bound has to be finite.
+    # Moments that start at 0 are divided by 1 - beta^updates. A device cannot check alone whether
+    # Muon's update is finite, so its bound must be finite.
     limit, shown = (
         (1 - 1e-6, "0.999999")
         if optim.name == "muon"
         else (_ROUNDS_TO_ONE, f"{_ROUNDS_TO_ONE:.8f}")
     )
     if optim.name == "muon" and optim.epsilon <= 1e-30:
-        rule = "must be more than 1e-30 with optim.name=muon, as float32 may lose less beside it."
+        rule = (
+            "must be more than 1e-30 with optim.name=muon: float32 arithmetic may lose smaller "
+            "values."
+        )
         yield RuleViolation("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
     for field, usual in (("beta1", 0.9), ("beta2", 0.95)):
         if getattr(optim, field) >= limit:
-            rule = f"must be less than {shown} with optim.name={optim.name}: float32 may take it"
-            yield RuleViolation(f"optim.{field}", f"{rule} for 1.", f"Set optim.{field}={usual}.")
+            rule = f"must be less than {shown} with optim.name={optim.name}: float32 may round it"
+            yield RuleViolation(f"optim.{field}", f"{rule} to 1.", f"Set optim.{field}={usual}.")
 
 
 @rule("optim.lr_phases", "optim.warmup_steps", *_LENGTH)
@@ -269,14 +274,14 @@ def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
     if config.optim.warmup_steps:
         yield RuleViolation(
             "optim.warmup_steps",
-            "must be 0 with optim.lr_phases, which hold the warm-up.",
+            "must be 0 with optim.lr_phases, which include the warm-up.",
             f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
-            "first of the phases.",
+            "first phase.",
         )
     if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
         yield RuleViolation(
             "optim.lr_phases",
-            "must leave a rate above 0: nothing would be learned.",
+            "must have a learning rate above 0 in some phase: otherwise nothing is learned.",
             f'Set "optim.lr_phases={EXAMPLE}".',
         )
 
@@ -295,7 +300,7 @@ for _bound in BOUNDS.values():
 
 
 MAX_NAME = 200
-"""Characters of a run's name: file systems allow 255, and other names are made of it."""
+"""Maximum length of a run name. File systems allow 255 characters, and other names contain it."""
 
 
 @rule("run.name")
@@ -325,7 +330,7 @@ for _key in ("text_field", "messages_field", "response_field"):
 
 @rule("data.prompt_field", "data.chat")
 def _prompt_field_is_named(config: Config) -> Iterator[RuleViolation]:
-    # Both responses of a pair may be whole conversations.
+    # Both responses of a pair may be full conversations.
     if not config.data.prompt_field and config.data.chat != "pairs":
         yield RuleViolation(
             "data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt."
@@ -354,7 +359,7 @@ def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
     if size % 2:
         yield RuleViolation(
             "model.head_dim",
-            "must be even: rotary embedding turns pairs.",
+            "must be even: rotary embedding rotates pairs of dimensions.",
             f"Set model.head_dim={size + 1}.",
         )
 
@@ -369,7 +374,7 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
     if config.runtime.platform in ("cpu", "tpu"):
         yield RuleViolation(
             "model.attention",
-            f"needs an NVIDIA GPU, and runtime.platform is {config.runtime.platform}.",
+            f"requires an NVIDIA GPU, but runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
         )
     if config.model.compute_dtype == "float32":
@@ -381,14 +386,13 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
     if (tokens := config.train.sequence_length) % 2:
         yield RuleViolation(
             "train.sequence_length",
-            "must be even with model.attention=cudnn, whose backward takes no odd numbers.",
+            "must be even with model.attention=cudnn, whose backward requires even lengths.",
             f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
         )
     if (size := config.model.head_dim) % 8 or size > 256:
         yield RuleViolation(
             "model.head_dim",
-            "must be a multiple of 8 and at most 256 with model.attention=cudnn, whose kernels "
-            "take no other.",
+            "must be a multiple of 8 and at most 256 with model.attention=cudnn.",
             "Set model.attention=xla.",
         )
 
@@ -396,7 +400,7 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
-@rule(*_MODEL_KEYS, is_first=True)  # what it refuses cannot be described
+@rule(*_MODEL_KEYS, is_first=True)  # `describe` fails for configs that this rule rejects
 def _family_rules(config: Config) -> Iterator[RuleViolation]:
     yield from FAMILIES[config.model.family].rules(config.model)
 
@@ -413,9 +417,9 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
         key = f"{section}.{option}" if f"{section}.{option}" in KEYS else FAMILY
         yield RuleViolation(
             "model.attention",
-            f"has no {option.replace('_', ' ')}, which {key} = "
+            f"does not support {option.replace('_', ' ')}, which {key} = "
             f"{format_value(value_of(config, key))} "
-            "asks for.",
+            "requires.",
             "Set model.attention=xla.",
         )
 
@@ -426,9 +430,9 @@ def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
     if heads >= tokens:
         yield RuleViolation(
             "model.mtp_heads",
-            f"must be less than train.sequence_length ({tokens}): no token of a sequence is "
+            f"must be less than train.sequence_length ({tokens}): a sequence has no tokens "
             "further ahead.",
-            f"Set model.mtp_heads={tokens - 1}, or a longer train.sequence_length.",
+            f"Set model.mtp_heads={tokens - 1}, or increase train.sequence_length.",
         )
 
 
@@ -439,7 +443,7 @@ def _add_local_folder_rule(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
         if url_scheme(value_of(config, key)):
-            yield RuleViolation(key, "must be a folder of a file system.", action)
+            yield RuleViolation(key, "must be a folder in a file system, not a URL.", action)
 
 
 _add_local_folder_rule(
@@ -457,11 +461,13 @@ def _add_folder_or_bucket_rule(key: str) -> None:
         if found not in ("", "gs"):
             yield RuleViolation(
                 key,
-                f"must be a folder or gs://BUCKET/PATH: {found}:// is not known.",
-                f"Set {key}=gs://my-bucket/runs, or mount that store and name its folder.",
+                f"must be a folder or gs://BUCKET/PATH: {found}:// is not supported.",
+                f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
             )
         elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
-            yield RuleViolation(key, "must name a bucket.", f"Set {key}=gs://my-bucket/runs.")
+            yield RuleViolation(
+                key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
+            )
 
 
 _add_folder_or_bucket_rule("checkpoint.dir")
@@ -473,7 +479,7 @@ def _best_is_evaluated(config: Config) -> Iterator[RuleViolation]:
     if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):
         yield RuleViolation(
             "checkpoint.keep_best",
-            "needs evaluations: eval.every and eval.batches must be more than 0.",
+            "requires evaluations: eval.every and eval.batches must be more than 0.",
             f"Set eval.every={config.checkpoint.every or 1000}, or checkpoint.keep_best=0.",
         )
 
@@ -485,13 +491,13 @@ def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "checkpoint.local_every",
             "must be more than 0 with checkpoint.local_dir.",
-            "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save in the run's "
-            "folder only.",
+            "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save only in the run "
+            "folder.",
         )
     elif every and not local_dir:
         yield RuleViolation(
             "checkpoint.local_dir",
-            f"must name a folder with checkpoint.local_every={every}.",
+            f"must be a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
         )
 
@@ -512,12 +518,12 @@ def _process_id_is_in_range(config: Config) -> Iterator[RuleViolation]:
 
 
 def _is_host(text: str) -> bool:
-    """Whether it is an IPv4 address, an IPv6 address in brackets, or could be a host's name."""
+    """Whether the text is an IPv4 address, an IPv6 address in brackets, or a possible host name."""
     with contextlib.suppress(ValueError):
         if in_brackets := re.fullmatch(r"\[([0-9A-Fa-f:.]+)\]", text):
             return ipaddress.ip_address(in_brackets[1]).version == 6
         return ipaddress.ip_address(text).version == 4
-    # Python's look-up of names raises no OSError for labels of other lengths.
+    # Python's name lookup does not raise OSError for labels of other lengths.
     label = r"[A-Za-z0-9_-]{1,63}"
     is_name = re.fullmatch(rf"(?![0-9.]+$){label}(\.{label})*\.?", text)
     return len(text) <= 253 and is_name is not None
@@ -541,7 +547,9 @@ def _coordinator_is_an_address(config: Config) -> Iterator[RuleViolation]:
 
 
 def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
-    """Values that become part of scripts and manifests hold nothing that means something there."""
+    """Restrict a value that is inserted into scripts and manifests to characters without meaning
+    there.
+    """
 
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
@@ -557,7 +565,7 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
-"""Characters of a launch value, and of one name of a path: the limit of file systems."""
+"""Maximum length of a launch value, and of one path component: the limit of file systems."""
 _MOST_VARIABLES = 1000
 _NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
 _PATH, _PATH_WORDS = (
@@ -581,11 +589,11 @@ def _environment_has_names(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "launch.environment",
             "must be names of environment variables, without values.",
-            "Write the names only, such as launch.environment=[MY_TOKEN].",
+            "Write only the names, such as launch.environment=[MY_TOKEN].",
         )
     elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
         yield RuleViolation(
             "launch.environment",
             f"must be at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
-            "Write fewer or shorter names, such as launch.environment=[MY_TOKEN].",
+            "List fewer or shorter names, such as launch.environment=[MY_TOKEN].",
         )

@@ -1,4 +1,4 @@
-"""The file that an argument means: a path, or the name of a shipped config."""
+"""Resolve an argument to a config file: a path or the name of a bundled config."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
-"""Of files that other trainers use: they are translated, but no run is trained from them."""
+"""Suffixes of config files of other trainers, which can be translated but not used for training."""
 _MAX_BYTES = 1 << 20
-_LIST = "`maxpipe configs list` shows the configs that maxpipe ships"
+_LIST = "`maxpipe configs list` lists the bundled configs"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A config file, which may not exist."""
+    """Path of a config file that may not exist."""
 
     path: Path
     origin: str
-    """Its name in messages and `config print --origin`."""
+    """Name in messages and in `config print --origin`."""
     argument: str = ""
-    """The name on the Hugging Face Hub that it was found by, if any."""
+    """Name on the Hugging Face Hub by which the file was found, if any."""
 
     @property
     def run_name(self) -> str:
-        """The default name of a run."""
+        """Default name of a run."""
         return folder_name(self.path.stem)
 
 
 def locate(argument: str, keys: Collection[str]) -> ConfigFile:
-    """The file that an argument which is no override means. `keys` are all keys of a config.
+    """Return the file that an argument other than an override denotes. `keys` are all config keys.
 
     Raises:
-        ConfigError: it is neither a path of a config nor the name of one.
+        ConfigError: the argument is neither a path nor a name of a config.
     """
     path = Path(argument)
     if path.suffix in SUFFIXES:
@@ -58,7 +58,7 @@ def locate(argument: str, keys: Collection[str]) -> ConfigFile:
 
 
 def _check_ambiguous_name(found: bundled_configs.BundledConfig) -> None:
-    """Refuses a name that is also a file with other content: either may be meant."""
+    """Reject the name of a bundled config if a local file has this name and other content."""
     here = Path(f"{found.name}{bundled_configs.SUFFIX}")
     try:
         if not here.is_file() or read(here, _MAX_BYTES) == found.path.read_bytes():
@@ -68,8 +68,8 @@ def _check_ambiguous_name(found: bundled_configs.BundledConfig) -> None:
     raise ConfigError.one(
         f"command line: {found.name}",
         None,
-        f"is a config that maxpipe ships, and {here} in this folder is another one.",
-        f"Write {here} for the file, or rename it.",
+        f"is ambiguous: it is a bundled config, and {here} in this folder has other content.",
+        f"Write {here} to use the file, or rename it.",
     )
 
 
@@ -77,37 +77,34 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
     where = f"command line: {argument}" if argument else "command line: an empty argument"
     if argument in keys:
         return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
-    rule = (
-        "is neither a file that ends in .yml or .yaml, nor a config that maxpipe ships, nor "
-        "`section.key=value`."
-    )
+    rule = "must be a .yml or .yaml file, the name of a bundled config, or `section.key=value`."
     if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
-        action = f"Name a config, and set data.path={argument} with its data.source."
-        return Problem(where, "", f"{rule} It is a file of data.", action)
+        action = f"Give a config, and set data.path={argument} and its data.source."
+        return Problem(where, "", f"{rule} It is a data file.", action)
     if os.path.splitext(argument)[1] in _PROGRAMS:
-        action = "Write each setting as section.key=value, such as train.batch_size=64, or in a "
-        action += "file that `maxpipe init DIR` writes."
-        return Problem(where, "", f"{rule} Programs are not read as configs.", action)
+        action = "Write each setting as section.key=value, such as train.batch_size=64, or edit a "
+        action += "file written by `maxpipe init DIR`."
+        return Problem(where, "", f"{rule} Programs cannot be configs.", action)
     if os.path.isfile(argument):  # pathlib raises for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
-        return Problem(where, "", rule, f"It is the folder of a run: give {inside}.")
+        return Problem(where, "", f"{rule} It is a run folder.", f"Give {inside}.")
     if os.path.isfile(os.path.join(argument, "config.json")):
         action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if bundled_configs.is_hub_id(argument) and not os.path.lexists(argument):
-        rule += " It looks like a model of the Hugging Face Hub: nothing is downloaded."
+        rule += " It looks like a model on the Hugging Face Hub, but maxpipe downloads nothing."
         return Problem(where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs.configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
-    action = f"{_LIST}, `maxpipe config explain` sections and keys."
+    action = f"{_LIST}, and `maxpipe config explain` lists sections and keys."
     return Problem(where, "", rule, action)
 
 
 def _hub_model_action(argument: str) -> str:
     guess = did_you_mean(os.path.basename(argument).lower(), bundled_configs.configs())
-    similar = f"Write {guess} for a similar shape, or run" if guess else "Run"
+    similar = f"Write {guess} for a model of similar shape, or run" if guess else "Run"
     return (
         f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
         f"runs/base`, and give runs/base/{CONFIG_FILE}."
@@ -115,20 +112,20 @@ def _hub_model_action(argument: str) -> str:
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:
-    """The fault of a broken symbolic link; empty for anything else."""
+    """Describe a broken symbolic link; return an empty string for anything else."""
     if not os.path.islink(path):
         return ""
     try:
         os.stat(path)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return f"a symbolic link to {os.readlink(path)}, which leads back to it"
-        return f"a symbolic link to {os.path.realpath(path)}, which is not there"
+            return f"a symbolic link to {os.readlink(path)}, which forms a cycle"
+        return f"a symbolic link to {os.path.realpath(path)}, which does not exist"
     return ""
 
 
 def _similar_folder(path: Path) -> Path | None:
-    """The same file in a folder with a similar name."""
+    """Return the path of the same file name in a folder with a similar name."""
     above = path.parent.parent
     try:
         folders = sorted(each.name for each in above.iterdir() if each.is_dir())
@@ -141,18 +138,21 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Action for a missing file: a config of that name, a similar file, or the missing folder."""
+    """Return an action for a missing file: a bundled config, a similar file or the
+    missing folder.
+    """
     if found := bundled_configs.configs().get(path.stem):
         return (
-            f"maxpipe ships one: write {found.name} instead of {path}, or copy it with "
+            f"Write {found.name} instead of {path} to use the bundled config, or copy it with "
             f"`maxpipe configs copy {found.name}`."
         )
     if not os.path.isdir(path.parent):
         if guess := _similar_folder(path):
             return f"Did you mean {guess}?"
-        return f"Check the folder {path.parent}, which does not exist either."
+        return f"Check the path: the folder {path.parent} does not exist."
     siblings = sorted(p.name for p in path.parent.glob("[!.]*") if p.suffix in SUFFIXES)
     guess = did_you_mean(path.name, siblings)
     if guess:
         return f"Did you mean {path.parent / guess}?"
-    return f"Check the path: {path.parent}/ has {', '.join(siblings[:8]) or 'no .yml'}."
+    contents = ", ".join(siblings[:8]) or "no .yml files"
+    return f"Check the path: {path.parent}/ contains {contents}."

@@ -1,4 +1,4 @@
-"""Rules on what documents a run reads, and in which shares."""
+"""Rules on the sources, mixtures and validation sets of documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from maxpipe.models.config import LARGEST
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
 _MOST_EPOCHS = 1e9
-"""Numbers of a source's samples have 63 bits."""
+"""Maximum number of epochs: sample numbers of a source have 63 bits."""
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
 """Fields of `data.chat` that may be templates."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
@@ -37,13 +37,13 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """All sources that are read, with the section of each, such as `data.mixture.NAME`."""
+    """Yield all sources with their section, such as `data.mixture.NAME`."""
     for name, each in all_sources(config.data).items():
         yield section_of(name), each
 
 
 def _source_rule(*keys: str) -> Callable[[_Find], None]:
-    """Registers a rule on these keys of each source."""
+    """Register a rule on these keys of each source."""
 
     def register(find: _Find) -> None:
         @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
@@ -57,7 +57,7 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
 @_source_rule()
 def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if section == "data":
-        return  # each has a rule of its own
+        return  # `check` has range rules for this section
     for field in dataclasses.fields(SourceConfig):
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):
@@ -86,14 +86,14 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.paths and path:
         yield RuleViolation(
             f"{section}.paths",
-            f"must be empty when {section}.path ({path}) is set: it takes the place of one path.",
+            f"must be empty if {section}.path ({path}) is set.",
             f"Add that path to {section}.paths, and leave {section}.path out.",
         )
     if source.paths and kind in ONE_PATH:
         yield RuleViolation(
             f"{section}.paths",
-            f"is not read with {section}.source={kind}, which has one path.",
-            f"Name it in {section}.path.",
+            f"is ignored with {section}.source={kind}, which has one path.",
+            f"Set {section}.path to that path.",
         )
 
 
@@ -105,17 +105,18 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.source not in COLUMNS:
         yield RuleViolation(
             key,
-            f"is not read with {section}.source={source.source}, whose documents have no columns.",
-            f"Leave it out, or set {section}.source to one of {', '.join(COLUMNS)}.",
+            f"is ignored with {section}.source={source.source}, whose documents have no columns.",
+            f"Leave {key} out, or set {section}.source to one of {', '.join(COLUMNS)}.",
         )
-    example = f"Write columns in braces, such as {key}='{{title}}: {{text}}'"
+    example = f"Write column names in braces, such as {key}='{{title}}: {{text}}'"
     try:
         pieces = split_template(source.template)
     except ValueError as error:
-        yield RuleViolation(key, f"cannot be read: {error}.", f"{example}; {{{{ is a brace.")
+        action = f"{example}; write {{{{ for a literal brace."
+        yield RuleViolation(key, f"cannot be parsed: {error}.", action)
         return
     if len(pieces) == 1:
-        rule = "names no column: all documents would be the same."
+        rule = "must contain a column: otherwise all documents are the same."
         yield RuleViolation(key, rule, f"{example}.")
 
 
@@ -129,8 +130,9 @@ def _field_templates(section: str, source: SourceConfig) -> Iterator[RuleViolati
             split_template(field)
         except ValueError as error:
             example = f"{section}.{each}_field='{{instruction}}\\n{{input}}'"
-            action = f"Write columns in braces, such as {example}; {{{{ is a brace."
-            yield RuleViolation(f"{section}.{each}_field", f"cannot be read: {error}.", action)
+            action = f"Write column names in braces, such as {example}; write {{{{ for a literal "
+            action += "brace."
+            yield RuleViolation(f"{section}.{each}_field", f"cannot be parsed: {error}.", action)
 
 
 @_source_rule("chat", "chat_template", "bad_records")
@@ -139,7 +141,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         if source.chat_template:
             yield RuleViolation(
                 f"{section}.chat_template",
-                f"is not read with {section}.chat=off.",
+                f"is ignored with {section}.chat=off.",
                 f"Set {section}.chat=messages or {section}.chat=prompt, or leave "
                 f"{section}.chat_template out.",
             )
@@ -148,14 +150,14 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             f"{section}.chat",
             f"must be off with {section}.source={source.source}, whose documents have no fields.",
-            f"Set {section}.source=jsonl and {section}.path to records of conversations, or "
+            f"Set {section}.source=jsonl and {section}.path to a file of conversations, or "
             f"{section}.chat=off.",
         )
     if source.bad_records == "skip":
         yield RuleViolation(
             f"{section}.unreadable",
-            f"must be stop with {section}.chat: a conversation without messages is not skipped.",
-            f"Set {section}.unreadable=stop, and correct or remove the records that it names.",
+            f"must be stop with {section}.chat: records without messages cannot be skipped.",
+            f"Set {section}.unreadable=stop, and correct or remove the reported records.",
         )
 
 
@@ -164,7 +166,7 @@ def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleVio
     if source.chat == "pairs" and source.packing == "cut":
         yield RuleViolation(
             f"{section}.packing",
-            f"must not be cut with {section}.chat=pairs: a pair is in one sequence, whole.",
+            f"must not be cut with {section}.chat=pairs: a pair cannot be split across sequences.",
             f"Set {section}.packing=best_fit.",
         )
 
@@ -173,7 +175,7 @@ def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleVio
 def _pair_fields_differ(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "pairs" and source.chosen_field == source.rejected_field:
         key = f"{section}.rejected_field"
-        rule = f"must be another field than {section}.chosen_field: a pair is of two responses."
+        rule = f"must differ from {section}.chosen_field: a pair consists of two responses."
         yield RuleViolation(key, rule, f"Set {key}=rejected.")
 
 
@@ -184,13 +186,13 @@ def _roles(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if not trained:
         yield RuleViolation(
             key,
-            "must name a role: without one no token is trained on.",
+            "must not be empty: otherwise no token is trained.",
             f"Set {key}=[assistant].",
         )
     elif others := [role for role in trained if role not in roles]:
         yield RuleViolation(
             key,
-            f"must be of {known} ({', '.join(roles) or 'none'}): {others[0]} is not.",
+            f"must be a subset of {known} ({', '.join(roles) or 'none'}): {others[0]} is missing.",
             f"Set {known}=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
         )
 
@@ -200,8 +202,9 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
         yield RuleViolation(
             "data.path" if config.data.path else "data.paths",
-            f"is not read with data.mixture, which has {', '.join(sorted(config.data.mixture))}.",
-            "Leave it out, or give it a name of its own there: data.mixture.mine.path=...",
+            "is ignored with data.mixture, which has the sources "
+            f"{', '.join(sorted(config.data.mixture))}.",
+            "Leave it out, or add it to the mixture under a new name: data.mixture.mine.path=...",
         )
 
 
@@ -212,8 +215,8 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
         name = sorted(data.mixture)[0]
         yield RuleViolation(
             "data.packing",
-            "is not read with data.mixture, of which each source has its own.",
-            f"Set data.mixture.{name}.packing={data.packing}, and so on.",
+            "is ignored with data.mixture, whose sources have separate packing keys.",
+            f"Set data.mixture.{name}.packing={data.packing}, and the same key of each source.",
         )
 
 
@@ -233,14 +236,14 @@ def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
     if with_weight and with_epochs:
         yield RuleViolation(
             f"data.mixture.{with_epochs[0]}.epochs",
-            f"cannot stand beside data.mixture.{with_weight[0]}.weight: shares follow from weights "
-            "or from epochs.",
-            "Give all sources a weight, or all of them epochs.",
+            f"cannot be combined with data.mixture.{with_weight[0]}.weight: weights or epochs "
+            "define the shares, not both.",
+            "Set the weight of all sources, or the epochs of all sources.",
         )
     elif with_epochs and (without := [name for name in found if name not in with_epochs]):
         yield RuleViolation(
             f"data.mixture.{without[0]}.epochs",
-            "must be more than 0 where other sources have epochs.",
+            "must be more than 0 if other sources have epochs.",
             f"Set data.mixture.{without[0]}.epochs=1, or leave the source out.",
         )
 
@@ -250,10 +253,10 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
     data, key = config.data, "data.mixture_stages"
     if not data.mixture:
         if data.mixture_stages:
-            yield RuleViolation(key, "is read with data.mixture only.", f"Set {key}=[].")
+            yield RuleViolation(key, "requires data.mixture.", f"Set {key}=[].")
         if data.mixture_temperature != 1:
             key = "data.mixture_temperature"
-            yield RuleViolation(key, "is read with data.mixture only.", f"Set {key}=1.")
+            yield RuleViolation(key, "requires data.mixture.", f"Set {key}=1.")
         return
     name = sorted(data.mixture)[0]
     example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
@@ -267,7 +270,8 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
             guess = did_you_mean(other, data.mixture)
             action = f"Did you mean {guess}?" if guess else example
             known = ", ".join(sorted(data.mixture))
-            yield RuleViolation(key, f"names {other}, and data.mixture has {known}.", action)
+            rule = f"contains {other}, which is not in data.mixture ({known})."
+            yield RuleViolation(key, rule, action)
 
 
 @rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
@@ -276,8 +280,8 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     if data.validation and not batches:
         yield RuleViolation(
             "eval.batches",
-            f"must be more than 0 with data.validation, which has {', '.join(data.validation)}: "
-            "nothing is evaluated without batches.",
+            f"must be more than 0 with data.validation ({', '.join(data.validation)}): otherwise "
+            "nothing is evaluated.",
             "Set eval.batches=8, or leave data.validation out.",
         )
         return
@@ -285,9 +289,9 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     if batches and not has_documents:
         yield RuleViolation(
             "data.validation_fraction",
-            f"must be more than 0 when eval.batches is {batches}: evaluation reads documents that "
-            "training never sees.",
-            "Set data.validation_fraction=0.05, or eval.batches=0, or name documents in "
+            f"must be more than 0 if eval.batches is {batches}: evaluation uses documents that are "
+            "not trained.",
+            "Set data.validation_fraction=0.05, or eval.batches=0, or add a validation set to "
             "data.validation.",
         )
 
@@ -298,7 +302,7 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
         if name in config.data.validation:
             yield RuleViolation(
                 f"data.validation.{name}",
-                f"must have another name: {', '.join(SPLITS)} are parts of the training's own "
-                "documents.",
-                f"Write data.validation.{name}_set, for example.",
+                f"must have another name: {', '.join(SPLITS)} are reserved for splits of the "
+                "training documents.",
+                f"Rename it, for example to data.validation.{name}_set.",
             )

@@ -1,6 +1,6 @@
-"""What the section `data` says, in a form that is easier to read: its sources, paths, templates.
+"""Helpers for the section `data`: its sources, paths, templates and mixture weights.
 
-Weights of a mixture by stages of the run: `data.mixture_stages`, one text for each. No jax.
+This module parses `data.mixture_stages`, and does not import jax.
 """
 
 from __future__ import annotations
@@ -22,37 +22,38 @@ _TEXT = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCI
 
 
 class MixtureStage(NamedTuple):
-    """A part of the run with weights of its own."""
+    """A part of the run with separate mixture weights."""
 
     weights: dict[str, float]
-    """By the name of a source; those that are missing are 0."""
+    """Weight by source name; missing sources have weight 0."""
     length: int
     unit: Literal["steps", "tokens"]
 
 
 def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
-    """The stages of a config.
+    """Parse the texts of `data.mixture_stages`.
 
     Raises:
-        ValueError: one cannot be read; the message is the rule.
+        ValueError: a text cannot be parsed; the message is the rule.
     """
     return [_stage(text) for text in texts]
 
 
 def _stage(text: str) -> MixtureStage:
     if (match := _TEXT.fullmatch(text.strip())) is None:
-        raise ValueError(f"must be stages, and {text!r} is not {FORM}.")
+        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
     words = match[1].split()
     weights: dict[str, float] = {}
     for name, weight in zip(words[::2], words[1::2], strict=False):
         if name in weights:
-            raise ValueError(f"must name a source once in a stage, and {text!r} has {name} twice.")
+            raise ValueError(f"must list a source once per stage; {text!r} has {name} twice.")
         weights[name] = _weight(weight, text)
     if len(words) % 2 or not all(map(NAME_FORM.fullmatch, weights)):
-        raise ValueError(f"must be stages, and {text!r} is not {FORM}.")
+        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
     count = int(match[2].replace("_", ""))
     if not count or not any(weights.values()):
-        raise ValueError(f"must be stages of some length with a weight above 0; {text!r} is not.")
+        rule = "must have stages with a length and a weight above 0"
+        raise ValueError(f"{rule}; {text!r} does not.")
     return MixtureStage(weights, count, match[3])  # type: ignore[arg-type]
 
 
@@ -62,12 +63,14 @@ def _weight(text: str, stage: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise ValueError(f"must have weights of at least 0, and {stage!r} has {text}.")
+        raise ValueError(f"must have weights of at least 0; {stage!r} has {text}.")
     return value
 
 
 def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
-    """The rows in front of the first batch behind each stage; a stage ends with a whole batch."""
+    """Return the number of sequences before the end of each stage; stages end with a complete
+    batch.
+    """
     batch, edges = 0, []
     for stage in found:
         if stage.unit == "steps":
@@ -81,15 +84,15 @@ def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: 
 
 
 def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
-    """What training reads, by name, in an order that does not depend on the config's.
+    """Return the training sources by name, in an order that does not depend on the config.
 
-    Without a mixture it is `data` itself, under no name.
+    Without a mixture, `data` is the only source, and its name is empty.
     """
     return {name: data.mixture[name] for name in sorted(data.mixture)} or {"": data}
 
 
 def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """The part of the sequences that each source has; weights are raised to 1 / temperature."""
+    """Return the fraction of sequences of each source; weights are raised to 1 / temperature."""
     largest = max(weights.values())
     flat = {
         name: (weight / largest) ** (1 / temperature) if weight else 0.0
@@ -100,15 +103,15 @@ def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str
 
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
-"""Sources whose records have columns, or may."""
+"""Source formats whose records have, or may have, columns."""
 FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
-"""Sources that read files, by their paths."""
+"""Source formats that read files from paths."""
 
 ONE_PATH = ("tfds", "tokens", "megatron")
-"""Sources of one path, or name."""
+"""Source formats with a single path or dataset name."""
 
 SPLITS = ("validation", "train", "all")
-"""Parts of the training's own documents, where a part can be named."""
+"""Splits of the training documents that a command can select."""
 
 _VALIDATION = "validation."
 _TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
@@ -116,47 +119,49 @@ _ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 
 
 def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
-    """The sources of `data.validation`, by `validation.NAME`: no name in a mixture has a dot."""
+    """Return the sources of `data.validation`, by `validation.NAME`. Names in a mixture have no
+    dots.
+    """
     return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
 
 
 def validation_key(name: str) -> str:
-    """The name of a set of `data.validation` among all sources."""
+    """Return the name of a validation set among all sources."""
     return f"{_VALIDATION}{name}"
 
 
 def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
-    """What is read for training or for evaluation, by name."""
+    """Return all sources of training and evaluation, by name."""
     return {**train_sources(data), **validation_sets(data)}
 
 
 def check_split(name: str, known: Sequence[str]) -> None:
-    """Raises ConfigError if the command line names documents that are not known."""
+    """Raise ConfigError if the split on the command line does not exist."""
     if name not in known:
-        action = f"Give {did_you_mean(name, known) or known[0]}."
+        action = f"Write --split {did_you_mean(name, known) or known[0]}."
         rule = f"must be one of {', '.join(known)}."
         raise ConfigError.one("command line: --split", name, rule, action)
 
 
 def is_synthetic(data: DataConfig) -> bool:
-    """Whether no text is trained on."""
+    """Whether all training sources are synthetic."""
     return all(each.source == "synthetic" for each in train_sources(data).values())
 
 
 def section_of(name: str) -> str:
-    """The section that has the source of this name."""
+    """Return the config section of the source with this name."""
     if not name:
         return "data"
     return f"data.{name}" if name.startswith(_VALIDATION) else f"data.mixture.{name}"
 
 
 def paths_of(config: SourceConfig) -> list[str]:
-    """All paths of a source, in the order in which they are read."""
+    """Return all paths of a source, in reading order."""
     return [config.path] if config.path else list(config.paths)
 
 
 def parse_template_kwargs(given: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `data.chat_template_kwargs`: JSON where it is such, else texts."""
+    """Parse the values of `data.chat_template_kwargs`, which are JSON or plain text."""
     return {name: _parse_template_kwarg(text) for name, text in given.items()}
 
 
@@ -173,18 +178,18 @@ def _parse_template_kwarg(text: str) -> Any:
 
 
 def is_template(field: str) -> bool:
-    """Whether the name of a field is a template over several."""
+    """Whether a field name is a template over several fields."""
     return "{" in field
 
 
 def split_template(template: str) -> list[tuple[str, str]]:
-    r"""A template in pieces: fixed text, and the column that follows; the last piece has none.
+    r"""Split a template into pairs of fixed text and the column after it.
 
-    `{name}` stands for a column, `{{` and `}}` for braces, `\n` and `\t` for a line break and a
-    tab.
+    The last pair has an empty column. `{name}` denotes a column, `{{` and `}}` braces, `\n` and
+    `\t` a line break and a tab.
 
     Raises:
-        ValueError: a brace without counterpart, or a column without a name.
+        ValueError: a brace is unmatched, or a column has no name.
     """
     pieces, fixed, end = [], "", 0
     for found in _TEMPLATE.finditer(template):
@@ -192,11 +197,11 @@ def split_template(template: str) -> list[tuple[str, str]]:
         end = found.end()
         if (name := found["name"]) is not None:
             if not name or name != name.strip():
-                raise ValueError(f"{found[0]} names no column")
+                raise ValueError(f"{found[0]} is not a column name")
             pieces.append((fixed, name))
             fixed = ""
         elif found[0] in _ESCAPES:
             fixed += _ESCAPES[found[0]]
         else:
-            raise ValueError(f"the {found[0]} at character {found.start() + 1} has no counterpart")
+            raise ValueError(f"the {found[0]} at character {found.start() + 1} is unmatched")
     return [*pieces, (fixed + template[end:], "")]

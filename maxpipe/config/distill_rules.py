@@ -19,15 +19,16 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     if not (own.teacher or own.teacher_logits):
         yield RuleViolation(
             "distill.teacher",
-            "must name the model that teaches, with train.objective=distill.",
-            "Set distill.teacher=RUN@newest or hf:DIR, or distill.teacher_logits to a folder of "
-            "`maxpipe distill prepare`.",
+            "must be set to a teacher model with train.objective=distill.",
+            "Set distill.teacher=RUN@newest or hf:DIR, or set distill.teacher_logits to a folder written "
+            "by `maxpipe distill prepare`.",
         )
     elif own.teacher and own.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
-            "must be empty with distill.teacher: a teacher is asked, or what it has said is read.",
-            "Set distill.teacher='' to read the folder, or distill.teacher_logits=''.",
+            "must be empty with distill.teacher: teacher logits are computed or read, not both.",
+            "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to compute "
+            "them.",
         )
 
 
@@ -37,7 +38,7 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective == "distill" and config.distill.top_k > most:
         yield RuleViolation(
             "distill.top_k",
-            f"must be at most model.vocab_size ({most}): there are no more tokens.",
+            f"must be at most model.vocab_size ({most}).",
             f"Set distill.top_k={most}, or less.",
         )
 
@@ -67,12 +68,13 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
             yield RuleViolation(
                 "distill.teacher_layout",
-                f"must hold keys of the sections mesh and pipeline with values, and has {text!r}.",
+                "must contain only keys of the sections mesh and pipeline with values, but has "
+                f"{text!r}.",
                 "Set distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
             )
         elif key == "mesh.cpu_devices":
             yield RuleViolation(
                 "distill.teacher_layout",
-                "must leave out mesh.cpu_devices: devices are those of the whole run.",
-                "Set mesh.cpu_devices itself, and distill.teacher_devices.",
+                "must not contain mesh.cpu_devices, which applies to teacher and student together.",
+                "Set mesh.cpu_devices and distill.devices in the config of the run.",
             )

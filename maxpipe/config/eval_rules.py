@@ -1,4 +1,6 @@
-"""Rules on evaluation beside training: tasks, the best checkpoint, and when a run has enough."""
+"""Rules on evaluation during training: tasks, samples, best-checkpoint metric and early
+stopping.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ BestMode = Literal["smallest", "largest"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Tags of what an evaluation of this config writes, and which value of each is the best."""
+    """Return the metric tags of an evaluation, each with its better direction: smallest
+    or largest.
+    """
     data, found = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":
@@ -40,7 +44,7 @@ PAIR_METRICS: dict[str, BestMode] = {
     "nats_chosen": "smallest",
     "nats_rejected": "largest",
 }
-"""What evaluations of preferences report beside the loss."""
+"""Metrics of preference evaluations in addition to the loss."""
 _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
 
 
@@ -49,7 +53,9 @@ def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
     for name, task in config.eval.tasks.items():
         if not task.path:
             key = f"eval.tasks.{name}.path"
-            yield RuleViolation(key, "must name a file of questions.", f"Set {key}={name}.jsonl.")
+            yield RuleViolation(
+                key, "must be a file of multiple-choice examples.", f"Set {key}={name}.jsonl."
+            )
 
 
 @rule(
@@ -64,15 +70,16 @@ def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
     if given.sample_every and not prompts:
         yield RuleViolation(
             "eval.sample_prompts",
-            "must have a prompt when eval.sample_every is more than 0.",
+            "must have a prompt if eval.sample_every is more than 0.",
             "Set eval.sample_prompts=['Once upon a time'], or eval.sample_every=0.",
         )
 
 
 def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
-    """What training could not evaluate, compare or continue.
+    """Yield problems of evaluation, early stopping and samples in training.
 
-    No rules of a config: `maxpipe eval` reads the same section with other documents.
+    These checks are not rules of the config, because `maxpipe eval` reads the same section with
+    other documents.
     """
     given, best = config.eval, config.checkpoint
     if given.patience > 0 and not given.every:
@@ -82,7 +89,7 @@ def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
         yield from _check_best_metric(config)
     chats = [each for each in all_sources(config.data).values() if each.chat != "off"]
     if given.sample_conversations and not chats:
-        rule = "needs conversations: no source has data.chat."
+        rule = "requires conversations: no source sets data.chat."
         action = "Set eval.sample_conversations=0, or data.chat=messages."
         yield RuleViolation("eval.sample_conversations", rule, action)
 
@@ -92,12 +99,12 @@ def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
     if metric not in known:
         key, guess = "checkpoint.best_metric", did_you_mean(metric, known)
         if not known:
-            rule = "is of an evaluation, and nothing is evaluated (eval.batches=0)."
+            rule = "requires an evaluation, but nothing is evaluated (eval.batches=0)."
             yield RuleViolation(
                 key, rule, "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl."
             )
             return
-        rule = f"must be what an evaluation of this run writes: {', '.join(known)}."
+        rule = f"must be a metric of the evaluations in this run: {', '.join(known)}."
         yield RuleViolation(key, rule, f"Set {key}={guess or next(iter(known))}.")
     elif config.checkpoint.best_mode != known[metric]:
         key = "checkpoint.best_mode"

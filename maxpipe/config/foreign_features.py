@@ -1,7 +1,7 @@
-"""Keys of other trainers without a counterpart: the behaviour here, and an action. Data only.
+"""Keys of other trainers without an equivalent: the behavior of maxpipe, and an action. Data only.
 
-A name may be a glob pattern over lower-case words joined by `_`, sections included. `{value}` in an
-action stands for the value that was given.
+A name may be a glob pattern over lower-case words joined by `_`, including the section. `{value}`
+in an action is replaced by the given value.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ ABSENT_KEY = {
         "Set model.matmul=int8.",
     ),
     "num_vocab_tiling num_output_chunks ce_chunks loss_num_chunks": (
-        "the blocks of the loss are given by their size.",
+        "the loss is computed in blocks of a given size.",
         "Set pipeline.loss_block_tokens to the tokens of a microbatch on a device divided by this "
-        "number, or leave it out: long sequences are in blocks by themselves.",
+        "number, or leave it out: long sequences use blocks by default.",
     ),
     "chunked_cross_entropy chunked_ce cut_cross_entropy linear_cross_entropy "
     "fused_linear_cross_entropy use_liger_kernel liger": (
-        "logits are made of a block of tokens at a time where they are large.",
+        "large logits are computed in blocks of tokens.",
         "Leave it out, or set pipeline.loss_block_tokens to the number of tokens.",
     ),
     "fp32": (
-        "types are named.",
+        "types are set by name.",
         "Set model.compute_dtype=float32.",
     ),
     "loss_scale": (
         "bfloat16 and float32 need no loss scale.",
-        "Leave it out; guard.bad_steps says what happens to a step with NaN.",
+        "Leave it out; guard.bad_steps defines the response to NaN.",
     ),
     "moe mixture_of_experts": (
-        "layers with experts are those of a model family.",
+        "layers with experts belong to a model family.",
         "Set model.family=moe; `maxpipe config explain model.moe` lists its keys.",
     ),
     "adam adamw lion muon adafactor": (
-        "an optimizer is chosen by its name.",
-        "Set optim.name to one of them; `maxpipe config explain optim` lists what they take.",
+        "the optimizer is set by name.",
+        "Set optim.name to one of them; `maxpipe config explain optim` lists their keys.",
     ),
     "sgd shampoo soap sophia": (
-        "is no optimizer that there is: AdamW, Lion, Adafactor and Muon are.",
-        "Set optim.name=adamw, or muon for updates that are orthogonal.",
+        "the supported optimizers are AdamW, Lion, Adafactor and Muon.",
+        "Set optim.name=adamw, or muon for orthogonalized updates.",
     ),
     "zero zero_stage zero_optimization deepspeed sharding_strategy fsdp_config "
     "parallelism_config strategy": (
-        "sharding is said by the mesh.",
+        "the mesh defines the sharding.",
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state.",
     ),
     "num_gpus gpus ngpu n_gpus gpus_per_node num_devices": (
-        "a run takes every device that jax finds.",
-        "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, mesh.cpu_devices makes virtual devices of "
-        "a CPU.",
+        "a run uses all devices that jax finds.",
+        "Leave it out; CUDA_VISIBLE_DEVICES hides GPUs, and mesh.cpu_devices sets the number of "
+        "virtual CPU devices.",
     ),
     "streaming": (
-        "documents are read from disk as they are needed.",
+        "documents are always read from disk on demand.",
         "Leave it out; `jsonl` and `arrayrecord` files may be larger than memory.",
     ),
     "z_loss z_loss_weight muon_lr": (
@@ -64,53 +64,54 @@ ABSENT_KEY = {
         "Leave it out.",
     ),
     "ema": (
-        "an average is kept by its decay.",
+        "the decay enables the average.",
         "Set optim.ema_decay=0.999.",
     ),
     "epochs num_epochs num_train_epochs max_epochs n_epochs num_epoch": (
-        "the length of a run is in steps or tokens.",
-        "Set train.steps or train.tokens; a run says at its start how many steps an epoch has.",
+        "the length of a run is a number of steps or tokens.",
+        "Set train.steps or train.tokens; a run prints at its start how many steps an epoch has.",
     ),
     "rampup_batch_size batch_size_rampup batch_size_warmup batch_size_schedule batch_schedule "
     "per_device_batch_size_start per_device_batch_size_increment global_rampup_samples "
     "enable_rampup_batch_size": (
         "the batch grows in stages of steps or tokens.",
-        "Set train.batch_ramp to its stages, such as \"train.batch_ramp=['16 for 1000 steps', '32 "
-        "for 50000000 tokens']\"; train.batch_size follows the last one.",
+        "Set train.batch_ramp to the stages, such as \"train.batch_ramp=['16 for 1000 steps', '32 "
+        "for 50000000 tokens']\"; train.batch_size applies after the last stage.",
     ),
     "wandb wandb_project wandb_run_name wandb_entity use_wandb weights_and_biases enable_wandb "
     "wandb_project_name metrics_enable_wandb wandb_*": (
         "Weights & Biases is not supported.",
-        "Leave it out; log.tensorboard=true writes for TensorBoard, and metrics.jsonl has every "
-        "number as JSON, a line per record.",
+        "Leave it out; log.tensorboard=true writes TensorBoard files, and metrics.jsonl contains "
+        "all metrics as JSON lines.",
     ),
     "mlflow comet neptune clearml aim swanlab trackio report_to loggers logger project trackio_*": (
-        "TensorBoard files and metrics.jsonl are what a run writes.",
-        "Leave it out; metrics.jsonl has every number as JSON, a line per record, for other tools.",
+        "a run writes TensorBoard files and metrics.jsonl.",
+        "Leave it out; other tools can read metrics.jsonl, which contains all metrics as JSON "
+        "lines.",
     ),
     "model_name model_name_or_path pretrained pretrained_model_name_or_path hf_model "
     "hf_checkpoint model_flavor": (
-        "the model is described by its own keys, and its weights are a checkpoint.",
-        "Name a model for the shape (`maxpipe configs list`), and set "
+        "the shape and the weights of the model are separate settings.",
+        "Give a model for the shape (`maxpipe configs list`), and set "
         "checkpoint.restore_from=hf:DIR to start from the weights in a Hugging Face folder.",
     ),
     "resume auto_resume resume_training continue overwrite_output_dir checkpoint_load_step "
     "load_step": (
-        "a run whose folder has a checkpoint resumes by itself.",
-        "Leave it out, or set run.name to a new name for a new run.",
+        "a run whose folder has a checkpoint resumes automatically.",
+        "Leave it out, or set run.name to a new name to start a new run.",
     ),
     "shuffle shuffle_seed shuffle_buffer_size enable_data_shuffling train_sampling_strategy "
     "length_column_name group_by_length shuffle_dataset grain_shuffle_buffer_size": (
-        "documents are always shuffled, by run.seed.",
+        "documents are always shuffled with run.seed.",
         "Leave it out, or set run.seed.",
     ),
     "evals_per_epoch eval_per_epoch": (
-        "evaluations are some steps apart.",
+        "the period of evaluations is a number of steps.",
         "Set eval.every to the steps of an epoch divided by {value}; a run prints the steps of an "
         "epoch at its start.",
     ),
     "saves_per_epoch": (
-        "checkpoints are some steps apart.",
+        "the period of checkpoints is a number of steps.",
         "Set checkpoint.every to the steps of an epoch divided by {value}; a run prints the steps "
         "of an epoch at its start.",
     ),
@@ -119,8 +120,8 @@ ABSENT_KEY = {
     "tokenizer_save_jinja_files processor_type cls_model_config resize_token_embeddings* "
     "mean_resizing_embeddings shrink_embeddings embeddings_skip_upcast fix_untrained_tokens "
     "use_fast_tokenizer": (
-        "control tokens are those of the tokenizer's files, and padding is not trained.",
-        "Leave it out; tokenizer.path names the files.",
+        "the tokenizer files define the control tokens, and padding is not trained.",
+        "Leave it out; tokenizer.path sets the files.",
     ),
     "trust_remote_code is_*_derived_model strict plugins low_cpu_mem_usage device_map max_memory "
     "gpu_memory_limit lora_on_cpu use_kernels axolotl_config_path is_preprocess bnb_config_kwargs "
@@ -132,37 +133,37 @@ ABSENT_KEY = {
     "compute_environment downcast_bf16 enable_cpu_affinity main_training_function rdzv_backend "
     "same_network tpu_env tpu_use_* tpu_name tpu_zone tpu_vm commands command_file dynamo_* "
     "ipex_config* mpirun_config* megatron_lm_config*": (
-        "it is an option of the other trainer's libraries or launcher.",
+        "this is an option of the other trainer's libraries or launcher.",
         "Leave it out.",
     ),
     "distributed_type num_machines gpu_ids": (
         "one command trains on all devices of a machine; `maxpipe launch` starts several machines.",
-        "Leave it out; the axes of mesh divide the work: mesh.ici_fsdp=-1 shards parameters, "
-        "gradients and optimizer state over all devices.",
+        "Leave it out and set the axes of the mesh: mesh.ici_fsdp=-1 shards parameters, gradients "
+        "and optimizer state over all devices.",
     ),
     "main_process_ip main_process_port master_port": (
-        "processes of a run meet at one address with a port.",
-        "Set runtime.coordinator=HOST:PORT for a run of several machines, or leave it out.",
+        "the processes of a run connect to one address with a port.",
+        "Set runtime.coordinator=HOST:PORT for a run on several machines, or leave it out.",
     ),
     "offload_param_* zero_optimization_offload_param_* *_offload_params offload_params": (
-        "optimizer state can be kept in host memory, parameters cannot.",
+        "optimizer state can be kept in host memory, but parameters cannot.",
         "Set optim.offload_state=true, or leave it out.",
     ),
     "offload_optimizer_* zero_optimization_offload_optimizer_*": (
-        "optimizer state in host memory has one key.",
+        "a single key offloads optimizer state to host memory.",
         "Set optim.offload_state=true, or leave it out.",
     ),
     "zero_optimization_* zero3_* fsdp_config_* fsdp_*": (
-        "sharding is set by the mesh.",
+        "the mesh defines the sharding.",
         "Set mesh.ici_fsdp to the number of shards of parameters, gradients and optimizer state; "
-        "-1 is all devices.",
+        "-1 uses all devices.",
     ),
     "lora_target_linear lora_fan_in_fan_out init_lora_weights peft_init_lora_weights "
     "lora_on_linear modules_to_save lora_modules_to_save layers_to_transform "
     "peft_layers_to_transform peft_layers_pattern peft_layer_replication "
     "peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype "
     "lora_target_parameters loraplus_* relora* lisa_* galore* merge_lora merge_method gptq": (
-        "adapters change every matrix of the layers unless adapter.targets names some.",
+        "adapters apply to every matrix of the layers unless adapter.targets is set.",
         "Leave it out; `maxpipe config explain adapter` lists the keys.",
     ),
     "lora_model_dir": (
@@ -170,7 +171,7 @@ ABSENT_KEY = {
         "Set checkpoint.restore_from to the run that trained them.",
     ),
     "xformers_attention sdp_attention flex_attention s2_attention eager_attention sage_attention": (
-        "the backend of attention is a value of one key.",
+        "a single key selects the attention implementation.",
         "Leave it out; model.attention=auto uses the best one for the device.",
     ),
     "loss_watchdog_*": (
@@ -183,30 +184,30 @@ ABSENT_KEY = {
     "pretraining_sample_concatenation batch_flattening curriculum_sampling min_sample_len "
     "push_dataset_to_hub hf_use_auth_token pose_* use_pose total_num_tokens "
     "total_supervised_tokens preprocess_iterable": (
-        "documents are indexed at the first start and packed; nothing has to be prepared.",
-        "Leave it out; `maxpipe data prepare` writes tokens once for many runs.",
+        "documents are indexed at the first start and packed; no preparation is required.",
+        "Leave it out; `maxpipe data prepare` tokenizes once for many runs.",
     ),
     "test_datasets": (
-        "documents for evaluation are named sets with the keys of a source.",
+        "validation sets have names and the keys of a source.",
         "Set data.validation.held_out.source=jsonl data.validation.held_out.path=FILE.",
     ),
     "default_system_message": (
         "a system prompt is a message of the records, or part of the chat template.",
-        "Leave it out, or put it into a copy of the template and set data.chat_template to that.",
+        "Leave it out, or add it to a copy of the template and set data.chat_template to the copy.",
     ),
     "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval "
     "bench_*": (
-        "evaluation computes the loss; samples and questions are keys of section eval.",
-        "Leave it out; `maxpipe config explain eval` lists them.",
+        "evaluation computes the loss; the section eval configures samples and tasks.",
+        "Leave it out; `maxpipe config explain eval` lists the keys.",
     ),
     "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor lr_groups embedding_lr "
     "embedding_lr_scale adam_epsilon2 adam_beta3 warmup_min_lr warmup_max_lr": (
-        "the schedule is a warm-up to optim.learning_rate and a decay.",
+        "the schedule is a warm-up to optim.learning_rate, followed by a decay.",
         "Leave it out; `maxpipe config explain optim` lists the keys.",
     ),
     "dpo_use_weighting dpo_use_logits_to_keep kto_* simpo_gamma cpo_alpha orpo_alpha rpo_alpha "
     "reward_model process_reward_model num_labels trl vllm": (
-        "the losses of preferences are those of preference.loss.",
+        "preference.loss selects the preference loss.",
         "Leave it out; `maxpipe config explain preference` lists the keys.",
     ),
     "unfrozen_parameters": (
@@ -220,15 +221,15 @@ ABSENT_KEY = {
     ),
     "profile profiler profiling *profil* xprof_* save_traces_* upload_all_profiler_results "
     "tpu_num_* managed_mldiagnostics* trace_buf_size *memory_snapshot*": (
-        "a run records no profiles.",
+        "a run does not record profiles.",
         "Leave it out; `maxpipe goodput RUN` shows where the time of a run went.",
     ),
     "early_stopping target_eval_loss": (
-        "a run ends early after evaluations in a row without a better one.",
-        "Set eval.patience=5 for five of them.",
+        "a run stops early after consecutive evaluations without improvement.",
+        "Set eval.patience=5 to stop after five of them.",
     ),
     "bf16 bf16_full_eval": (
-        "types are named.",
+        "types are set by name.",
         "Set model.compute_dtype=bfloat16, which is the default.",
     ),
     "fp16 half fp16_full_eval": (
@@ -236,15 +237,15 @@ ABSENT_KEY = {
         "Set model.compute_dtype=bfloat16, which needs no loss scale.",
     ),
     "eval_strategy evaluation_strategy validation_enable do_eval": (
-        "evaluations are some steps apart.",
-        "Set eval.every to the number of steps; 0 evaluates after the last one only.",
+        "the period of evaluations is a number of steps.",
+        "Set eval.every to the number of steps; 0 evaluates only after the last step.",
     ),
     "save_strategy enable_checkpointing checkpoint_enable": (
-        "checkpoints are some steps apart.",
-        "Set checkpoint.every to the number of steps; 0 saves after the last one only.",
+        "the period of checkpoints is a number of steps.",
+        "Set checkpoint.every to the number of steps; 0 saves only the last step.",
     ),
     "lora peft qlora peft_type peft_config model_converters": (
-        "adapters have a section of their own.",
+        "the section adapter configures adapters.",
         "Set adapter.rank=16; `maxpipe config explain adapter` lists its keys.",
     ),
     "load_parameters_path initial_load_path pretrained_checkpoint finetune_path": (
@@ -252,16 +253,15 @@ ABSENT_KEY = {
         "Set checkpoint.restore_from={value} checkpoint.restore=weights.",
     ),
     "config_file job_config_file config_path cfg yaml config_name": (
-        "a config is a YAML file, given without an option; TOML of other trainers is translated "
-        "when it is given.",
+        "a config is a YAML file without an option; TOML files of other trainers are translated.",
         "Write {value} on the command line, without this name.",
     ),
     "base_config": (
-        "a config file does not name another one: files merge from left to right.",
+        "a config file cannot include another one: files are merged from left to right.",
         "Leave it out, and give both files to the command.",
     ),
     "override_model_config override_logical_axis_rules": (
-        "values of later files and of the command line always win.",
+        "values in later files and on the command line always take precedence.",
         "Leave it out.",
     ),
     "save_checkpoint_on_start enable_first_step_checkpoint create_seed_checkpoint": (
@@ -276,7 +276,7 @@ ABSENT_KEY = {
     ),
     "async_checkpointing async_mode checkpoint_async_mode enable_continuous_checkpointing "
     "max_inflight_computations": (
-        "checkpoints are always written while training continues.",
+        "checkpoints are always written asynchronously.",
         "Leave it out.",
     ),
     "enable_single_replica_ckpt_restoring checkpoint_todelete_* checkpoint_storage_* "
@@ -289,16 +289,16 @@ ABSENT_KEY = {
         "Leave it out.",
     ),
     "initial_load_model_only": (
-        "a start from the weights of a checkpoint alone is a value of checkpoint.restore.",
+        "checkpoint.restore selects whether only weights are restored.",
         "Set checkpoint.restore=weights with checkpoint.restore_from=CHECKPOINT.",
     ),
     "initial_load_in_hf": (
-        "weights of a Hugging Face folder are marked by `hf:`.",
+        "the prefix `hf:` denotes a Hugging Face folder.",
         "Set checkpoint.restore_from=hf:DIR.",
     ),
     "enable_multi_tier_checkpointing multi_tier_checkpointing_* mtc_data_parallelism "
     "enable_emergency_checkpoint": (
-        "checkpoints on the hosts' own disks are set by a folder and a period.",
+        "local checkpoints on the hosts are configured by a folder and a period.",
         "Set checkpoint.local_dir and checkpoint.local_every, or leave it out.",
     ),
     "lora_input_adapters_path hf_lora_adapter_path lora_adapter_path": (
@@ -312,7 +312,7 @@ ABSENT_KEY = {
     "matmul_precision shardy check_vma remove_size_one_mesh_axis_from_type "
     "allow_split_physical_axes optimize_mesh_for_tpu_v6e use_iota_embed enable_nnx pure_nnx* "
     "enable_padding_causal_mask max_segments_per_seq causal_block_size": (
-        "it is an implementation detail: maxpipe has one implementation, which chooses it.",
+        "this is an implementation detail, which maxpipe determines automatically.",
         "Leave it out.",
     ),
     "reuse_example_batch max_checkify autoselect auto_find_batch_size torch_empty_cache_steps "
@@ -322,7 +322,7 @@ ABSENT_KEY = {
     "visualize_memory_budget_pareto determinism_check activation_checkpoint_debug description "
     "job_description memory_estimation_* moe_force_load_balance use_random_routing early_stop "
     "preserve_rng_state skip_jax_distributed_system": (
-        "it is a debugging option of the other trainer; `maxpipe doctor`, `plan` and `compile` "
+        "this is a debugging option of the other trainer; `maxpipe doctor`, `plan` and `compile` "
         "check a run before it starts.",
         "Leave it out.",
     ),
@@ -333,14 +333,14 @@ ABSENT_KEY = {
     "step_deviation_interval_seconds enable_goodput_recording goodput_upload_interval_seconds "
     "enable_*goodput* enable_gcp_* report_*_monitoring use_vertex_tensorboard "
     "vertex_tensorboard_* write_estimator_result include_tokens_per_second": (
-        "a run always writes metrics.jsonl, events.jsonl and goodput into its folder.",
+        "a run always writes metrics.jsonl, events.jsonl and goodput to its folder.",
         "Leave it out; log.every is the period in steps.",
     ),
     "constant_bound_config replicate_quant_scale quant_cfg_path quantize_kvcache kv_quant_* "
     "use_qwix_quantization use_manual_quantization *_quantization_calibration_method "
     "quantization_local_shard_count quantize_* enable_fsdp_float8_all_gather precompute_float8_* "
     "filter_fqns emulate mxfp8_*": (
-        "8-bit matmuls are set by their type and scales.",
+        "8-bit matmuls are configured by type and scales.",
         "Set model.matmul=fp8 or int8, or leave it out.",
     ),
     "weight_sparsity_* te_comm_gemm_overlap use_batch_split_schedule batch_split_factor "
@@ -366,7 +366,7 @@ ABSENT_KEY = {
     "max_position_embeddings beta_fast beta_slow rope_interleave rope_truncate "
     "rope_attention_scaling rope_pairwise partial_rotary_factor qk_nope_head_dim "
     "moe_expert_input_dim hidden_act bos_token_id eos_token_id initializer_range use_cache": (
-        "details of the layers belong to the model family.",
+        "the model family defines the details of its layers.",
         "Set model.family, or leave it out; `maxpipe config explain model` lists keys and "
         "families.",
     ),
@@ -376,25 +376,25 @@ ABSENT_KEY = {
     "moe_fsdp_use_two_stage_all_gather shard_exp_on_fsdp use_2d_fsdp_sharding "
     "dense_fsdp_use_two_stage_all_gather expert_parallel_comm_backend "
     "pipeline_parallel_expert_parallel_overlap router_jitter_noise": (
-        "kernels and dispatch of experts are chosen by the devices.",
+        "kernels and dispatch of experts depend on the devices.",
         "Leave it out; model.moe.dispatch can be set with model.family=moe.",
     ),
     "pipeline_fsdp_ag_per_repeat": (
-        "weights are gathered per iteration, visit or step.",
+        "weights are gathered per iteration, chunk visit or step.",
         "Set pipeline.weight_gather=visit.",
     ),
     "num_layers_per_pipeline_stage pipeline_parallel_layers module_fqns_per_model_part "
     "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
     "pipeline_parallel_layers_per_stage": (
         "layers are divided evenly among stages x repeats.",
-        "Leave it out, or set pipeline.layers_per_chunk to the layers of each chunk.",
+        "Leave it out, or set pipeline.layers_per_chunk to the number of layers of each chunk.",
     ),
     "pipeline_parallel_microbatch_size": (
-        "microbatches are set by their number.",
+        "the config sets the number of microbatches, not their size.",
         "Set pipeline.microbatches to train.batch_size divided by this size.",
     ),
     "pipeline_parallel_schedule_csv": (
-        "a schedule may come from a file.",
+        "a schedule may be read from a file.",
         "Set pipeline.schedule=file:{value}.",
     ),
     "decoder_layer_input indexer_cutoff_threshold context mlpwi* mlpwo moe_mlpwi* moe_mlpwo "
@@ -407,13 +407,13 @@ ABSENT_KEY = {
         "`maxpipe config explain pipeline.saved_names` lists the names.",
     ),
     "parameter_memory_host_offload enable_cpu_offload cpu_offload": (
-        "optimizer state can be kept in host memory, parameters cannot.",
+        "optimizer state can be kept in host memory, but parameters cannot.",
         "Set optim.offload_state=true.",
     ),
     "custom_mesh* mesh_axes data_sharding input_data_sharding_logical_axes context_sharding "
     "ulysses_context_sharding sharding_tolerance spmd_backend logical_axis_rules "
     "logical_axis_rules_for_eval": (
-        "the mesh is set by the sizes of its axes, and placement by a table.",
+        "the sizes of the axes define the mesh, and axis rules define the sharding.",
         "Leave it out, or set entries of mesh.axis_rules; `maxpipe config explain "
         "mesh.axis_rules` lists them.",
     ),
@@ -434,17 +434,17 @@ ABSENT_KEY = {
     "add_special_tokens truncation padding padding_side expansion_factor_real_data "
     "generate_padding_batch_* dataloader_drop_last remove_unused_columns label_names "
     "dataset_num_proc dataset_kwargs dataset_batch_size": (
-        "documents are tokenized with a begin or end token and packed; every batch is full.",
-        "Leave it out; data.packing chooses how documents share a sequence.",
+        "documents are tokenized with BOS or EOS and packed; every batch is full.",
+        "Leave it out; data.packing selects how documents are packed into sequences.",
     ),
     "use_chat_template": (
-        "conversations are read by data.chat.",
+        "data.chat selects the format of conversations.",
         "Set data.chat=messages, or leave it out.",
     ),
     "train_image_column eval_image_column use_multimodal use_audio* freeze_vision_encoder_params "
     "freeze_audio_encoder_params dtype_mm *_for_vit *_for_audio image_* video_* audio_* "
     "max_num_images_per_example vision_output_length": (
-        "models read text only.",
+        "models support text only.",
         "Leave it out.",
     ),
     "default_prompt prompt max_prefill_predict_length load_from_prefill_dir prefill_* "
@@ -453,21 +453,21 @@ ABSENT_KEY = {
     "stack_prefill_result_cache ar_cache_axis_order compute_axis_order use_ragged_attention "
     "use_chunked_prefill enable_prefix_caching prefix_caching_* vllm_* do_predict "
     "predict_with_generate generation_max_length generation_num_beams": (
-        "text is generated by its own command.",
-        "Leave it out; `maxpipe generate RUN --prompt TEXT` has options for it, and "
+        "a separate command generates text.",
+        "Leave it out; `maxpipe generate RUN --prompt TEXT` has options for generation, and "
         "eval.sample_every samples during training.",
     ),
     "use_sft sft_train_on_completion_only completion_only_loss assistant_only_loss": (
-        "supervised fine-tuning is an objective, which trains answers only.",
+        "supervised fine-tuning is an objective that trains only the responses.",
         "Set train.objective=sft data.chat=messages, with data.source and data.path.",
     ),
     "use_dpo dpo_beta": (
-        "preference tuning is an objective.",
+        "preference optimization is an objective.",
         "Set train.objective=preference data.chat=pairs, with data.source and data.path.",
     ),
     "hf_path hf_name hf_data_dir hf_access_token hub_* push_to_hub hf_token use_auth_token "
     "dataset_config_name dataset_config": (
-        "nothing is downloaded or uploaded: data and models are files.",
+        "maxpipe downloads and uploads nothing: data and models are files.",
         "Save the dataset with load_dataset(...).save_to_disk('saved') of `datasets`, and set "
         "data.source=huggingface data.path=saved.",
     ),
@@ -476,43 +476,43 @@ ABSENT_KEY = {
         "Set data.path to the files of that split.",
     ),
     "eval_split hf_eval_split": (
-        "evaluation uses a share of the documents, or sets of its own.",
+        "evaluation uses a fraction of the documents, or separate sets.",
         "Set data.validation_fraction=0.05.",
     ),
     "eval_dataset_name eval_dataset hf_eval_files grain_eval_files validation_dataset "
     "validation_dataset_path val_data validation_file eval_data eval_file val_file": (
-        "documents for evaluation are named sets with the keys of a source.",
+        "validation sets have names and the keys of a source.",
         "Set data.validation.held_out.source=text data.validation.held_out.path={value}.",
     ),
     "eval_data_columns": (
-        "a set for evaluation has its own column.",
+        "each validation set has a separate key for its column.",
         "Set data.validation.held_out.field=text, or leave it out.",
     ),
     "validation_seq_len validation_dataloader_* eval_accumulation_steps eval_start_step "
     "eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object prediction_loss_only "
     "eval_packing": (
-        "evaluation has the sequences of training.",
+        "evaluation uses the same sequence length and packing as training.",
         "Leave it out; eval.every, eval.batches and eval.batch_size can be set.",
     ),
     "grain_train_mixture_config_path dataset_mixer": (
-        "several sources are a mixture.",
+        "several sources form a mixture.",
         "Set data.mixture.NAME.path and data.mixture.NAME.weight for each source.",
     ),
     "grain_* colocated_python_data_input dataloader_* persistent_workers pin_memory "
     "ignore_data_skip accelerator_config": (
-        "data is read by threads of the run, ahead of the steps.",
+        "threads of the run prefetch the data.",
         "Leave it out; data.threads and data.prefetch_batches can be set.",
     ),
     "total_num_steps learning_rate_schedule_steps lr_decay_steps lr_decay_iters "
     "lr_scheduler_total_steps": (
-        "the schedule is as long as the run.",
+        "the schedule has the length of the run.",
         "Leave it out, or set train.steps={value}.",
     ),
     "lr_scheduler_kwargs optim_args optim_target_modules adam_eps_root adamw_mask "
     "muon_consistent_rms optimizer_implementation early_step_in_backward amsgrad foreach fused "
     "lr_decay_rate": (
-        "the optimizer has the keys of section optim only.",
-        "Leave it out; `maxpipe config explain optim` lists them.",
+        "the optimizer has no keys other than those of the section optim.",
+        "Leave it out; `maxpipe config explain optim` lists the keys.",
     ),
     "z_loss_multiplier": (
         "a z-loss of the output logits is not supported.",
@@ -523,24 +523,24 @@ ABSENT_KEY = {
         "Set model.frozen to the patterns of parameters that are not trained.",
     ),
     "enable_dropout": (
-        "dropout is a share.",
-        "Set model.dropout=0.0 for none.",
+        "dropout is a fraction.",
+        "Set model.dropout=0.0 to disable dropout.",
     ),
     "tf32 use_tokamax_splash use_jax_splash use_max_logit_estimate cost_estimate_flops_* "
     "dq_reduction_steps sa_* local_sa_* local_use_splash_scheduler use_splash_scheduler "
     "experimental_sa_* ring_scan_unroll": (
-        "block sizes and kernels of attention are chosen by the backend.",
-        "Leave it out; model.attention chooses the backend.",
+        "the attention implementation determines block sizes and kernels.",
+        "Leave it out; model.attention selects the implementation.",
     ),
     "mtp_eval_target_module distill_beta* distill_feature_loss_type distill_layer_indices "
     "distill_alpha_* distill_temperature_*": (
-        "it has no counterpart: distillation and multi-token prediction have constant weights.",
+        "there is no equivalent: distillation and multi-token prediction have constant weights.",
         "Leave it out; `maxpipe config explain distill` lists the keys.",
     ),
     "dcn_bandwidth_* enable_single_controller elastic custom_import custom_args_module "
     "custom_config_module override override_imports comm_mode save_traces_file_prefix override_* "
     "use_ipex use_mps_device jit_mode_eval": (
-        "it has no counterpart in maxpipe.",
+        "maxpipe has no equivalent.",
         "Leave it out.",
     ),
     "full_determinism deterministic deterministic_warn_only batch_invariant debug_deterministic": (
@@ -548,11 +548,11 @@ ABSENT_KEY = {
         "Leave it out.",
     ),
     "load_best_model_at_end": (
-        "the best checkpoints are kept, and RUN@best names the best one.",
+        "the best checkpoints can be kept, and RUN@best denotes the best one.",
         "Set checkpoint.keep_best=1.",
     ),
     "restore_callback_states_from_checkpoint": (
-        "a resumed run has all of its state.",
+        "a resumed run restores its entire state.",
         "Leave it out.",
     ),
     "do_train": (
@@ -560,16 +560,16 @@ ABSENT_KEY = {
         "Leave it out.",
     ),
     "liger_kernel_config enable_tpu_profiling_options disable_cuda_graphs": (
-        "kernels are chosen by the compiler.",
+        "the compiler selects kernels.",
         "Leave it out.",
     ),
     "num_tokens_per_microbatch_per_dp_rank num_tokens_per_train_step": (
-        "a step is set by sequences and their length.",
+        "the batch size is a number of sequences.",
         "Set train.batch_size to the tokens of a step divided by train.sequence_length.",
     ),
     "attention_dropout attn_pdrop lora_bias": (
-        "it has no counterpart; model.dropout applies to the residual stream.",
+        "there is no equivalent; model.dropout applies to the residual stream.",
         "Leave it out, or set model.dropout.",
     ),
 }
-"""Names to the reason that there is no such key here, and the action."""
+"""The reason why a name has no equivalent, and the action, by names."""

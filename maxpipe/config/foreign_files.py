@@ -1,4 +1,6 @@
-"""Config files of other trainers: one report of all keys, as the lines of a file here."""
+"""Translate config files of other trainers: one report of all keys, as lines of a
+maxpipe config.
+"""
 
 from __future__ import annotations
 
@@ -33,38 +35,38 @@ from maxpipe.io.plain_yaml import compose
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Keys of other trainers in one file from which on it is reported as a whole."""
+"""Minimum number of foreign keys in a file for which the entire file is translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
-"""Unknown keys of a file that are looked up to tell whether another trainer reads it."""
-_NOT_KNOWN = "names that are not known"
+"""Maximum number of unknown keys per file that are looked up to detect another trainer."""
+_NOT_KNOWN = "unknown names"
 
 
 def read_foreign(path: Path, origin: str) -> list[Assignment]:
-    """The keys of a TOML or JSON file.
+    """Read the keys of a TOML or JSON file.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         text = read(path, MAX_FILE_BYTES).decode("utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}."
-        action = "Give a file that exists, in YAML; `maxpipe init DIR` writes one to start from."
+        action = "Give an existing YAML file; `maxpipe init DIR` writes an example."
         raise ConfigError.one(origin, None, rule, action) from error
     except (ValueError, RecursionError) as error:
         rule = f"is not a config: {path.suffix[1:]} cannot be parsed ({error})."
-        action = "Write a config in YAML; `maxpipe init DIR` writes one to start from."
+        action = "Write a config in YAML; `maxpipe init DIR` writes an example."
         raise ConfigError.one(origin, None, rule, action) from error
     if not isinstance(values, dict):
-        rule = "must hold keys and values."
+        rule = "must contain keys and values."
         raise ConfigError.one(origin, None, rule, "Write a config in YAML.")
     return list(from_values(values, origin))
 
 
 def leaves(assignment: Assignment) -> Iterator[tuple[tuple[str, ...], Raw]]:
-    """Every key with its value, those of nested sections included."""
+    """Yield every key with its value, including keys of nested sections."""
     yield from _leaves(assignment.path, assignment.raw)
 
 
@@ -77,11 +79,11 @@ def _leaves(path: tuple[str, ...], raw: Raw) -> Iterator[tuple[tuple[str, ...], 
 
 
 _CONFIG_FILE = ("job.config_file", "job_config_file", "config_file")
-"""Names of the config file in command lines of torchtitan, which may be written to a file."""
+"""Names of the config file among the options of torchtitan, which may also appear in a file."""
 
 
 def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
-    """The key of a file that names another trainer's config file, and that file's path."""
+    """Return the key that refers to another trainer's config file, and the path of that file."""
     for assignment in assignments:
         for path, raw in leaves(assignment):
             if (name := ".".join(path)) in _CONFIG_FILE and isinstance(raw, str) and raw:
@@ -90,7 +92,7 @@ def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] |
 
 
 def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
-    """Whether a file is one of another trainer, by its keys that do not exist here."""
+    """Whether a file is from another trainer, based on its unknown keys."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):
@@ -102,7 +104,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
         ]
         known += sum(found)
         is_section = isinstance(assignment.raw, dict) and assignment.path[0] not in SECTIONS
-        # A section of ours with another name has keys of ours.
+        # A misspelled maxpipe section contains maxpipe keys.
         is_section &= not all(path[-1] in _OWN_NAMES for path, _ in leaves(assignment))
         if known >= _FEWEST or (is_section and any(found) and all(found)):
             return True
@@ -110,7 +112,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
 
 
 def _is_misspelled(assignment: Assignment) -> bool:
-    """Whether it is a section of this trainer with an error in its name."""
+    """Whether the assignment is a section of maxpipe with a misspelled name."""
     if len(assignment.path) != 1 or not isinstance(assignment.raw, dict):
         return False
     (section,) = assignment.path
@@ -119,7 +121,7 @@ def _is_misspelled(assignment: Assignment) -> bool:
 
 
 def _is_misplaced(path: Sequence[str]) -> bool:
-    """Whether it is a key of this trainer below another one of its sections."""
+    """Whether the path is a key of maxpipe in the wrong section."""
     return path[0] in SECTIONS and path[-1] in _OWN_NAMES
 
 
@@ -127,17 +129,17 @@ _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
 class TranslationReport(NamedTuple):
-    """The translation of a file of another trainer."""
+    """Translation of a file of another trainer."""
 
     problem: Problem
     origin: str
     text: str
-    """A config with the settings that have a name here."""
+    """Config with the settings that could be translated."""
     has_config_file_key: bool
-    """Whether a key of the file names another config file, which may set required keys."""
+    """Whether a key refers to another config file, which may set required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
-        """The settings of `text`."""
+        """Return the settings in `text`."""
         root = compose(self.text)
         if not isinstance(root, yaml.MappingNode):
             return []
@@ -145,7 +147,7 @@ class TranslationReport(NamedTuple):
 
 
 class OtherTrainerError(Exception):
-    """Some files are configs of other trainers."""
+    """Raised if files are configs of other trainers."""
 
     def __init__(self, reports: dict[str, TranslationReport]):
         super().__init__()
@@ -158,14 +160,14 @@ def translate_files(
     foreign: Collection[str],
     context: TranslationContext,
 ) -> dict[str, TranslationReport]:
-    """Origin to the translation of each file of another trainer.
+    """Return the translation of each file of another trainer, by origin.
 
-    `foreign` are origins that are such files by their form.
+    `foreign` are the origins of files whose format only other trainers use.
     """
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
         theirs = [each for each in unknown if each.origin == origin]
-        # Values of a published config.json have its path as origin, and sections of this trainer.
+        # Values from a published config.json have its path as origin, but maxpipe sections.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
             found[origin] = translate_file(origin, [*mine, *theirs], context)
@@ -175,7 +177,7 @@ def translate_files(
 def translate_file(
     origin: str, assignments: Sequence[Assignment], context: TranslationContext
 ) -> TranslationReport:
-    """All keys of a file of another trainer, with the lines to put in their place."""
+    """Return the translation of all keys in a file of another trainer."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
     count = 0
@@ -192,14 +194,14 @@ def translate_file(
             continue
         count += 1
         if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
-            raw = f"{names['name']}-{raw}".lower()  # of torchtitan
+            raw = f"{names['name']}-{raw}".lower()  # torchtitan's name and flavor of a model
             path = ("model_name",)
         found = translate(_unambiguous(path, names), raw, context)
         settings = dict(found.settings)
         if not found.is_exact:
             absent.setdefault(_NOT_KNOWN, []).append(name)
         elif family and FAMILY in settings and found.key != FAMILY:
-            reason = f"read with model.family={settings[FAMILY]} only."
+            reason = f"only used with model.family={settings[FAMILY]}."
             absent.setdefault(reason, []).append(name)
         elif found.settings:
             remark = _original_setting(name, raw, found)
@@ -217,10 +219,10 @@ def translate_file(
     body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
-        f"holds {pluralize(count, 'key')} of another trainer; {named} of them have a name here. "
-        "A config is YAML with sections, and keys below them."
+        f"contains {pluralize(count, 'key')} of another trainer; maxpipe has equivalents of "
+        f"{named}. A config must be YAML with sections, and keys below them."
     )
-    action = f"Write these lines to a .yml file, and give that in place of {origin}:\n{body}"
+    action = f"Write these lines to a .yml file, and use it instead of {origin}:\n{body}"
     problem = Problem(origin, "", rule, action)
     return TranslationReport(
         problem, origin, "\n".join(text) + "\n", has_config_file_key=config is not None
@@ -231,19 +233,19 @@ _ACCELERATE_KEYS = ("distributed_type", "compute_environment")
 
 
 def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
-    """A key by another name where other keys of the file show that it has another meaning."""
+    """Return a more specific name for a key whose meaning depends on other keys of the file."""
     if path == ("num_processes",) and any(each in names for each in _ACCELERATE_KEYS):
         return ("num_gpus",)
     return path
 
 
 def _launcher_problem(origin: str, name: str, file: str) -> Problem:
-    rule = f"holds options of another trainer's command: {name} names the config, {file}."
-    return Problem(origin, "", rule, f"Give {file} in place of {origin}.")
+    rule = f"contains options of another trainer's command; {name} sets the config file {file}."
+    return Problem(origin, "", rule, f"Give {file} instead of {origin}.")
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: TranslationContext) -> str:
-    """The model's family as the file itself names it; empty if it does not."""
+    """Return the model family that the file sets, or an empty string."""
     for path, raw in given:
         if ".".join(path) == FAMILY and isinstance(raw, str):
             return raw
@@ -258,7 +260,7 @@ def _text(raw: Raw) -> str:
 
 
 def _original_setting(name: str, raw: Raw, found: Translation) -> str:
-    """The setting as it was in the file; its value only where that is another one here."""
+    """Return the original name, and the original value if it differs from the translated value."""
     text = _text(raw)
     same = any(value.lower() == text.lower() for _, value in found.settings)
     return name if same else f"{name}: {' '.join(text.split())[:40]}"
@@ -269,12 +271,12 @@ def _reason(found: Translation) -> str:
 
 
 def _yaml(lines: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """The settings as a config file, with their names elsewhere as comments."""
+    """Yield the settings as lines of a config file, with the original names as comments."""
     reference = lines.pop(MODEL, None)
     if reference:
         yield f"model: {yaml_line_of_text(reference[0])}  # {reference[1]}"
         if kept := [key for key in lines if key.startswith("model.")]:
-            yield from _wrapped(f"the named model sets or defaults: {', '.join(kept)}")
+            yield from _wrapped(f"set by this model: {', '.join(kept)}")
         lines = {key: value for key, value in lines.items() if not key.startswith("model.")}
     written: list[str] = []
     order = {key: place for place, key in enumerate(KEYS)}

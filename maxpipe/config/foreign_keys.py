@@ -1,15 +1,9 @@
-"""Keys of other trainers that have the meaning of a key here. Data only.
+"""Tables of keys, values and commands of other trainers, with their equivalents in maxpipe.
 
-MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM, nanoGPT, and configs of
-published models.
-
-Values and commands of other trainers, and the values and commands here. Data only.
-
-Names of other trainers, and the names here.
-
-An entry of the tables leads to the name of the same thing here, or says why there is none and what
-to do. Names are compared by their letters and digits only: `max_steps`, `maxSteps` and `max-steps`
-are one.
+The names come from MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM,
+nanoGPT, and configs of published models. An entry maps to the equivalent name, or to a reason and
+an action if there is none. Names are compared by letters and digits only: `max_steps`, `maxSteps`
+and `max-steps` are equal.
 """
 
 from __future__ import annotations
@@ -228,7 +222,7 @@ SAME_KEY = {
     "heartbeat_reporting_interval_in_seconds",
     "runtime.compiled_step": "compiled_trainstep_file",
 }
-"""A key to its names elsewhere."""
+"""Names of each key in other trainers."""
 
 
 _ZERO_BUBBLE = (
@@ -256,28 +250,30 @@ VALUES: dict[str, dict[str, str]] = {
     "data.source": {
         "pq pyarrow": "parquet",
         "hf hub datasets arrow load_from_disk save_to_disk": "huggingface",
-        "csv tsv": "CSV is not read. Write one JSON object per line, and set data.source=jsonl.",
+        "csv tsv": "CSV is not supported. Write one JSON object per line, and set "
+        "data.source=jsonl.",
         "json jsonlines ndjson json_lines": "jsonl",
         "txt file files folder": "text",
         "riegeli array_record grain": "arrayrecord",
         "tensorflow_datasets tfrecord": (
-            "Set data.source=tfds for a dataset that TFDS prepared as ArrayRecord; TFRecord files "
-            "cannot be read at a position, so write them as ArrayRecord or JSON lines."
+            "Set data.source=tfds for a dataset that TFDS prepared as ArrayRecord. TFRecord has no "
+            "random access: convert such files to ArrayRecord or JSON lines."
         ),
         "webdataset mosaic mds streaming": (
-            "It is not supported. Write one JSON object per line, and set data.source=jsonl."
+            "This format is not supported. Write one JSON object per line, and set "
+            "data.source=jsonl."
         ),
         "random dummy fake mock": "synthetic",
         "prepared tokenized token ids": "tokens",
         "mmap bin idx indexed_dataset": "megatron",
         "memmap npy": (
-            "Files of bare ids are not read: where documents end is not in them. Set "
-            "data.source=jsonl with the text, or megatron with .bin and .idx files."
+            "Files of token ids without document boundaries are not supported. Set "
+            "data.source=jsonl with the text, or data.source=megatron with .bin and .idx files."
         ),
     },
     "data.packing": {
         "concat concatenate concat_and_split wrapped greedy": "cut",
-        # Other trainers keep conversations whole where packing is on.
+        # Other trainers do not split conversations if packing is enabled.
         "true on yes bfd best_fit_decreasing ffd first_fit_decreasing multipack": "best_fit",
         "ff first_fit_shuffle": "first_fit",
         "false off no none padding padded": "pad",
@@ -301,7 +297,8 @@ VALUES: dict[str, dict[str, str]] = {
         "adamw_8bit paged_adamw paged_adamw_8bit paged_adamw_32bit fused_adamw": "adamw",
         "lion_8bit lion_32bit paged_lion_8bit": "lion",
         "sgd shampoo soap sophia": (
-            "It is not supported. Set optim.name=adamw, or muon for updates that are orthogonal."
+            "This optimizer is not supported. Set optim.name=adamw, or muon for orthogonalized "
+            "updates."
         ),
     },
     "optim.schedule": {
@@ -314,7 +311,8 @@ VALUES: dict[str, dict[str, str]] = {
         "warmup_stable_decay trapezoidal": "wsd",
         "inverse_sqrt inverse_square_root rsqrt sqrt noam polynomial exponential step multistep "
         "cosine_with_restarts cosine_warmup_with_min_lr reduce_lr_on_plateau greedy": (
-            "It is not supported. Set optim.schedule=cosine, or wsd for a long constant part."
+            "This schedule is not supported. Set optim.schedule=cosine, or wsd for a long constant "
+            "phase."
         ),
     },
     "model.compute_dtype": _DTYPES,
@@ -322,20 +320,20 @@ VALUES: dict[str, dict[str, str]] = {
         "bf16 bfloat16 fp32 float32 none false no off": "default",
         "true yes on w8a8 aqt_int8": "int8",
         "float8 e4m3 fp8_full fp8_gpu nanoo_fp8 hybrid": "fp8",
-        "int4 fp4 nvfp4 mxfp8 w4a8": "It is not supported. Set model.matmul=int8 or fp8.",
+        "int4 fp4 nvfp4 mxfp8 w4a8": "This type is not supported. Set model.matmul=int8 or fp8.",
     },
     "model.param_dtype": _DTYPES,
     "model.attention": {
         "flash flash_attention flash_attention_2 fa2 fa3 fused": (
-            "Set model.attention=auto, which takes what the device has, cudnn on an NVIDIA GPU, or "
-            "splash on a TPU."
+            "Set model.attention=auto, which selects the best implementation, cudnn on an NVIDIA "
+            "GPU, or splash on a TPU."
         ),
         "eager plain reference dot_product false no off": "xla",
         "sdpa default best autoselected true yes on": "auto",
         "cudnn_flash_te cudnn_flash_jax": "cudnn",
         "blocked chunked memory_efficient": "blockwise",
         "splash_attention pallas tokamax": "splash",
-        "ring": "It is not supported. Set model.attention=auto.",
+        "ring": "Set mesh.context_attention=ring and model.attention=auto.",
     },
     "adapter.targets": {
         "q_proj wq": "layers.attention.query",
@@ -347,17 +345,17 @@ VALUES: dict[str, dict[str, str]] = {
         "down_proj w2": "layers.mlp.down",
     },
     "data.chat_template": {
-        "tokenizer_default": "Leave it out: the template of the tokenizer's folder is used.",
+        "tokenizer_default": "Leave it out to use the template in the tokenizer's folder.",
         "chatml llama3 llama3_2_vision llama4 gemma gemma3 qwen3 qwen_25 mistral_v1 mistral_v2v3 "
         "mistral_v3_tekken mistral_v7_tekken phi_3 phi_35 deepseek_v2 deepseek_v3 command_a "
         "cohere alpaca inst jinja jamba exaone metharme": (
-            "Leave it out for the template of the tokenizer's folder, or set "
+            "Leave it out to use the template in the tokenizer's folder, or set "
             "data.chat_template=FILE.jinja."
         ),
     },
     "runtime.platform": {
         "gpu nvidia gpu_multiprocess": "cuda",
-        "rocm amd mps metal xpu": "It is not supported. Set runtime.platform=cpu.",
+        "rocm amd mps metal xpu": "This platform is not supported. Set runtime.platform=cpu.",
         "": "auto",
     },
     "pipeline.remat": {
@@ -367,10 +365,10 @@ VALUES: dict[str, dict[str, str]] = {
         "save_dot_with_context_except_mlp save_out_proj minimal_with_context "
         "memory_budget": "names",
         "minimal_offloaded qkv_proj_offloaded": (
-            "Set pipeline.remat=names, and pipeline.offloaded_names to the names in host memory."
+            "Set pipeline.remat=names, and pipeline.offloaded_names to the names to offload."
         ),
         "selective dots matmul custom": (
-            "Set pipeline.remat=names, and pipeline.saved_names to what is kept."
+            "Set pipeline.remat=names, and pipeline.saved_names to the saved activations."
         ),
     },
     "pipeline.weight_gather": {
@@ -397,7 +395,7 @@ VALUES: dict[str, dict[str, str]] = {
         "gemma3_for_causal_lm": "gemma3",
         "mixtral_for_causal_lm": "moe",
         "auto_model_for_causal_lm": (
-            "Leave it out: `model: NAME` names a model (`maxpipe configs list`)."
+            "Leave it out, and write `model: NAME` (`maxpipe configs list`)."
         ),
     },
     "mesh.context_attention": {"all_gather allgather": "gather", "alltoall ulysses": "heads"},
@@ -417,13 +415,13 @@ VALUES: dict[str, dict[str, str]] = {
     "checkpoint.best_metric": {"loss eval_loss val_loss": "eval/loss"},
     "log.progress": {"rich bar tqdm true": "live", "lines text none false off": "plain"},
 }
-"""Key to names of its values elsewhere: the value here, or an action."""
+"""Values of other trainers for each key, mapped to the value here or to an action."""
 
 LISTS = {
     "data.path": "Set data.paths to the list, or write a glob pattern such as 'data/*.jsonl' or "
     "'data/**/part-[0-4]*'.",
 }
-"""Keys that elsewhere may be lists."""
+"""Action for keys that may be lists in other trainers."""
 
 COMMANDS = {
     "train": "fit pretrain finetune run start sft dpo",
@@ -441,40 +439,42 @@ COMMANDS = {
     "init": "new create quickstart",
     "board": "tensorboard tb watch dashboard",
 }
-"""A command to its names elsewhere."""
+"""Names of each command in other programs."""
 
 NO_COMMAND = {
-    "serve api": "maxpipe serves no models; `maxpipe generate RUN --interactive` asks for prompts.",
-    "convert hf": "Take `maxpipe import` for a Hugging Face folder, `maxpipe export` to write one.",
-    "resume restart continue": "Repeat the command that started the run: it resumes by itself. "
-    "`maxpipe train runs/NAME/config.yml` is such a command.",
-    "sweep": "Start one run per setting, each with its own run.name.",
+    "serve api": "maxpipe does not serve models; `maxpipe generate RUN --interactive` reads "
+    "prompts from the terminal.",
+    "convert hf": "Use `maxpipe import` to read a Hugging Face folder, and `maxpipe export` to "
+    "write one.",
+    "resume restart continue": "Repeat the command that started the run, or run "
+    "`maxpipe train runs/NAME/config.yml`; the run resumes automatically.",
+    "sweep": "Start one run per setting, each with a different run.name.",
 }
 
 
 _PREFERRED = "model.moe."
-"""Of keys that several families have, where none is of the family of the config."""
+"""Preferred section among keys that several families have."""
 
 
 class NameMatch(NamedTuple):
-    """The entry for a name from elsewhere: one of name and action is empty."""
+    """Table entry for a foreign name; either `name` or `action` is empty."""
 
     name: str = ""
-    """The key here."""
+    """The equivalent key."""
     why: str = ""
     action: str = ""
     is_exact: bool = True
-    """Whether an entry says so, and not the resemblance of two names."""
+    """Whether a table contains the name, rather than a similar name."""
 
 
 def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:
-    """The key meant by one that does not exist; `path` is its section, if any, and name."""
+    """Return the key that an unknown key denotes; `path` is its section (if any) and name."""
     guess = NameMatch(_similar_key(path, keys), is_exact=False)
     return match_exact_key(path, keys) or guess
 
 
 def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | None:
-    """The entry for exactly this name, without guesses."""
+    """Return the entry for exactly this name, without guesses."""
     full, tail = normalize_name("".join(path)), normalize_name(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
@@ -483,7 +483,7 @@ def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | N
     if len(path) > 1 and (answer := _match_pattern(path)):
         return answer
     if found := [key for key in keys if normalize_name(key.rpartition(".")[2]) == tail]:
-        # A key of the section that was meant comes before those of others.
+        # Keys in the given section take precedence.
         found = [key for key in found if key.startswith(f"{path[0]}.")] or found
         found.sort(key=lambda key: (key.count(".") > 1, not key.startswith(_PREFERRED)))
         return NameMatch(found[0])
@@ -499,12 +499,12 @@ def _match_pattern(path: Sequence[str]) -> NameMatch | None:
 
 
 def join_reason(rule: str, why: str) -> str:
-    """The rule with its reason, if there is one."""
+    """Append the reason to the rule, if there is one."""
     return f"{rule.removesuffix('.')}: {why}" if why else rule
 
 
 def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
-    """Choices of the same section if it is known: its keys resemble each other."""
+    """Return the most similar key, preferably in the same section."""
     if len(path) > 1:
         prefix = f"{path[0]}."
         names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
@@ -514,25 +514,27 @@ def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
 
 
 def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
-    """The choice meant by a value, or an action for it; empty if no entry says so."""
+    """Return the choice that a value denotes, or an action; empty if no table contains
+    the value.
+    """
     exact = [choice for choice in choices if normalize_name(choice) == normalize_name(value)]
     return exact[0] if exact else _foreign_values(key).get(normalize_name(value), "")
 
 
 def value_action(key: str, value: str, choices: Iterable[str]) -> str:
-    """The action for a value that is none of the choices; empty if there is none."""
+    """Return the action for an invalid value, or an empty string."""
     choices = list(choices)
     found = match_exact_value(key, value, choices) or did_you_mean(value, choices)
     return f"Set {key}={found}." if found in choices else found.replace("KEY", key)
 
 
 def list_action(key: str) -> str:
-    """The action for a list in place of one text; empty if there is none."""
+    """Return the action for a list in place of a single text, or an empty string."""
     return LISTS.get(key, "")
 
 
 def match_command(word: str, commands: Collection[str]) -> NameMatch:
-    """The command meant by one that does not exist."""
+    """Return the command that an unknown command denotes."""
     if exact := [
         command for command in commands if normalize_name(command) == normalize_name(word)
     ]:

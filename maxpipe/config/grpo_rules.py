@@ -1,4 +1,4 @@
-"""Rules on reinforcement learning: prompts, rewards, and steps that share a rollout."""
+"""Rules on reinforcement learning: prompts, rewards, and rollouts of several steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTH = (
     *("train.steps", "train.tokens", "train.batch_size", "train.batch_ramp"),
     "train.sequence_length",
 )
-"""What the number of steps depends on."""
+"""Keys that determine the number of steps."""
 
 
 def _is_grpo(config: Config) -> bool:
@@ -30,7 +30,7 @@ def _there_are_prompts(config: Config) -> Iterator[RuleViolation]:
     if _is_grpo(config) and not config.grpo.prompts:
         yield RuleViolation(
             _PROMPTS,
-            "must name a file of prompts with train.objective=grpo.",
+            "must be a file of prompts with train.objective=grpo.",
             'Set grpo.prompts=prompts.jsonl, with lines such as {"prompt": "3+4=", "answer": "7"}.',
         )
 
@@ -41,7 +41,7 @@ def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
     if _is_grpo(config) and rows % size:
         yield RuleViolation(
             _GROUP,
-            f"must divide train.batch_size ({rows}): a step has whole groups.",
+            f"must divide train.batch_size ({rows}): a step has complete groups.",
             f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
             f"{format_choices(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
         )
@@ -53,7 +53,8 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
     if _is_grpo(config) and most >= tokens:
         yield RuleViolation(
             "grpo.max_tokens",
-            f"must be less than train.sequence_length ({tokens}): a row has prompt and completion.",
+            f"must be less than train.sequence_length ({tokens}): a sequence contains the prompt "
+            "and the completion.",
             f"Set grpo.max_tokens={tokens // 2}, or train.sequence_length={2 * most}.",
         )
 
@@ -66,26 +67,26 @@ def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
     if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", given):
         yield RuleViolation(
             _FILE,
-            "must name a Python file and a function in it.",
+            "must be a Python file and a function in the file.",
             "Set grpo.reward_file=rewards.py:reward.",
         )
     elif not config.grpo.allow_code:
         yield RuleViolation(
             _FILE,
-            "is code, which the run would execute with your rights, and grpo.allow_code is false.",
+            "requires grpo.allow_code=true: the run executes this code with your permissions.",
             "Read the file, and set grpo.allow_code=true if you trust it.",
         )
 
 
 _REQUIRED_VALUES = {
-    "train.batch_ramp": ([], "a rollout has one size"),
+    "train.batch_ramp": ([], "all steps have the same batch size"),
     "data.mixture": ({}, "prompts come from grpo.prompts"),
-    "data.validation": ({}, "it reads prompts, and evaluates no documents"),
-    "data.end": ("repeat", "prompts are read as often as it takes"),
-    "model.mtp_heads": (0, "what is rewarded is one token after the other"),
-    "model.dropout": (0.0, "completions are drawn without"),
+    "data.validation": ({}, "no documents are evaluated"),
+    "data.end": ("repeat", "prompts are always repeated"),
+    "model.mtp_heads": (0, "multi-token prediction is not supported"),
+    "model.dropout": (0.0, "completions are sampled without dropout"),
 }
-"""Keys and their values with this objective, and why."""
+"""Keys with the values that this objective requires, and the reasons."""
 
 
 def _add_required_value_rule(key: str, wanted: object, why: str) -> None:
@@ -121,8 +122,8 @@ def _rollouts_are_whole(config: Config) -> Iterator[RuleViolation]:
             value = value if key.startswith("train") else f"{key}={round_up(period, updates)}"
             yield RuleViolation(
                 key,
-                f"must be a multiple of grpo.updates_per_rollout ({updates}): a run is saved "
-                "behind whole rollouts, so that it resumes with the same completions.",
+                f"must be a multiple of grpo.updates_per_rollout ({updates}): checkpoints are only "
+                "saved after complete rollouts, so that a run resumes with the same completions.",
                 f"Set {value}, or grpo.updates_per_rollout=1.",
             )
 
@@ -140,7 +141,7 @@ def _no_rollback_within_a_rollout(config: Config) -> Iterator[RuleViolation]:
         return
     yield RuleViolation(
         key,
-        f"must not be roll_back with grpo.updates_per_rollout ({updates}) above 1: the step that "
-        "a run goes on with would be in the middle of a rollout.",
+        f"must not be roll_back with grpo.updates_per_rollout ({updates}) above 1: the run would "
+        "continue in the middle of a rollout.",
         f"Set {key}=skip, or grpo.updates_per_rollout=1.",
     )

@@ -1,4 +1,4 @@
-"""A first run: a small config with a comment for every key, from the schema."""
+"""Template of `maxpipe init`: a small config, with a comment from the schema above every key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from maxpipe.config.yaml_values import to_yaml_line
 _WIDTH = 88
 
 _HEAD = """\
-A first run: a small decoder on the source files of Python's library, byte by byte. It trains in
-minutes on a laptop's CPU, without a download, and as it is on GPUs and TPUs.
+A first run: a small byte-level decoder, trained on the sources of Python's standard library.
+It trains in minutes on a laptop CPU, without a download, and runs unchanged on GPUs and TPUs.
 
-  {train}                  trains it, or resumes it after a stop
-  {train} train.steps=600  with other values, once
+  {train}                  trains the run, or resumes it after a stop
+  {train} train.steps=600  overrides a value for this command
   maxpipe board{pad}shows curves
 
-This file has the keys that a first run changes. `maxpipe config explain` lists all of them."""
+This file contains the keys that are most useful in a first run. Other keys are listed by
+`maxpipe config explain SECTION`."""
 
 _MODEL = "tiny"
 
@@ -37,21 +38,21 @@ _VALUES: Mapping[str, Mapping[str, Any] | str] = {
 }
 
 _MORE = {
-    "mesh.ici_data": "-1 takes all devices.",
-    "data.source": "Your own text: `source: text`, and below it `path: my-texts/*.txt`.",
+    "mesh.ici_data": "-1 uses all devices.",
+    "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Comments about this run that are not in the schema."""
+"""Additional comments on values of this template, after the schema texts."""
 
 
 _NAMED = (
-    "The name of a model that maxpipe ships (`maxpipe configs list`). A model on the command line "
-    "takes its place: `maxpipe train llama3-8b FILE`. For a shape of your own, write the keys that "
-    "`maxpipe configs show {name}` prints below `model:`."
+    "Name of a bundled model (`maxpipe configs list`). A model on the command line replaces it: "
+    "`maxpipe train llama3-8b FILE`. For a custom model, write the keys that `maxpipe configs show "
+    "{name}` prints below `model:`."
 )
 
 
 def render_first_config(name: str, train: str) -> str:
-    """The file of a run of this name, which the command `train` trains."""
+    """Return the config file of a run with this name, which the command `train` trains."""
     pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
     head = _HEAD.format(train=train, pad=pad)
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
@@ -71,4 +72,6 @@ def render_first_config(name: str, train: str) -> str:
 
 def _comment(text: str, indent: str) -> list[str]:
     lead = f"{indent}# "
-    return textwrap.wrap(text, _WIDTH, initial_indent=lead, subsequent_indent=lead)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=lead, subsequent_indent=lead, break_on_hyphens=False
+    )

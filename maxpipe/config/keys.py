@@ -1,8 +1,8 @@
-"""All sections and keys, those of model families included.
+"""Tables of all sections and keys, including those of model families.
 
-A section is a field of `Config`, or below `model` that of a family: `model.llama`. A config has
-the keys of one family only; what is said of keys in general knows all of them. A key may hold
-sections under names that the user chooses: `data.mixture.web.path`, declared as
+A section is a field of `Config`, or the section of a family inside `model`, such as `model.llama`.
+A config contains the keys of one family only; these tables contain the keys of all families. A key
+may hold sections under user-defined names: `data.mixture.web.path` is declared as
 `data.mixture.NAME.path`.
 """
 
@@ -19,7 +19,7 @@ from maxpipe.models.registry import FAMILIES
 FAMILY = "model.family"
 _MODEL = "model"
 _FILLED = ("own", "adapter")
-"""Fields of the model that are filled from other sections."""
+"""Fields of the model section that are copied from other sections."""
 
 
 def _sections() -> Iterator[tuple[str, type]]:
@@ -30,7 +30,7 @@ def _sections() -> Iterator[tuple[str, type]]:
 
 
 SECTIONS: dict[str, type] = dict(_sections())
-"""Section name to the dataclass that declares it."""
+"""The dataclass that declares each section, by section name."""
 
 KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
@@ -38,15 +38,15 @@ KEYS: dict[str, Any] = {
     for name, hint in typing.get_type_hints(declared).items()
     if section != _MODEL or name not in _FILLED
 }
-"""Full key to its type, in the order of the schema."""
+"""The type of each key, by full key, in the order of the schema."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]
 
 NAME = "NAME"
-"""Stands for any name in what is declared."""
+"""Placeholder for a user-defined name in declared keys."""
 
 
 def _named_section_types(hint: Any) -> list[type]:
-    """The dataclass of the sections that a key of this type holds by name, if it holds any."""
+    """Return the dataclass of the named sections that a key of this type holds, if any."""
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
 
@@ -54,18 +54,18 @@ def _named_section_types(hint: Any) -> list[type]:
 NAMED_SECTIONS: dict[str, type] = {
     f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _named_section_types(hint)
 }
-"""Sections that a key holds under names of the user's choice, to the dataclass of each."""
+"""The dataclass of each section under a user-defined name, by the declared section name."""
 
 NAMED_KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
     for section, declared in NAMED_SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
 }
-"""Full key, with `NAME` for the name, to its type."""
+"""The type of each key in a named section, by full key with `NAME` as the name."""
 
 
 def declared_key(key: str) -> str:
-    """The key, or section, by which this one is declared: itself, or with `NAME` for its name."""
+    """Return the declared form of a key or section, with `NAME` in place of a user-defined name."""
     section, rest = split_key(key.split("."))
     if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED_SECTIONS:
         return key
@@ -78,7 +78,7 @@ RENAMED_KEYS: dict[str, str] = {
     for field in dataclasses.fields(declared)
     for name in field.metadata.get("was", ())
 }
-"""Full key of an earlier release to that of this one."""
+"""The current full key, by the full key of an earlier release."""
 
 _RENAMED_VALUES: dict[str, dict[str, Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
@@ -95,31 +95,31 @@ def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
 
 
 def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """(section, the rest) of the parts of a dotted name."""
+    """Split the parts of a dotted name into the section and the remaining parts."""
     inner = ".".join(path[:2])
     return (inner, tuple(path[2:])) if inner in SECTIONS else (path[0], tuple(path[1:]))
 
 
 def section_of(key: str) -> str:
-    """The section of a full key."""
+    """Return the section of a full key."""
     return key.rpartition(".")[0] if key in NAMED_KEYS else split_key(key.split("."))[0]
 
 
 def names_in(section: str) -> list[str]:
-    """Names of a section's keys."""
+    """Return the names of the keys in a section."""
     keys = NAMED_KEYS if section in NAMED_SECTIONS else KEYS
     return [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
 
 
 def field_of(key: str) -> dataclasses.Field[Any]:
-    """The declaration of a full key."""
+    """Return the dataclass field that declares a full key."""
     section, _, name = key.rpartition(".")
     of_section: Any = SECTIONS.get(section) or NAMED_SECTIONS[section]
     return next(each for each in dataclasses.fields(of_section) if each.name == name)
 
 
 def default_of(key: str) -> Any:
-    """The default of a full key, or `dataclasses.MISSING` if it is required."""
+    """Return the default of a full key, or `dataclasses.MISSING` if the key is required."""
     field = field_of(key)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -127,22 +127,22 @@ def default_of(key: str) -> Any:
 
 
 def legacy_value_of(key: str) -> Any:
-    """What runs did that did not know the key."""
+    """Return the value that applies to runs saved before the key existed."""
     return field_of(key).metadata.get("before", default_of(key))
 
 
 def family_section(family: str) -> str:
-    """The section of a family."""
+    """Return the section name of a family."""
     return f"{_MODEL}.{family}"
 
 
 def is_of_another_family(section: str, family: str) -> bool:
-    """Whether a section belongs to a family, and not to this one."""
+    """Whether a section belongs to a family other than this one."""
     return section.startswith(f"{_MODEL}.") and section != family_section(family)
 
 
 def sections_of(config: Config) -> dict[str, Any]:
-    """The sections of a config: the common ones, and that of its family."""
+    """Return the sections of a config: the common ones and that of its family."""
     found: dict[str, Any] = {}
     for section, declared in SECTIONS.items():
         if section == family_section(config.model.family):
@@ -153,9 +153,9 @@ def sections_of(config: Config) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Full key to value, of nested dicts such as a config or a checkpoint holds.
+    """Return the values of nested dicts, as in a config or checkpoint, by full key.
 
-    Sections by name are taken apart, too; where there are none, the key that holds them is left.
+    Named sections are flattened as well. An empty mapping of named sections is kept as one value.
     """
     found: dict[str, Any] = {}
     for section, values in nested.items():
@@ -182,7 +182,7 @@ OWN_KEYS = frozenset(
 
 
 def may_differ(key: str) -> bool:
-    """Whether processes may have other values of a full key, one of a section by name included."""
+    """Whether processes may have different values of a full key."""
     outer, _, inner = declared_key(key).rpartition(".")
     return (
         key.partition(".")[0] in OWN_SECTIONS

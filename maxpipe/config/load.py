@@ -1,8 +1,7 @@
-"""Files and overrides to a `Config`, with the origin of each value.
+"""Load a `Config` from files and overrides, with the origin of each value.
 
-The only module that knows OmegaConf. Text becomes a value by the type that the schema
-declares and never by how YAML would guess it: `name: on` is the string "on". Everything
-that is wrong is collected and raised as one `ConfigError`.
+Only this module uses OmegaConf. The schema determines the type of each value, not YAML: `name: on`
+is the string "on". All problems are collected and raised as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -72,23 +71,24 @@ from maxpipe.config.yaml_values import (
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
-"""Unknown keys whose values later answers use; the longest config of another trainer has 700."""
+"""Maximum number of unknown keys whose values affect later translations. The longest config of
+another trainer has 700 keys."""
 _MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A config that satisfies every rule, and who set each value."""
+    """A valid config, and the origin of each value."""
 
     config: Config
     origins: dict[str, str]
-    """Full key to "default", a file, or the text of an override."""
+    """Origin of each full key: "default", a file, or the text of an override."""
     inferred: frozenset[str] = frozenset()
-    """Full keys that were -1, of which the devices have decided the value."""
+    """Full keys with the value -1 that was resolved from the number of devices."""
     warnings: tuple[Problem, ...] = ()
-    """What was understood but should be written otherwise."""
+    """Warnings about settings that are accepted but deprecated."""
     notes: tuple[str, ...] = ()
-    """The origin of the model, where several files set it: lines to show first."""
+    """Notes to print first: the origin of the model, if several files set it."""
 
 
 def load(
@@ -98,11 +98,11 @@ def load(
     *,
     to_train: bool = False,
 ) -> LoadedConfig:
-    """The config that files and `section.key=value` overrides describe.
+    """Load the config that files and `section.key=value` overrides describe.
 
-    Files merge left to right onto what was `saved` (`to_dict`, by the name of `origin`), and
-    overrides follow, wherever they stand among the files. A file may be given by the name of a
-    config that maxpipe ships. `to_train`: it must say what to train on.
+    Files are merged left to right onto `saved` (a result of `to_dict` with the origin `origin`).
+    Overrides apply after all files, regardless of their position. A file may be the name of a
+    bundled config. With `to_train`, the config must also have training data.
 
     Raises:
         ConfigError: lists every mistake in the files, the overrides and the values. For a file of
@@ -129,7 +129,7 @@ def _load_translated(
     *,
     to_train: bool,
 ) -> LoadedConfig:
-    """See `load`; `translated` are files of other trainers, by their origin."""
+    """Implement `load`; `translated` are files of other trainers, by their origin."""
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
@@ -145,7 +145,7 @@ def _load_translated(
     problems += duplicate_settings(assignments)
     assignments = [rename_former_key(assignment) for assignment in assignments]
     named = _default_run_name(located[-1]) if located and located[-1] else None
-    # Another trainer's config file that an option names may set the missing keys.
+    # If an option gives another trainer's config file, that file may set the missing keys.
     is_complete = None not in read and foreign_files.find_config_file_key(given) is None
     is_complete = is_complete and not any(each.has_config_file_key for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
@@ -163,12 +163,12 @@ def _load_translated(
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """The config that nested dicts describe, under the rules of a file."""
+    """Return the config in nested dicts, under the rules of a file."""
     return load([], values, "from_dict").config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Every section and key, defaults included; that of the family is inside `model`."""
+    """Return all sections and keys as nested dicts; the section of the family is inside `model`."""
     nested: dict[str, dict[str, Any]] = {}
     for section, values in sections_of(config).items():
         outer, _, inner = section.partition(".")
@@ -179,16 +179,16 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _to_plain_value(value: Any) -> Any:
-    """A value of its own, with sections by name as dicts."""
+    """Return a copy of the value, with named sections as dicts."""
     if isinstance(value, dict):
         return {name: _to_plain_value(each) for name, each in value.items()}
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
-    """A file that loads to an equal config: every key, one line each, in schema order.
+    """Return a file that loads to an equal config: every key on one line, in schema order.
 
-    `comment` gives the text behind a full key's line.
+    `comment` returns the comment for the line of a full key.
     """
     lines: list[str] = []
     for section, values in sections_of(config).items():
@@ -204,10 +204,10 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """(full key, value) of `section.key=value`, of the type that the schema declares.
+    """Parse `section.key=value` into the full key and a value of its declared type.
 
     Raises:
-        ConfigError: no such key, or no such value of it.
+        ConfigError: the key does not exist, or the value is invalid.
     """
     problems: list[Problem] = []
     nodes, paths = copy.deepcopy(_unset()), []
@@ -226,7 +226,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
-    """The file that an argument means. None, and a problem, if it means none."""
+    """Return the file that an argument denotes; otherwise add a problem and return None."""
     try:
         return locate(arg, KEYS)
     except ConfigError as error:
@@ -239,7 +239,7 @@ def _read(
     translated: Mapping[str, foreign_files.TranslationReport],
     problems: list[Problem],
 ) -> list[Assignment] | None:
-    """The settings of a file. None, and a problem, if it cannot be read."""
+    """Return the settings in a file; if it cannot be read, add a problem and return None."""
     if report := translated.get(file.origin):
         return report.assignments(problems)
     if _is_foreign(file):
@@ -253,17 +253,17 @@ def _read(
 
 
 def _is_foreign(file: ConfigFile) -> bool:
-    """Whether a file has the format of another trainer."""
+    """Whether the file has a format that only other trainers use."""
     return file.path.suffix in foreign_files.SUFFIXES
 
 
 def _shape_only_note(argument: str) -> str:
     name = getattr(bundled_configs.find_model(argument), "name", argument)
-    return f"model: {name}, the shape of {argument}; its weights are not loaded"
+    return f"model: {name}, with the shape of {argument}; weights are not loaded"
 
 
 def _default_run_name(file: ConfigFile) -> Assignment:
-    """The name of a run that is given none: two files are two runs."""
+    """Return the default run name, which differs between files."""
     origin = f"the name of {file.origin}"
     return Assignment(("run", "name"), file.run_name, origin, file.origin)
 
@@ -320,7 +320,7 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        nodes[section][name] = KEYS[key]()  # Stands in so that the other rules can run.
+        nodes[section][name] = KEYS[key]()  # a placeholder, so that the other rules can run
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
@@ -331,7 +331,7 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
-    # A file that could not be read might have set what is still at its default.
+    # A file that could not be read might set keys that still have their defaults.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
         raise ConfigError(problems)
@@ -340,7 +340,9 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Every section before anything is set. To copy it takes a quarter of the time to make it."""
+    """Return all sections without values. A copy of the result is four times as fast as
+    a rebuild.
+    """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
         OmegaConf.set_readonly(node, False)
@@ -348,14 +350,16 @@ def _unset() -> dict[str, Any]:
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
-    """Keys that the model's family does not read; of each the last assignment."""
+    """Yield a problem for each key of another model family; the last assignment of each key is
+    used.
+    """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
         section, rest = split_key(path)
         if rest and ".".join([section, rest[0]]) in KEYS and is_of_another_family(section, family):
             other = section.rpartition(".")[2]
             yield assignment.problem(
-                f"is read by {FAMILY}={other} only, and the family is {family}.",
+                f"requires {FAMILY}={other}, but the family is {family}.",
                 f"Leave it out, or set {FAMILY}={other}.",
             )
 
@@ -367,24 +371,24 @@ def _prefixes(path: tuple[str, ...]) -> list[str]:
 def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> Problem:
     files = dict.fromkeys(a.origin for a in assignments if not is_override(a.origin))
     where = ", ".join(files) or "command line"
-    verb = "is required and has no default." if len(keys) == 1 else "are required; no default."
+    verb = "is required." if len(keys) == 1 else "are required."
     return Problem(
         f"{where}: {', '.join(keys)}",
         "",
         f"{verb}",
-        f"Name a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
+        f"Give a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
     )
 
 
 def _is_unknown(assignment: Assignment) -> bool:
-    """Whether there is no such key."""
+    """Whether the key does not exist."""
     section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(split_key(assignment.path))
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
 
 
 def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that names of other trainers stand for: they are set once the advice is followed."""
+    """Yield the keys that are set once the user follows the suggested translations."""
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
@@ -394,7 +398,7 @@ def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) ->
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
-    """The settings so far, with those that names of other trainers stand for."""
+    """Return the current settings, including those translated from names of other trainers."""
     values: dict[str, Any] = {
         key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
     }
@@ -407,13 +411,13 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
-                if key in values and key == found.key:  # not the family of a key
+                if key in values and key == found.key:  # excludes the family that a key implies
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
-    """Put the value into its section; the problem if that cannot be done."""
+    """Store the value in its section, or return the problem."""
     section, rest = split_key(assignment.path)
     name, *entry = rest or (".",)
     if _is_unknown(assignment):
@@ -449,7 +453,9 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
 def _locate_in_named_section(
     node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
 ) -> tuple[Any, tuple[str, Any]] | Problem | None:
-    """Where the key of a section by name is put, its name and its type; None: nothing is left."""
+    """Return the node, name and type of a key in a named section; None if nothing remains to be
+    set.
+    """
     section = assignment.path[0]
     full = f"{section}.{key}"
     if len(entry) < 2:
@@ -475,8 +481,8 @@ def _locate_in_named_section(
         )
     if not NAME_FORM.fullmatch(name):
         return assignment.problem(
-            f"has a name, {name}, that is not of letters, digits, `_` and `-`, at most 64.",
-            f"Set {full}.web.{field}=... (a name of your own).",
+            f"must have a name of at most 64 letters, digits, `_` and `-`, unlike {name}.",
+            f"Set {full}.web.{field}=... (with another name).",
         )
     if name not in node[key]:
         node[key][name] = _empty_section(of_name)
@@ -485,7 +491,7 @@ def _locate_in_named_section(
 
 
 def _empty_section(declared: type) -> Any:
-    """A section before anything is set."""
+    """Return a section without values."""
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
     return node
@@ -496,11 +502,11 @@ _LISTS = {
     list[float]: ("list of numbers", "[1.5, 2]"),
     list[str]: ("list of names", "[]"),
 }
-"""In words, and an example."""
+"""Name and example of each list type."""
 
 
 def type_name(hint: Any) -> str:
-    """A type in words: `integer`, `one of a, b`."""
+    """Return the name of a type: `integer`, `one of a, b`."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(typing.get_args(hint))}"
     if is_mapping(hint):
@@ -513,7 +519,7 @@ def type_name(hint: Any) -> str:
 
 
 def _is_too_large(raw: object) -> bool:
-    """Whether it is a whole number in digits that has no float."""
+    """Whether the text is an integer that exceeds the range of float."""
     return bool(re.fullmatch(r"[-+]?\d{309,}", str(raw) if isinstance(raw, str) else ""))
 
 
@@ -540,7 +546,7 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
         example = str(BOUNDS[key].example)
     article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
     if hint is float and _is_too_large(assignment.raw):
-        article = "a number below 1.8e308, the largest of 64 bits"
+        article = "a number below 1.8e308, the largest 64-bit float"
     return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
 
 
@@ -549,11 +555,12 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
     key = ".".join(assignment.path)
     is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
     if section in SECTIONS and not rest and not is_text and not assignment.option:
-        rule = "is a section: its keys stand below it, one `key: value` per line."
-        return assignment.problem(rule, f"Run `maxpipe config explain {section}` for its keys.")
+        rule = "is a section: write its keys below it, one `key: value` per line."
+        action = f"Run `maxpipe config explain {section}` to list its keys."
+        return assignment.problem(rule, action)
     if key in KEYS and not assignment.option:
         lines = [f"`{each}:`" for each in section_of(key).split(".")]
-        rule = "is a full key: in a file it stands below its section."
+        rule = "is a full key: in a file, write it below its section."
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     rule, show = _rule(assignment)
@@ -574,20 +581,20 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
 
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
-    """The rule that a key breaks that does not exist, and where those are listed that do."""
+    """Return the rule that an unknown key violates, and where valid keys are listed."""
     section, rest = split_key(assignment.path)
     if assignment.option:
-        return "is not an option of this command.", "See the command's --help."
+        return "is not an option of this command.", "Run the command with --help."
     if section in SECTIONS and rest:
         show = f"`maxpipe config explain {section}` lists its keys."
         return f"is not a key of {section}.", show
     if assignment.is_in_file or rest:
         return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
-    return "names no section: an override is `section.key=value`.", "Write section.key=value."
+    return "has no section: an override must be `section.key=value`.", "Write section.key=value."
 
 
 def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
-    """The translation; of an option or key that is one here already the same without dashes."""
+    """Return the translation; an option that names an existing key translates to that key."""
     key = ".".join(assignment.path)
     if key in KEYS:
         text = assignment.raw if isinstance(assignment.raw, str) else "VALUE"

@@ -1,6 +1,6 @@
-"""Rules on the axes of the mesh, and on what they split.
+"""Rules on the axes of the mesh, and on the dimensions that they shard.
 
-What depends on the devices that there are is checked where the mesh is built.
+Rules that depend on the available devices are checked where the mesh is built.
 """
 
 from __future__ import annotations
@@ -41,18 +41,21 @@ _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 def _parts(config: Config) -> Iterator[Part]:
-    """Of all kinds of layers."""
+    """Yield the parts of all layer types."""
     for kind in describe(config.model).layer_types.values():
         yield from kind.parts.values()
 
 
 def has_experts(config: Config) -> bool:
-    """Whether some layers have experts, which the expert axis divides."""
+    """Whether some layers have experts, which the expert axis shards."""
     return any(isinstance(part, Experts) for part in _parts(config))
 
 
 def has_sequential_layers(config: Config) -> bool:
-    """Whether something besides attention reads other tokens of a sequence: all on one device."""
+    """Whether a part other than attention reads other tokens of the sequence.
+
+    Such parts need all tokens of a sequence on one device.
+    """
     delta = any(isinstance(part, GatedDelta) for part in _parts(config))
     return delta or bool(config.model.mtp_heads)
 
@@ -63,7 +66,7 @@ def _add_axis_size_rule(key: str) -> None:
         size = value_of(config, key)
         if size < 1 and size != -1:
             yield RuleViolation(
-                key, "must be at least 1, or -1 for the devices that are left.", f"Set {key}=1."
+                key, "must be at least 1, or -1 for the remaining devices.", f"Set {key}=1."
             )
 
 
@@ -80,9 +83,9 @@ def _add_single_inferred_axis_rule(link: str) -> None:
         for key in others:
             yield RuleViolation(
                 key,
-                f"is the second -1 among mesh.{link}_* ({first} is -1): only one size can be "
-                "what is left.",
-                f"Set {key}=1, or its true size.",
+                f"is the second -1 among mesh.{link}_* ({first} is -1): only one axis can use the "
+                "remaining devices.",
+                f"Set {key}=1, or to the size of the axis.",
             )
 
 
@@ -100,7 +103,7 @@ def _experts_divide(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             key,
             f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
-            f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
+            f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
 
 
@@ -110,8 +113,8 @@ def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
     if size > 1 and tokens % (2 * size):
         yield RuleViolation(
             "train.sequence_length",
-            f"must be a multiple of 2 x context ({size}) = {2 * size}: each device gets two pieces "
-            "of a sequence, an early and a late one, so that all have as much to do.",
+            f"must be a multiple of 2 x context ({size}) = {2 * size}: to balance the load, each "
+            "device computes an early and a late piece of a sequence.",
             f"Set train.sequence_length={round_up(tokens, 2 * size)}, or the context size to 1.",
         )
 
@@ -124,15 +127,15 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if any(isinstance(part, GatedDelta) for part in _parts(config)):
         yield RuleViolation(
             key,
-            f"must be 1 with {FAMILY} = {config.model.family}: its linear attention reads a "
-            "sequence from its first token to its last, on one device.",
-            f"Set {key}=1, and mesh.ici_fsdp or mesh.ici_tensor for the devices.",
+            f"must be 1 with {FAMILY} = {config.model.family}: its linear attention needs all "
+            "tokens of a sequence on one device.",
+            f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
     if config.model.mtp_heads:
         yield RuleViolation(
             key,
-            f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: tokens further ahead "
-            "are on other devices.",
+            f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: the predicted tokens "
+            "would be on other devices.",
             f"Set {key}=1, or model.mtp_heads=0.",
         )
 
@@ -142,13 +145,13 @@ def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
     tokens, mesh = config.train.sequence_length, config.mesh
     context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
     if mesh.sequence_parallel and tokens % (context * tensor):
-        # Half as long pieces as the context axis has devices: its own rule.
+        # With a context axis, the length must also be a multiple of 2 x context.
         more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
         sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
         yield RuleViolation(
             "train.sequence_length",
-            f"must be a multiple of {sizes} with mesh.sequence_parallel=true: each device has the "
-            "same number of tokens between matmuls.",
+            f"must be a multiple of {sizes} with mesh.sequence_parallel=true: tokens are sharded "
+            "evenly between matmuls.",
             f"Set train.sequence_length={more}, or mesh.sequence_parallel=false.",
         )
 
@@ -158,8 +161,8 @@ def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleV
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "is read with mesh.sequence_parallel=true only, and it is false: without split tokens "
-            "nothing is gathered for a matmul.",
+            "requires mesh.sequence_parallel=true: without sharded tokens nothing is gathered for "
+            "a matmul.",
             "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
         )
 
@@ -171,8 +174,8 @@ def _collective_matmul_needs_idle_compute(config: Config) -> Iterator[RuleViolat
     if mesh.collective_matmul and config.pipeline.idle == "skip" and not alone:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "needs pipeline.idle=compute with more than one stage, and it is skip: devices wait "
-            "for all others in a ring, and stages that skip a slot would never come.",
+            "requires pipeline.idle=compute with more than one stage: stages that skip a slot "
+            "would not join the collective, and the others would wait forever.",
             "Set pipeline.idle=compute, or mesh.collective_matmul=false.",
         )
 
@@ -186,9 +189,9 @@ def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
             owned = name in LOGICAL_AXES
             yield RuleViolation(
                 key,
-                "cannot be changed: the pipeline owns it."
+                "cannot be changed: the pipeline determines it."
                 if owned
-                else f"is not a logical axis that can be placed: {', '.join(ALLOWED_AXIS_RULES)}.",
+                else f"is not a logical axis with a rule: {', '.join(ALLOWED_AXIS_RULES)}.",
                 "Set mesh.axis_rules={} for the default table"
                 f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
             )
@@ -209,8 +212,8 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
     if rules.get("head_dim") == ["tensor"] and split:
         yield RuleViolation(
             "mesh.axis_rules.head_dim",
-            f"splits over tensor, and so does {' and '.join(split)}: a weight that has both dims "
-            "can be split over an axis once.",
+            f"must be [] if {' and '.join(split)} is sharded over tensor: a weight with both "
+            "dimensions can use a mesh axis only once.",
             "Set mesh.axis_rules.head_dim=[].",
         )
 
@@ -227,8 +230,8 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
         if (size := getattr(model, key)) % (context * tensor):
             yield RuleViolation(
                 "mesh.context_attention",
-                f"needs model.{key} ({size}) to be a multiple of context ({context}) x tensor "
-                f"({tensor}): each device gets whole sequences of as many heads.",
+                f"requires model.{key} ({size}) to be a multiple of context ({context}) x tensor "
+                f"({tensor}): each device computes full sequences of the same number of heads.",
                 "Set mesh.context_attention=gather.",
             )
 
@@ -240,8 +243,8 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
     if rings and stages != 1 and config.pipeline.idle != "compute":
         yield RuleViolation(
             "pipeline.idle",
-            "must be compute with mesh.context_attention=ring and several stages: devices pass "
-            "keys on in each layer, and wait for ever for a stage that has fewer layers to do.",
+            "must be compute with mesh.context_attention=ring and several stages: devices exchange "
+            "keys in each layer, and would wait forever for a stage with fewer layers.",
             "Set pipeline.idle=compute, or mesh.context_attention=gather.",
         )
 
@@ -252,30 +255,30 @@ def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
     if rings and config.model.attention not in ("auto", "blockwise"):
         yield RuleViolation(
             "model.attention",
-            "must be blockwise, or auto, with mesh.context_attention=ring: scores are computed "
-            "part by part as keys come around, by blocks on every device.",
+            "must be blockwise or auto with mesh.context_attention=ring: scores are computed in "
+            "blocks as keys arrive from other devices.",
             "Set model.attention=blockwise, or mesh.context_attention=gather.",
         )
 
 
 _WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
-"""Axes that split weights."""
+"""Mesh axes that shard weights."""
 
 
 _NONE: Mapping[str, str] = {}
 
 
 def _sizes_over(config: Config, logical: str) -> dict[str, int]:
-    """Sizes of the mesh axes that split dims with a logical axis; 1 where not known yet."""
+    """Return the sizes of the mesh axes that shard a logical axis; unknown sizes are 1."""
     axes = axis_table(config.mesh)[logical]
     return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
 
 
 def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
-    """The size behind `key` is a multiple of the mesh axes that split it.
+    """Require the value of `key` to be a multiple of the mesh axes that shard it.
 
-    The suggested size is a multiple of the partners' sizes, too, as other findings change them:
-    `partners` are keys with their logical axes.
+    `partners` are other keys with their logical axes. The suggested value is also a multiple of the
+    sizes that other violations suggest for these keys.
     """
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
@@ -291,7 +294,7 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
                 for partner, axis in partners.items()
             )
             factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
-            whole = f", or mesh.axis_rules.{logical}=[] to keep a whole copy"
+            whole = f", or mesh.axis_rules.{logical}=[] to replicate it"
             whole *= () in ALLOWED_AXIS_RULES.get(logical, ())
             smaller = f", or the {axes[0]} size to {format_divisors(size // rest)}" * (
                 size % rest == 0
@@ -299,7 +302,7 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
             yield RuleViolation(
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
-                f"splits {logical} over it.",
+                f"shards {logical} over it.",
                 f"Set {key}={round_up(size, factor)}{whole}{smaller}.",
             )
 
@@ -313,15 +316,15 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
     is_read = has_experts(config)
-    # Where model.d_model is no multiple for other weights, that is reported.
+    # Another rule reports a model.d_model that is not divisible for other weights.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
         yield RuleViolation(
             "model.d_model",
             f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
-            "mesh.axis_rules splits expert_embed, rows of each expert's weights, over it.",
+            "mesh.axis_rules shards expert_embed, the rows of each expert's weights, over it.",
             f"Set model.d_model={round_up(size, math.lcm(*shards.values()))}, or "
-            "mesh.axis_rules.expert_embed=[] to keep them whole.",
+            "mesh.axis_rules.expert_embed=[] to replicate them.",
         )
 
 
@@ -343,5 +346,5 @@ def _eval_batch_divides(config: Config) -> Iterator[RuleViolation]:
             "eval.batch_size",
             f"must be a multiple of {' x '.join(sizes)} = {shards}: each device gets the same "
             "number of sequences.",
-            f"Set eval.batch_size={round_up(size, shards)}, or 0 for train.batch_size.",
+            f"Set eval.batch_size={round_up(size, shards)}, or 0 to use train.batch_size.",
         )

@@ -1,4 +1,4 @@
-"""The model of a run that is set by name, and the files that set its shape."""
+"""Resolve `model: NAME`, and report which files set the shape of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from maxpipe.errors import Problem
 from maxpipe.io.formatting import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
-"""Keys of the model, and those that begin with `matmul`, that leave its parameters as they are."""
+"""Model keys, in addition to those that begin with `matmul`, that do not affect
+parameter shapes."""
 
 _SHAPE = tuple(
     key
@@ -30,17 +31,17 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """The settings of a model that a file or an override names."""
+    """Settings of a model that a file or an override refers to by name."""
 
     before: list[Assignment]
-    """Before those of all files."""
+    """Assignments that precede those of all files."""
     after: list[Assignment]
-    """After those of all files."""
+    """Assignments that follow those of all files."""
     notes: tuple[str, ...]
 
 
 def is_reference(assignment: Assignment) -> bool:
-    """Whether it is `model: NAME`, or `model=NAME`."""
+    """Whether the assignment is `model: NAME` or `model=NAME`."""
     return assignment.path == (MODEL,) and isinstance(assignment.raw, str)
 
 
@@ -51,10 +52,10 @@ def resolve_model(
     *,
     is_saved: bool,
 ) -> ModelReference:
-    """The settings of the model named in files or overrides.
+    """Return the settings of the model that files or overrides refer to.
 
-    The name in a file is a default: a file that sets a whole shape takes its place. An override
-    replaces the model of the files.
+    A name in a file is a default, which a file with a complete model replaces. An override replaces
+    the model of the files.
     """
     overrides = [each for each in from_overrides if is_reference(each)]
     in_file = [each for each in in_files if is_reference(each)]
@@ -67,7 +68,7 @@ def resolve_model(
     found = _settings(last, problems)
     if models or is_saved:
         notes = [
-            f"model: {_short(name)} in place of {last.raw}, the default of {last.origin}"
+            f"model: {_short(name)} replaces {last.raw}, the default of {last.origin}"
             for name in models[-1:]
         ]
         return ModelReference([], [], tuple(notes) if found else ())
@@ -75,7 +76,7 @@ def resolve_model(
 
 
 def _models(assignments: Sequence[Assignment]) -> list[str]:
-    """Origins that set every key of a shape that has no default, in their order."""
+    """Return the origins that set all required model keys, in order."""
     keys: dict[str, set[str]] = {}
     for each in assignments:
         keys.setdefault(each.origin, set()).add(".".join(each.path))
@@ -93,8 +94,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
         if not guess and bundled_configs.is_hub_id(name):
             action = bundled_configs.hub_download_action(name)
         rule = (
-            "is neither a section, with keys below it, nor a model that maxpipe ships "
-            "(`maxpipe configs list`)."
+            "must be a section with keys, or the name of a bundled model (`maxpipe configs list`)."
         )
         action = action or "Write model: tiny, or the keys of a model below `model:`."
         problems.append(reference.problem(rule, action))
@@ -106,9 +106,9 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
 
 
 def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Notes about files that change the shape of a model from an earlier file."""
+    """Yield notes about files that change the shape of a model from an earlier file."""
     shape = set(_SHAPE)
-    # Values without an origin stand in for a model that is not needed.
+    # Assignments without an origin are placeholders for a model that is not needed.
     assignments = [each for each in assignments if each.origin]
     for model in _models([each for each in assignments if each.is_in_file]):
         values = {".".join(a.path): a.raw for a in assignments if a.origin == model}

@@ -1,4 +1,4 @@
-"""Rules on what of a model is trained, and how fast, and on kernels."""
+"""Rules on trained and frozen parameters, low-precision matmuls and attention kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
         guess = did_you_mean(pattern, suggestions(model))
         yield RuleViolation(
             _KEY,
-            f"holds {pattern!r}, which is the name of no parameter: {', '.join(declared(model))}.",
+            f"contains {pattern!r}, which matches no parameter: {', '.join(declared(model))}.",
             f"Set {_KEY}=[{','.join([*others, *filter(None, [guess])])}].",
         )
 
@@ -43,14 +43,15 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank:
         yield RuleViolation(
             _KEY,
-            "freezes all adapters; their base is frozen anyway.",
-            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train the second factor of each alone.",
+            "freezes all adapters, in addition to the base model, which is always frozen.",
+            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train only the second factor of adapters.",
         )
     else:
         yield RuleViolation(
             _KEY,
             "freezes every parameter: nothing would be trained.",
-            f"Set {_KEY}=[layers.*] to train what is around the layers, or {_KEY}=[] for all.",
+            f"Set {_KEY}=[layers.*] to train only embedding, final norm and output projection, "
+            f"or {_KEY}=[] to train all parameters.",
         )
 
 
@@ -62,26 +63,25 @@ def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
         try:
             pairs = parse_param_values(texts)
         except ValueError as error:
-            yield RuleViolation(
-                key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[] for none."
-            )
+            yield RuleViolation(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[].")
             continue
         unknown = without_match(model, [pattern for pattern, _ in pairs])
         for wrong in unknown[:_MAX_FINDINGS]:
             guess = did_you_mean(wrong, suggestions(model))
             named = ((guess if name == wrong else name, number) for name, number in pairs)
             kept = [f"{name} {number:g}" for name, number in named if name and name not in unknown]
-            rule = f"holds {wrong!r}, which is the name of no parameter: {names}."
+            rule = f"contains {wrong!r}, which matches no parameter: {names}."
             yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
         if field == "lr_multipliers" and trained(model):
             rates = chosen(model, pairs)
             if all(rates.get(name) == 0 for name in trained(model)):
-                rule = "leaves every parameter that is trained a rate of 0: nothing is learned."
-                yield RuleViolation(key, rule, f"Set {key}=[] for the same rate everywhere.")
+                rule = "sets the learning rate of all trained parameters to 0: nothing is learned."
+                action = f"Set {key}=[] to use the same learning rate for all parameters."
+                yield RuleViolation(key, rule, action)
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Products of 8-bit integers that a sum in 32 bits holds."""
+"""Maximum number of int8 products whose sum fits into 32 bits."""
 
 
 @rule("model.matmul", "model.matmul_scales", "model.d_mlp")
@@ -90,7 +90,7 @@ def _int8_sums_fit(config: Config) -> Iterator[RuleViolation]:
     if model.matmul != "int8" or model.matmul_scales == "block":
         return
     if model.d_mlp > _LONGEST_SUM:
-        rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, whose sums have 32 bits."
+        rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, which sums in 32 bits."
         yield RuleViolation("model.d_mlp", rule, "Set model.matmul=fp8.")
 
 
@@ -108,7 +108,7 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     tokens //= max(1, axis_size(config.mesh, "context") or 1)
     if model.matmul_scales != "block" and tokens > _LONGEST_SUM:
         rule = (
-            f"makes sums over {tokens} tokens on a device, and 32 bits hold those of "
+            f"results in sums over {tokens} tokens on a device; a 32-bit sum can hold at most "
             f"{_LONGEST_SUM} products of 8-bit integers."
         )
         action = "Set model.matmul_weight_gradients=default."
@@ -119,7 +119,7 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     "mesh.sequence_parallel", *axis_keys("tensor", "context"), *_MODEL_KEYS, "train.sequence_length"
 )
 def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
-    """A block on two devices would be two, and the loss another one than on one device."""
+    """Reject layouts that split a quantization block: the loss would depend on the layout."""
     model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
     if model.matmul == "default" or model.matmul_scales != "block":
         return
@@ -133,21 +133,21 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
     if model.matmul_weight_gradients == "same":
         shards = axis_size(mesh, "context") or 1
-        pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
+        pieces = 2 * shards if shards > 1 else 1  # a device has an early and a late piece
         cut.append((tokens, f"tokens ({tokens})", "context", pieces))
     for size, words, axis, pieces in cut:
         block = math.gcd(size, QUANTIZATION_BLOCK)
         if size % (pieces * block):
             yield RuleViolation(
                 "model.matmul_scales",
-                f"has one scale for {block} {words}, which {pieces} pieces over mesh axis {axis} "
-                "would cut: losses would depend on the layout.",
-                "Set model.matmul_scales=channel, or a mesh that leaves blocks whole.",
+                f"has one scale for {block} {words}; {pieces} shards over mesh axis {axis} would "
+                "split such a block, and the loss would depend on the layout.",
+                "Set model.matmul_scales=channel, or a mesh that does not split blocks.",
             )
 
 
 _SPLASH_BLOCK = 128
-"""Tokens: blocks of queries and keys are multiples of it."""
+"""Block size in tokens: blocks of queries and keys are multiples of it."""
 
 
 @rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
@@ -157,17 +157,17 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
     if config.runtime.platform in ("cpu", "cuda"):
         yield RuleViolation(
             "model.attention",
-            f"needs a TPU, and runtime.platform is {config.runtime.platform}.",
+            f"requires a TPU, but runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
         )
     shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
-    pieces = 2 * shards if shards > 1 else 1  # early and late tokens of a row are one device's
+    pieces = 2 * shards if shards > 1 else 1  # a device has an early and a late piece
     if tokens % (pieces * _SPLASH_BLOCK):
-        each = f", in each of {pieces} pieces of a sequence" if pieces > 1 else ""
+        each = f" in each of {pieces} pieces of a sequence" if pieces > 1 else ""
         yield RuleViolation(
             "train.sequence_length",
             f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "
-            f"kernels take blocks of {_SPLASH_BLOCK} tokens{each}.",
+            f"kernels use blocks of {_SPLASH_BLOCK} tokens{each}.",
             f"Set train.sequence_length={round_up(tokens, pieces * _SPLASH_BLOCK)}, or "
             "model.attention=xla.",
         )

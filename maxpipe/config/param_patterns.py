@@ -1,4 +1,4 @@
-"""Numbers for some parameters: `optim.lr_multipliers` and `optim.weight_decays`. No jax."""
+"""Parser of `optim.lr_multipliers` and `optim.weight_decays`. Does not import jax."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FORM = "PATTERN NUMBER"
 
 
 def parse_param_values(texts: Sequence[str]) -> list[tuple[str, float]]:
-    """(pattern over names of parameters, number) of each text.
+    """Parse each text into a pattern over parameter names and a number.
 
     Raises:
-        ValueError: one of them cannot be read; the message is the rule.
+        ValueError: a text cannot be parsed; the message is the rule.
     """
     return [_pair(text) for text in texts]
 
@@ -26,5 +26,6 @@ def _pair(text: str) -> tuple[str, float]:
     except ValueError:
         value = -1.0
     if not pattern.strip() or not 0 <= value <= LARGEST:
-        raise ValueError(f"holds {text!r}: must be {FORM}, the number from 0 to {LARGEST:g}.")
+        rule = f"must have entries of the form {FORM}, with a number from 0 to {LARGEST:g}"
+        raise ValueError(f"{rule}; {text!r} does not match.")
     return pattern.strip(), value

@@ -1,4 +1,4 @@
-"""Rules on how the layer stack is cut and run."""
+"""Rules on the layer partition and the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from maxpipe.schedule.catalog import (
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
-    """The activations of the model that names and presets stand for, each once."""
+    """Return the unique activations of the model that the names and presets denote."""
     known = describe(model).activations
     return tuple(dict.fromkeys(each for name in names for each in known[name]))
 
@@ -70,8 +70,8 @@ def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
         yield RuleViolation(
             "pipeline.delayed_forwarding",
-            f"is read by pipeline.schedule {', '.join(readers)} and {FILE_PREFIX}PATH only, and "
-            f"the schedule is {schedule}.",
+            f"is only supported by pipeline.schedule {', '.join(readers)} and {FILE_PREFIX}PATH, "
+            f"but the schedule is {schedule}.",
             "Set pipeline.delayed_forwarding=false.",
         )
 
@@ -97,9 +97,9 @@ def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
         wanted += f" - pipeline.prologue_layers ({outside}) = {layers}"
     yield RuleViolation(
         "pipeline.layers_per_chunk",
-        f"must hold {chunks} numbers of at least 1 (stages x repeats) that add up to "
-        f"{wanted}: here are {len(cut)} that add up to {sum(cut)}.",
-        "Set pipeline.layers_per_chunk=[] for an even cut.",
+        f"must be {chunks} integers of at least 1 (stages x repeats) with the sum {wanted}: the "
+        f"list has {len(cut)} with the sum {sum(cut)}.",
+        "Set pipeline.layers_per_chunk=[] to divide layers evenly.",
     )
 
 
@@ -114,7 +114,7 @@ def _names_are_known(key: str) -> None:
                 guess = did_you_mean(name, choices) or "matmuls"
                 yield RuleViolation(
                     key,
-                    f"holds {name!r}, which is neither an activation of this model "
+                    f"contains {name!r}, which is neither an activation of this model "
                     f"({', '.join(single)}) nor a preset ({', '.join(presets)}).",
                     f"Set {key}=[{guess}].",
                 )
@@ -129,7 +129,7 @@ def _offloaded_names_are_read(config: Config) -> Iterator[RuleViolation]:
     if config.pipeline.offloaded_names and config.pipeline.remat != "names":
         yield RuleViolation(
             "pipeline.offloaded_names",
-            f"is read with pipeline.remat=names only, and it is {config.pipeline.remat}.",
+            f"requires pipeline.remat=names, but pipeline.remat is {config.pipeline.remat}.",
             "Set pipeline.offloaded_names=[], or pipeline.remat=names.",
         )
 
@@ -141,8 +141,8 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[RuleViolation]:
     if stages is None or stages * repeats <= layers:
         return
     rule = (
-        f"needs at least {pluralize(stages * repeats, 'layer')} (stages {stages} x repeats "
-        f"{repeats}), and model.num_layers is {layers}: each chunk holds at least one."
+        f"requires at least {pluralize(stages * repeats, 'layer')} (stages {stages} x repeats "
+        f"{repeats}), but model.num_layers is {layers}: each chunk has at least one layer."
     )
     more = f"model.num_layers={stages * repeats} or more"
     if layers >= stages:
@@ -163,9 +163,9 @@ def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation
         return
     yield RuleViolation(
         "pipeline.prologue_layers",
-        f"must be at most {most}, that is model.num_layers ({layers}) - stages ({stages}) x "
-        f"repeats ({repeats}): each chunk of the ring holds at least one layer.",
-        f"Set pipeline.prologue_layers={layers % (stages * repeats)} for an even cut.",
+        f"must be at most {most} = model.num_layers ({layers}) - stages ({stages}) x repeats "
+        f"({repeats}): each chunk has at least one layer.",
+        f"Set pipeline.prologue_layers={layers % (stages * repeats)} for chunks of equal size.",
     )
 
 
@@ -179,7 +179,8 @@ def _group_is_read(config: Config) -> Iterator[RuleViolation]:
     if config.pipeline.group and not _reads_group(schedule):
         yield RuleViolation(
             "pipeline.group",
-            f"is read by pipeline.schedule={INTERLEAVED} only, and the schedule is {schedule}.",
+            f"is only supported by pipeline.schedule={INTERLEAVED}, but the schedule is "
+            f"{schedule}.",
             f"Set pipeline.group=0, or pipeline.schedule={INTERLEAVED}.",
         )
 
@@ -194,8 +195,8 @@ def _group_is_in_range(config: Config) -> Iterator[RuleViolation]:
     known = f"the stages ({stages})" if stages else "1"
     yield RuleViolation(
         "pipeline.group",
-        f"must be 0, or lie between {known} and the microbatches ({microbatches}): a shorter "
-        "group would stall the ring.",
+        f"must be 0, or between {known} and the microbatches ({microbatches}): a smaller group "
+        "would stall the pipeline.",
         "Set pipeline.group=0 for the default, the number of stages.",
     )
 
@@ -207,12 +208,12 @@ def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
     if (count := stages * repeats * microbatches) <= MAX_FORWARDS:
         return
     most = MAX_FORWARDS // (stages * repeats)
-    # One that divides the batch as this number does.
+    # A divisor of the given number also divides the batch.
     fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
     yield RuleViolation(
         "pipeline.microbatches",
-        f"makes {count:,} forwards with stages ({stages}) x repeats ({repeats}), and at most "
-        f"{MAX_FORWARDS:,} are placed in a schedule.",
+        f"results in {count:,} forwards with stages ({stages}) x repeats ({repeats}); a schedule "
+        f"has at most {MAX_FORWARDS:,}.",
         f"Set pipeline.microbatches={fewer}.",
     )
 
@@ -237,7 +238,7 @@ def _batch_divides(config: Config) -> Iterator[RuleViolation]:
 
 _MICROBATCHES = "pipeline.microbatches"
 _MICROBATCH_RULES = [each for each in RULES if _MICROBATCHES in each.keys]
-"""Rules that a smaller batch has to keep, too: it has fewer microbatches."""
+"""Rules that a smaller batch of the ramp must also satisfy, because it has fewer microbatches."""
 
 
 @rule("train.batch_ramp", *{key: None for each in _MICROBATCH_RULES for key in each.keys})
@@ -249,15 +250,15 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:
-            continue  # refused as such
+            continue  # another rule reports it
         if rows % each:
             larger = round_up(rows, each)
-            take = f"Take {larger}" if larger < train.batch_size else f"Leave {rows} out"
+            take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"
             yield RuleViolation(
                 key,
-                f"must have multiples of {each} rows, those of a microbatch (train.batch_size "
-                f"({train.batch_size}) / {_MICROBATCHES} ({pipeline.microbatches})), and {rows} is "
-                "none.",
+                f"must have batch sizes that are multiples of {each}, the size of a microbatch "
+                f"(train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
+                f"({pipeline.microbatches})), but {rows} is not.",
                 f"{take}, or set {_MICROBATCHES}={more}.",
             )
             continue
@@ -267,5 +268,5 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
             pipeline=replace(pipeline, microbatches=rows // each),
         )
         for finding in (found for one in _MICROBATCH_RULES for found in one.find(fewer)):
-            text = f"has batches of {rows} rows, with which {finding.key} {finding.rule}"
+            text = f"has a batch size of {rows}, with which {finding.key} {finding.rule}"
             yield RuleViolation(key, text, f"Leave {rows} out, or: {finding.action}")

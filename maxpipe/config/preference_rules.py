@@ -1,4 +1,4 @@
-"""Rules on `train.objective=preference`, and on what it reads."""
+"""Rules on `train.objective=preference` and its data."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
         if wants_pairs and not has_pairs:
             yield RuleViolation(
                 key,
-                "must be pairs with train.objective=preference: it compares two responses.",
-                f"Set {key}=pairs and {section}.packing=best_fit, with {section}.source=jsonl and "
-                f"{section}.path to records of prompt, chosen and rejected.",
+                "must be pairs with train.objective=preference, which compares two responses.",
+                f"Set {key}=pairs, {section}.packing=best_fit, {section}.source=jsonl, and "
+                f"{section}.path to records with prompt, chosen and rejected.",
             )
         if has_pairs and not wants_pairs:
             yield RuleViolation(
                 key,
                 f"must not be pairs with train.objective={config.train.objective}, which would "
-                "learn rejected responses, too.",
+                "also train on rejected responses.",
                 f"Set train.objective=preference, or {key}=prompt and "
-                f"{section}.response_field={each.chosen_field} to learn chosen ones.",
+                f"{section}.response_field={each.chosen_field} to train on chosen responses only.",
             )
 
 
@@ -37,7 +37,8 @@ def _no_mtp_with_preferences(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective == "preference" and config.model.mtp_heads:
         yield RuleViolation(
             "model.mtp_heads",
-            "must be 0 with train.objective=preference: they would learn rejected responses.",
+            "must be 0 with train.objective=preference: these heads would also train on rejected "
+            "responses.",
             "Set model.mtp_heads=0.",
         )
 
@@ -48,8 +49,8 @@ def _orpo_needs_length_normalisation(config: Config) -> Iterator[RuleViolation]:
     if section.loss == "orpo" and section.length_normalised == "off":
         yield RuleViolation(
             "preference.length_normalised",
-            "must not be off with preference.loss=orpo: the odds of a whole response are next to "
-            "nothing.",
+            "must not be off with preference.loss=orpo: the odds of a full response are close to "
+            "zero.",
             "Set preference.length_normalised=auto.",
         )
 
@@ -60,6 +61,6 @@ def _smoothed_labels(config: Config) -> Iterator[RuleViolation]:
     if section.loss != "dpo" and section.label_smoothing:
         yield RuleViolation(
             "preference.label_smoothing",
-            f"is not read with preference.loss={section.loss}.",
+            f"is ignored with preference.loss={section.loss}.",
             "Set preference.label_smoothing=0, or preference.loss=dpo.",
         )

@@ -1,7 +1,7 @@
-"""The schema as text: explanations, the reference page, a JSON schema, whole configs.
+"""Render the schema: explanations, the reference page, a JSON schema and complete configs.
 
-Everything is rendered from the declarations in `schema.py` and in the files of model families,
-the strings below their fields and the ranges; a fact about a key is written nowhere else.
+Everything is generated from the declarations in `schema.py` and the model families, the strings
+below their fields, and the ranges. Facts about a key are written in no other place.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SCHEDULE = "pipeline.schedule"
 
 @functools.cache
 def field_docs() -> dict[str, str]:
-    """Section or full key to its documentation, on one line."""
+    """Return the documentation of each section and full key, on one line."""
     docs: dict[str, str] = {}
     for section, declared in (SECTIONS | NAMED_SECTIONS).items():
-        for each in reversed(declared.__mro__[:-1]):  # those whose keys it has, too
+        for each in reversed(declared.__mro__[:-1]):  # base classes contribute keys
             node = _classes(inspect.getfile(each))[each.__name__]
             docs[section] = _paragraph(ast.get_docstring(node) or "")
             for statement, after in zip(node.body, node.body[1:], strict=False):
@@ -72,10 +72,10 @@ def _paragraph(text: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Type, default, allowed values and meaning of a key; the keys of a section; all sections.
+    """Return type, default, range and meaning of a key, the keys of a section, or all sections.
 
     Raises:
-        ConfigError: for a name that is neither.
+        ConfigError: the name is neither a key nor a section.
     """
     if not key:
         return _list_sections()
@@ -98,7 +98,9 @@ def explain(key: str) -> str:
 def _list_sections() -> str:
     width = max(map(len, SECTIONS))
     lines = [f"{section:{width}}  {_first_sentence(section)}" for section in SECTIONS]
-    return "\n".join([*lines, "", "`maxpipe config explain SECTION` lists the keys of one.", ""])
+    return "\n".join(
+        [*lines, "", "`maxpipe config explain SECTION` lists the keys of a section.", ""]
+    )
 
 
 def _explain_section(section: str) -> str:
@@ -126,10 +128,10 @@ def _explain_key(key: str) -> str:
     lines += _labelled("section", f"{section}: {field_docs()[section]}")
     if f"{key}.{NAME}" in NAMED_SECTIONS:
         inner = ", ".join(names_in(f"{key}.{NAME}"))
-        lines += _labelled("keys", f"{key}.{NAME}. and one of {inner}; {NAME} is a name of yours")
+        lines += _labelled("keys", f"{key}.{NAME}. and one of {inner}; {NAME} is user-defined")
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
-        lines += ["", f"  {'axis':{width}}  {'split over':13}  may be set to"]
+        lines += ["", f"  {'axis':{width}}  {'sharded over':13}  may be set to"]
         lines += [f"  {n:{width}}  {axes:13}  {may}".rstrip() for n, axes, may in _axis_rows()]
     return "\n".join([*lines, ""])
 
@@ -139,7 +141,7 @@ def _labelled(label: str, text: str) -> list[str]:
 
 
 def _axis_rows() -> list[tuple[str, str, str]]:
-    """(logical axis, its mesh axes by default, what else is allowed)."""
+    """Return (logical axis, default mesh axes, other allowed mesh axes)."""
     return [
         (
             name,
@@ -155,7 +157,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _first_sentence(key: str) -> str:
-    # A full stop ends a sentence unless a letter stands alone before it, as in `e.g.`
+    # A full stop ends a sentence, except after a single letter, as in `e.g.`
     first = re.split(r"(?<!\b\w)\.(?=\s)", field_docs()[key])[0]
     return first.removesuffix(".") + "."
 
@@ -170,16 +172,16 @@ def _default_text(key: str) -> str:
 
 
 def markdown() -> str:
-    """The page docs/config.md."""
+    """Return the page docs/config.md."""
     lines = [
         "# Config reference",
         "",
-        "<!-- Written by `maxpipe config docs` from where the keys are declared. -->",
+        "<!-- Written by `maxpipe config docs` from the declarations of the keys. -->",
         "",
-        "A run is described by YAML files, merged left to right, and `section.key=value`",
-        "overrides. `maxpipe config print FILE... [section.key=value...] --origin` shows the",
-        "result and who set each value; `maxpipe config explain section.key` prints one entry of",
-        "this page.",
+        "A config consists of YAML files, merged left to right, and `section.key=value`",
+        "overrides. `maxpipe config print FILE... [section.key=value...] --origin` prints the",
+        "result and the origin of each value. `maxpipe config explain section.key` prints one",
+        "entry of this page.",
     ]
     for section in _in_order():
         lines += ["", f"## {section}", "", _escaped(field_docs()[section]), ""]
@@ -194,13 +196,13 @@ def markdown() -> str:
             lines.append(f"| `{name}` | {kind} | {cell} | {_escaped(field_docs()[key])} |")
         if f"{section}.axis_rules" == _AXIS_RULES:
             lines += ["", f"`{_AXIS_RULES}` changes this table:", ""]
-            lines += ["| logical axis | split over | may be set to |", "|---|---|---|"]
+            lines += ["| logical axis | sharded over | may be set to |", "|---|---|---|"]
             lines += [f"| `{name}` | {axes} | {may} |" for name, axes, may in _axis_rows()]
     return "\n".join([*lines, ""])
 
 
 def _in_order() -> list[str]:
-    """All sections, each followed by those that it holds by name."""
+    """Return all sections, each followed by its named sections."""
     found = []
     for section in SECTIONS:
         found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
@@ -212,16 +214,16 @@ def _escaped(text: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of one file.
+    """Return the JSON schema (draft 2020-12) of one file.
 
-    No key is required: files merge, and a model file or a run file alone is not a run.
+    No key is required, because files are merged and a model file alone is not a run.
     """
     sections: dict[str, Any] = {}
     for section in SECTIONS:
         outer, _, inner = section.partition(".")
         below = sections[outer]["properties"] if inner else sections
         below[inner or outer] = _section_schema(section)
-    sections[MODEL]["type"] = ["object", "string", "null"]  # a string is the name of a model
+    sections[MODEL]["type"] = ["object", "string", "null"]  # a string is a model name
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "maxpipe config",
@@ -273,5 +275,5 @@ def _type_schema(hint: Any) -> dict[str, Any]:
 
 
 def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
-    """The whole config as a file; with `origin`, a comment says who set each value."""
+    """Return the config as a file; with `origin`, comments contain the origin of each value."""
     return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)

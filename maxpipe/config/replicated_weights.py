@@ -1,4 +1,6 @@
-"""Large weights of which several devices hold the same copy, by accident or on purpose. No jax."""
+"""Detection of large weights that are replicated, by accident or on purpose. Does not
+import jax.
+"""
 
 from __future__ import annotations
 
@@ -17,35 +19,36 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
 
 LIMIT = "mesh.max_replicated_bytes"
 _SHARDS = ("fsdp", "expert", "context")
-"""Axes over which every large weight is divided by the default table; over tensor and stage some
-are, and data is for copies."""
+"""Axes over which the default table shards every large weight. Some weights are also sharded over
+tensor and stage; the data axis always replicates."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @dataclass(frozen=True)
 class ReplicatedWeight:
-    """A weight that is the same on several devices, layers of a stage together."""
+    """A weight that is replicated over several devices; layers of a stage count together."""
 
     name: str
     num_bytes: int
-    """On each of them."""
+    """Size in bytes on each device."""
     axes: Mapping[str, int]
-    """Axes along which it is the same, of more than one device."""
+    """Mesh axes with more than one device over which the weight is replicated."""
     logical_axis: str
-    """The dim that the default table divides over one of them, or empty."""
+    """Logical axis that the default table shards over one of these axes, or an empty string."""
     is_intended: bool
-    """Whether a rule of the user keeps it whole, or divides it over some of the axes."""
+    """Whether an axis rule of the user replicates the weight, or shards it over some of
+    the axes."""
 
     @property
     def description(self) -> str:
-        """What is the same where."""
+        """Description of the replication for messages."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        return f"all {math.prod(self.axes.values())} devices along {axes} hold the same copy"
+        return f"all {math.prod(self.axes.values())} devices along {axes} store the same copy"
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
-    """Those larger than `mesh.max_replicated_bytes`; an axis whose size is not known yet counts 1."""
+    """Yield weights larger than `mesh.max_replicated_bytes`. Axes of unknown size count as 1."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
     limit = config.mesh.max_replicated_bytes
@@ -69,7 +72,7 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """(name, parameter, how many of it a device holds at least) in network order."""
+    """Yield (name, parameter, minimum number of layers with it on a device) in network order."""
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():
         yield ".".join(path), param, 1
@@ -94,16 +97,16 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
         default = format_value(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
         yield RuleViolation(
             key,
-            f"leaves {largest.name} whole, {largest.num_bytes:,} bytes: "
-            f"{largest.description}, more than "
-            f"{LIMIT} ({config.mesh.max_replicated_bytes:,}) and by no rule that says so.",
+            f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
+            f"{largest.description}. This "
+            f"exceeds {LIMIT} ({config.mesh.max_replicated_bytes:,}), and no rule [] allows it.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )
 
 
 def replication_warnings(config: Config) -> Iterator[Problem]:
-    """Cautions: a rule of the user keeps a large weight whole."""
+    """Yield warnings about axis rules of the user that replicate large weights."""
     found = [
         each for each in find_replicated_weights(config) if each.is_intended and each.logical_axis
     ]
@@ -114,7 +117,8 @@ def replication_warnings(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"mesh.axis_rules.{logical}",
             format_value(list(config.mesh.axis_rules[logical])),
-            f"keeps {largest.name} ({largest.num_bytes:,} bytes a device{more}) on several "
-            f"devices: {largest.description}, moments and gradient too.",
-            f"Leave it as it is if that is meant, or set {LIMIT}=0 to hear no more of it.",
+            f"replicates {largest.name} ({largest.num_bytes:,} bytes per device{more}): "
+            f"{largest.description}. Moments and gradients are also replicated.",
+            f"If this is intended, set {LIMIT}=0 to silence the warning; otherwise remove the "
+            "rule.",
         )

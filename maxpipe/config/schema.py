@@ -1,11 +1,11 @@
-"""The declaration of every config key: its type, its default and its meaning.
+"""Declarations of all config keys: type, default and documentation of each.
 
-Each field is followed by a string that documents it: `maxpipe config explain`,
-`docs/config.md`, the JSON schema and error messages are rendered from these
-strings. The classes hold values only; rules live in `check.py`. What is read is declared in
-`data_schema.py`, evaluation in `eval_schema.py`. The keys of one model
-family are declared in its file in `maxpipe/models`. Nothing here imports jax, so
-that `maxpipe --help` stays fast.
+The string below each field documents the field. `maxpipe config explain`, `docs/config.md`, the
+JSON schema and error messages are generated from these strings. The classes only hold values;
+`check.py` contains the rules. `data_schema.py` declares the data keys, `eval_schema.py` the
+evaluation keys, and `tuning_schema.py` the fine-tuning keys. Each file in `maxpipe/models` declares
+the keys of its model family. This module does not import jax, so that `maxpipe --help` starts
+quickly.
 """
 
 from __future__ import annotations
@@ -23,383 +23,414 @@ from maxpipe.parallel.axes import MeshConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Which run this is, and where its files go."""
+    """Name, output folder and seed of the run."""
 
     name: str = "run"
-    """Name of the run's folder below `run.dir`. Letters, digits, `.`, `_` and `-`. When it is not
-    set, the name of the last config file: `my-run` for `my-run.yml`."""
+    """Name of the run's folder inside `run.dir`, from letters, digits, `.`, `_` and `-`. If it is
+    not set, the name of the last config file is used: `my-run` for `my-run.yml`."""
     dir: str = "runs"
-    """Folder that holds all runs. Starting a run that has a checkpoint resumes it."""
+    """Folder that contains the run folders. A run whose folder contains a checkpoint resumes from
+    it."""
     seed: int = 0
-    """Seed of parameters, data order and dropout. The same seed gives the same loss curve
-    under every mesh, schedule and number of processes."""
+    """Random seed of parameters, data order and dropout. The same seed gives the same loss curve
+    for every mesh, schedule and number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineConfig:
-    """How the layer stack is cut and in which order its pieces run."""
+    """Partition of the layers into pipeline chunks, and the schedule that runs them."""
 
     schedule: str = "interleaved"
-    """Order of forward and backward work; `maxpipe schedule` draws each one. Whole backwards:
-    `gpipe`, `circular`, `breadth_first`, and with memory independent of the number of microbatches
-    `1f1b`, `interleaved`; with two or more `pipeline.repeats` these two are the same schedule.
-    Split backwards, which pay with `pipeline.remat` `names` or `none`: `zb_h1`, `zb_h2`, and with
-    two repeats in a V `zb_v`, `v_half`, `v_min`, `dualpipe_v`. `file:PATH` runs the schedule that a
-    CSV file describes."""
+    """Pipeline schedule; `maxpipe schedule` draws each schedule. Schedules with unsplit backwards
+    are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory of `1f1b` and
+    `interleaved` does not depend on the number of microbatches; with two or more `pipeline.repeats`
+    they are the same schedule. Schedules with split backwards are `zb_h1`, `zb_h2`, and, with two
+    repeats placed in a V, `zb_v`, `v_half`, `v_min` and `dualpipe_v`. They require little
+    recomputation: set `pipeline.remat` to `names` or `none`. `file:PATH` runs the schedule in a CSV
+    file."""
     microbatches: int = 1
-    """Number of pieces the batch is cut into. On one stage this is gradient accumulation."""
+    """Number of microbatches per batch. With one stage this is gradient accumulation."""
     repeats: int = 1
-    """Visits of a microbatch to each stage. More repeats shrink the bubble and add messages."""
+    """Circular repeats: number of chunks per stage (virtual stages in Megatron). More repeats
+    shrink the bubble and send more messages."""
     group: int = 0
-    """Microbatches that a stage runs back to back before it turns to the next repeat. Read by
-    `interleaved`. 0 means the number of stages, the least memory."""
+    """Number of consecutive microbatches that a stage runs before it switches to the next repeat. 0
+    uses the number of stages, which needs the least memory. Ignored unless `pipeline.schedule` is
+    `interleaved`."""
     delayed_forwarding: bool = False
-    """Give each message a whole tick to travel behind work. Doubles the bubble of `gpipe` and
-    `circular`, which read it; the 1F1B schedules hide their messages without it."""
+    """Give each message an extra tick, so that communication overlaps with compute. Doubles the
+    bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication without it."""
     layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
-    """Layers of each chunk in network order, stages x repeats numbers. Empty cuts as evenly as
-    possible."""
+    """Layer partition: number of layers in each chunk, in network order, as stages x repeats
+    integers. If empty, layers are divided as evenly as possible."""
     prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
-    """The network's first layers that run outside the ring: on all stages at once, each with its
-    own microbatch. Leaves the ring a number of layers that divides evenly, so that no chunk waits
-    for a longer one. Every stage holds their weights."""
+    """Number of prologue layers: the first layers of the network, which run outside the pipeline.
+    All stages run them at the same time, each on a different microbatch. Use prologue layers if the
+    number of layers is not divisible by the number of chunks. Every stage stores the weights of the
+    prologue layers."""
     weight_gather: Literal["iteration", "visit", "step"] = "iteration"
-    """When weights sharded over fsdp are gathered: `iteration` for every layer of every forward
-    and backward (least memory), `visit` each time a stage turns to another chunk (a window of
-    chunks, `pipeline.group` microbatches share a gather), `step` once per step (least traffic)."""
+    """When weights sharded over fsdp are gathered. `iteration`: for every layer in every forward
+    and backward (least memory). `visit`: each time a stage switches to another chunk. The
+    microbatches of one `pipeline.group` then share a gather, and a stage holds a prefetch window of
+    gathered chunks. `step`: once per step (least communication)."""
     remat: Literal["full", "chunk", "names", "none"] = "full"
-    """What is kept for the backward pass: `full` keeps each layer's input and recomputes a layer
-    once, `chunk` keeps only the input of each chunk and recomputes twice (least memory), `names`
-    keeps inputs and the activations of `pipeline.saved_names`, `none` keeps everything and
-    recomputes nothing."""
+    """Activations saved for the backward pass. `full`: the input of each layer; each layer is
+    recomputed once. `chunk`: the input of each chunk; each layer is recomputed twice (least
+    memory). `names`: the input of each layer and the activations in `pipeline.saved_names`. `none`:
+    all activations; nothing is recomputed."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
-    """Activations kept with `pipeline.remat=names`: `matmuls` (all), those of one part of a layer
-    (`attention`, `mlp`), or single ones (of every family: `query`, `key`, `value`, `context`,
-    `attention_out`, `gate`, `up`)."""
+    """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
+    `attention` and `mlp` save those of one part of a layer. Activations can also be listed by name:
+    `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of the model
+    family."""
     offloaded_names: list[str] = field(default_factory=list)
-    """Activations that `pipeline.remat=names` keeps in host memory instead of on the device; the
-    same names and presets."""
+    """Activations that `pipeline.remat=names` saves in host memory instead of device memory.
+    Accepts the names and presets of `pipeline.saved_names`."""
     idle: Literal["skip", "compute"] = "skip"
-    """What a stage does in an empty slot: `skip` branches around the work, `compute` runs it on
-    zeros and discards the result (no control flow that differs between stages)."""
+    """Behavior of a stage in an empty slot. `skip` branches around the computation. `compute` runs
+    the computation on zeros and discards the result, so that control flow is the same on all
+    stages."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
-    """Tokens of a device whose logits are in memory at once, of each microbatch in turn. 0: all of
-    them. -1: all, but 2048 where the logits of all would take more than 512 MiB, as with long
-    sequences or few stages. Changes memory, and the loss in its last digits."""
+    """Number of tokens per device whose logits are in memory at once, within one microbatch. 0
+    computes all logits of a microbatch at once. -1 does the same unless the logits exceed 512 MiB,
+    as with long sequences or few stages; it then uses blocks of 2048 tokens. Affects memory, and
+    the last digits of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """What is learned, length of the run and shape of a step."""
+    """Training objective, length of the run and batch shape."""
 
     objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
-    """What is learned: `pretrain`, the next token of documents; `sft` (supervised fine-tuning),
-    what an assistant says in conversations, which insists on documents that say which tokens that
-    is: `data.chat`. Both are a cross entropy, the mean over all tokens of a batch that are trained.
-    `preference`: which of two responses is preferred, as `preference.loss` says. `distill`: besides
-    the next token what a teacher says of it, as the section `distill` says. `grpo`: completions of
-    prompts that a function rewards (reinforcement learning), as the section `grpo` says."""
+    """Training objective. `pretrain`: next-token cross-entropy on documents. `sft`: supervised
+    fine-tuning, the cross-entropy of the assistant's tokens in conversations; it requires documents
+    with a loss mask, see `data.chat`. Both losses are means over all trained tokens of a batch.
+    `preference`: preference optimization on pairs of responses; see `preference.loss`. `distill`:
+    the next-token loss plus a divergence from a teacher; see the section `distill`. `grpo`:
+    reinforcement learning on completions with rewards; see the section `grpo`."""
     steps: int = 0
-    """Number of optimizer steps. 0 takes the length from `train.tokens`."""
+    """Number of optimizer steps. 0 uses `train.tokens` as the length of the run."""
     tokens: int = 0
-    """Number of tokens to train on, rounded up to whole steps. Read when `train.steps` is 0."""
+    """Number of training tokens, rounded up to complete steps. Ignored unless `train.steps` is
+    0."""
     batch_size: int = 8
-    """Sequences per step over all devices."""
+    """Number of sequences per step, summed over all devices."""
     batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Smaller batches at the start, such as `['16 for 1000 steps', '32 for 50000000 tokens']`, in
-    stages that grow up to `train.batch_size`; tokens are rounded up to whole steps. Batches follow
-    each other in the data without gaps. Microbatches stay as large, and there are fewer of them.
-    What a run has done of its ramp cannot change."""
+    """Batch size warm-up: stages with smaller batches at the start, such as `['16 for 1000 steps',
+    '32 for 50000000 tokens']`. Batch sizes must increase up to `train.batch_size`; token counts are
+    rounded up to complete steps. No data is skipped between stages. The microbatch size is
+    constant, so smaller batches have fewer microbatches. Completed parts of the ramp cannot be
+    changed when a run resumes."""
     sequence_length: int = 1024
-    """Tokens per sequence."""
+    """Number of tokens per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """The optimizer and its learning-rate schedule."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """`adamw` (arXiv:1711.05101) keeps two moments of each parameter; `lion` (arXiv:2302.06675)
-    keeps one, and moves each entry by the learning rate, up or down. Its rate is 3 to 10 times
-    smaller than AdamW's, and its weight decay as much larger. `adafactor` (arXiv:1804.04235) keeps
-    a number for each row and each column of a matrix, and no first moment. `muon`
-    (arXiv:2502.16982) makes the update of each matrix of a layer orthogonal and keeps one moment;
-    embedding, output projection and all that is no matrix are AdamW's. Its updates are as large as
-    AdamW's: rate and decay can stay. A run keeps its optimizer."""
+    """Optimizer. `adamw` (arXiv:1711.05101) stores two moments per parameter. `lion`
+    (arXiv:2302.06675) stores one moment and updates each entry by plus or minus the learning rate.
+    It needs a learning rate 3 to 10 times smaller than AdamW, and a weight decay that is larger by
+    the same factor. `adafactor` (arXiv:1804.04235) stores a factored second moment, one value per
+    row and per column of a matrix, and no first moment. `muon` (arXiv:2502.16982) orthogonalizes
+    the update of each matrix in the layers and stores one moment. AdamW updates the embedding, the
+    output projection and all parameters that are not matrices. Muon's updates are scaled to match
+    AdamW, so the learning rate and weight decay of AdamW apply. A resumed run must use the same
+    optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape after the warm-up: down to `optim.min_lr_ratio` along a cosine or a line over the
-    whole run, no change, or `wsd`: stable, then linear over the last `optim.decay_fraction`."""
+    """Shape of the learning rate after the warm-up. `cosine` and `linear` decay to
+    `optim.min_lr_ratio` over the entire run. `constant` does not decay. `wsd` is constant,
+    followed by a linear decay in the last `optim.decay_fraction` of the run."""
     warmup_steps: int = 0
-    """Steps over which the rate rises from 0 to its peak."""
+    """Number of steps in which the learning rate rises from 0 to its peak."""
     lr_phases: list[str] = field(
         default_factory=list, hash=False, metadata=renamed_from("phases")
     )  # a list has no hash
-    """The rate's phases, in place of `optim.schedule` and what it reads, such as `['10% linear 0 ->
-    1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']`: a number of steps, a share of the run or its
-    `rest`, `3 x` in front for restarts; `linear` or `cosine`; and fractions of the peak. A phase
-    without `FROM ->` goes on where the one before it ends."""
+    """Phases of the learning rate, such as `['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest
+    linear 0']`. Replaces `optim.schedule` and its keys. The length of a phase is a number of steps,
+    a percentage of the run, or `rest`; the prefix `3 x` repeats a phase. The shape is `linear` or
+    `cosine`, between two fractions of the peak. A phase without `FROM ->` starts at the final value
+    of the previous phase."""
     decay_fraction: float = 0.2
-    """Share of the run, at its end, in which `wsd` decays."""
+    """Fraction of the run in which `wsd` decays, at the end of the run. Ignored unless
+    `optim.schedule` is `wsd`."""
     min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
-    """Learning rate at the end as a fraction of the peak. Not read by `constant`."""
+    """Learning rate at the end of the run, as a fraction of the peak. Ignored by `constant`."""
     beta1: float = 0.9
-    """Decay of the first moment; of `lion`, share of the moment in what is updated by. Not read by
-    `adafactor`."""
+    """Decay rate of the first moment. For `lion`, the weight of the moment in the update direction.
+    Ignored by `adafactor`."""
     beta2: float = 0.95
-    """Decay of the second moment; of `lion`, of its only one. Not read by `adafactor`, whose decay
-    at step t is 1 - t^-0.8."""
+    """Decay rate of the second moment. For `lion`, the decay rate of its only moment. Ignored by
+    `adafactor`, which uses 1 - t^-0.8 at step t."""
     momentum: float = 0.95
-    """Decay of the moment of matrices with `muon`, in Nesterov's form. Read by it alone."""
+    """Decay rate of the Nesterov momentum of matrices. Ignored unless `optim.name` is `muon`."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment. Not read by `lion` and `adafactor`."""
+    """Constant added to the square root of the second moment. Ignored by `lion` and `adafactor`."""
     weight_decay: float = 0.1
-    """Decoupled weight decay. Normalisation scales and biases are not decayed."""
+    """Decoupled weight decay. It does not apply to normalization scales and biases."""
     lr_multipliers: list[str] = field(
         default_factory=list, hash=False, metadata=renamed_from("rate_factors")
     )
-    """Factors of the learning rate for some parameters, such as `['embedding 0.1', '*.router 0']`:
-    patterns over names as in `model.frozen`, each with a number. Of several that match the last
-    one counts."""
+    """Learning-rate multipliers of selected parameters, such as `['embedding 0.1', '*.router 0']`.
+    Each entry is a name pattern, as in `model.frozen`, and a factor. If several patterns match a
+    parameter, the last one applies."""
     weight_decays: list[str] = field(default_factory=list, hash=False)
-    """Weight decay of some parameters in place of `optim.weight_decay`, such as `['embedding 0',
-    '*norm* 0.01']`, in the same form; of normalisation scales and biases, too."""
+    """Weight decay of selected parameters, such as `['embedding 0', '*norm* 0.01']`, in the form of
+    `optim.rate_factors`. Overrides `optim.weight_decay`, also for normalization scales and
+    biases."""
     clip_norm: float = 1.0
-    """Largest norm of the whole gradient, over all stages. 0 turns clipping off."""
+    """Maximum global gradient norm, over the parameters of all stages. 0 disables clipping."""
     ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))
-    """Decay of an exponential moving average of the parameters, such as 0.999, in float32 beside
-    them. It starts as the parameters, changes nothing in training, and can be evaluated and
-    exported. 0: there is none."""
+    """Decay rate of an exponential moving average (EMA) of the parameters, such as 0.999. The
+    average is stored in float32 in addition to the parameters, which it equals at the start. It
+    does not affect training, and can be evaluated and exported. 0 disables the average."""
     state_dtype: Literal["same", "float32", "bfloat16"] = "same"
-    """Type in which moments are stored; `same`: that of `model.param_dtype`. All arithmetic is
-    in float32."""
+    """Type of the stored moments. `same` uses `model.param_dtype`. All arithmetic is in float32."""
     zero1: bool = field(default=False, metadata=renamed_from("shard_over_data"))
-    """Whether devices along `data` divide moments and averages instead of each having all (ZeRO-1,
-    arXiv:1910.02054): each sums and updates its part, and updated parameters are gathered. Of a
-    parameter with no dim that divides evenly each keeps all."""
+    """Shard optimizer state and the EMA over the data axis (ZeRO-1, arXiv:1910.02054). Each device
+    reduces gradients and updates parameters for its shard, and the updated parameters are gathered.
+    The state of a parameter without an evenly divisible dimension is replicated."""
     offload_state: bool = False
-    """Whether moments and averages are kept in host memory: a layer of each goes to the device for
-    its update and back, which no work of the step hides. The results are the same bits."""
+    """Keep optimizer state and the EMA in host memory. The state of one layer at a time is copied
+    to the device, updated and copied back; these copies do not overlap with compute. Results are
+    bitwise identical."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are sent to be summed over devices; what is added up on a device is
-    float32."""
+    """Type of gradients in reductions over devices. Accumulation on one device is in float32."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How parameters and moments are rounded to bfloat16, where that is their type. `stochastic`
-    (arXiv:1502.02551): up or down by chance, right in the mean, so that small updates are not
-    lost. What is drawn follows from seed, step and place in the model: it is the same under every
-    layout."""
+    """Rounding of parameters and moments that are stored in bfloat16. `stochastic`
+    (arXiv:1502.02551) rounds up or down at random with the correct mean, so that small updates are
+    not lost. The random bits depend on the seed, the step and the position in the model, so they
+    are the same for every layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """How text becomes token ids."""
+    """Conversion of text to token ids."""
 
     kind: Literal["bytes", "auto", "huggingface", "sentencepiece", "tiktoken"] = "bytes"
-    """`bytes`: the 256 bytes and three control ids, built in. `huggingface`: a `tokenizer.json`.
-    `sentencepiece`: a `.model` file. `tiktoken`: a file of ranks, one `BASE64 RANK` a line. `auto`
-    finds out which of the three `tokenizer.path` is. All but `bytes` need
-    `pip install 'maxpipe[tokenizers]'`."""
+    """Tokenizer format. `bytes`: 256 byte tokens and three control tokens, built in. `huggingface`:
+    a `tokenizer.json` file. `sentencepiece`: a `.model` file. `tiktoken`: a file of ranks, one
+    `BASE64 RANK` per line. `auto`: one of these three, detected from the file at `tokenizer.path`.
+    All formats except `bytes` require `pip install 'maxpipe[tokenizers]'`."""
     path: str = ""
-    """The file of the tokenizer, or a Hugging Face folder with one. `tokenizer_config.json`,
-    `special_tokens_map.json`, `generation_config.json` and `chat_template.jinja` beside it name
-    control tokens, the ends of generated text, and the chat template."""
+    """Tokenizer file, or Hugging Face folder that contains one. `tokenizer_config.json`,
+    `special_tokens_map.json`, `generation_config.json` and `chat_template.jinja` in the same folder
+    define control tokens, stop tokens and the chat template."""
     preset: Literal[
         "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
     ] = "none"
-    """The published vocabulary that a `tiktoken` file holds: gives the pattern that splits text,
-    and control tokens with their ids. The file must have its number of ranks."""
+    """Published vocabulary of a `tiktoken` file. Sets the split pattern, and the control tokens
+    with their ids. The number of ranks in the file must match the preset."""
     split_pattern: str = ""
-    """Of a `tiktoken` file without a preset: the regular expression that splits text into words,
-    which tokens never cross."""
+    """Regular expression that splits text into words; no token spans two words. Only for `tiktoken`
+    files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
-    """With `tokenizer.split_pattern`: control tokens. Their ids follow the largest rank, in this
-    order."""
+    """Control tokens, whose ids follow the largest rank in this order. Ignored unless
+    `tokenizer.split_pattern` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When state is saved and what a new run starts from."""
+    """When checkpoints are saved, and which checkpoint starts a new run."""
 
     every: int = 1000
-    """Steps between checkpoints. The last step is always saved. 0 saves only then."""
+    """Number of steps between checkpoints. 0 saves only the last step, which is always saved."""
     keep: int = 3
-    """Number of newest checkpoints to keep. The other `keep_*` keys keep more of them."""
+    """Number of newest checkpoints to keep. The other `keep_*` keys keep additional checkpoints."""
     keep_every_steps: int = 0
-    """Keep also each checkpoint whose step this number divides. 0 keeps none for that."""
+    """Also keep checkpoints whose step is a multiple of this number. 0 keeps no additional
+    checkpoints."""
     keep_every_hours: float = 0.0
-    """Keep also the first checkpoint in each period of this many hours. 0 keeps none for that."""
+    """Also keep the first checkpoint in each period of this many hours. 0 keeps no additional
+    checkpoints."""
     keep_best: int = 0
-    """Keep also this number of the best checkpoints by `checkpoint.best_metric`, of those that were
-    evaluated at the step at which they were saved."""
+    """Number of best checkpoints to keep as well, compared by `checkpoint.best_metric`. Only
+    checkpoints of steps with an evaluation are compared."""
     best_metric: str = "eval/loss"
-    """The metric of evaluations by which `RUN@best`, `checkpoint.keep_best` and `eval.patience`
-    compare: `eval/loss`, `eval/nats_per_byte`, and of a set of documents or of a task
-    `eval/NAME/loss` or `eval/NAME/accuracy`."""
+    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare:
+    `eval/loss`, `eval/nats_per_byte`, or `eval/NAME/loss` or `eval/NAME/accuracy` of a validation
+    set or task."""
     best_mode: Literal["smallest", "largest"] = field(
         default="smallest", metadata=renamed_from("best_is")
     )
-    """Which value of it is the best: of a loss the smallest, of an accuracy the largest."""
+    """Whether the smallest or the largest value of `checkpoint.best_metric` is the best. Use
+    `smallest` for losses and `largest` for accuracies."""
     retries: int = 3
-    """How often a save that failed is tried again, with pauses of 1, 2, 4 ... seconds. While
-    training goes on that is a save of a later step. A full or read-only disk is not tried again."""
+    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
+    a retry saves a later step. If the disk is full or read-only, the save is not retried."""
     on_failure: Literal["stop", "go_on"] = "stop"
-    """When all attempts at a save have failed: `stop` the run, or `go_on` training until the next
-    one is due. The last save must succeed. A run of several processes always stops."""
+    """Behavior when all attempts to save a checkpoint failed: `stop` the run, or `go_on` training
+    until the next checkpoint is due. The last save must succeed. Multi-process runs always stop."""
     dir: str = ""
-    """Folder, or `gs://BUCKET/PATH`, that holds the durable checkpoints of all runs: a run's are in
-    `<checkpoint.dir>/<run.name>/checkpoints`. Buckets need `pip install 'maxpipe[gcs]'`. Empty
-    means the run's own folder."""
+    """Folder, or `gs://BUCKET/PATH`, of the durable checkpoints of all runs. The checkpoints of one
+    run are in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
+    'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
     local_dir: str = ""
-    """Folder on a fast disk for checkpoints between the durable ones; with several processes one
-    that all see. It holds the newest one only. A run resumes from the newest of both: to start
-    from scratch, delete both. Empty turns it off."""
+    """Folder on a fast disk for additional checkpoints between the durable ones. It contains only
+    the newest checkpoint, and must be shared by all processes. A run resumes from the newest
+    checkpoint in either place; to start from scratch, delete both. If empty, there are no local
+    checkpoints."""
     local_every: int = 0
-    """Steps between checkpoints in `checkpoint.local_dir`."""
+    """Number of steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
-    """Checkpoint of another run that starts this one: `RUN@STEP`, `RUN@newest`, `RUN@best` (by its
-    own `checkpoint.best_metric`) or the path to its folder; `RUN` alone is the newest. `RUN` is a
-    folder, the name of one in `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the
-    weights of a Hugging Face folder. When this run has a checkpoint of its own it goes on from
-    that, and this is not read."""
+    """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
+    (by that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN` without a
+    step is the newest checkpoint. `RUN` is a folder, the name of a run in `run.dir`, or
+    `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored if
+    this run already has a checkpoint, from which it resumes."""
     restore: Literal["all", "weights"] = "all"
-    """What is taken from `checkpoint.restore_from`: `all` goes on with parameters, optimizer state,
-    step and data position; `weights` begins at step 0 with its parameters only, on any data, and
-    perhaps with more tokens. What holds weights alone gives no more."""
+    """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
+    state, step and data position. `weights` restores only parameters and starts at step 0; the data
+    and tokenizer may differ, and the vocabulary may be larger. Sources that contain only weights
+    always start at step 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardConfig:
-    """What happens when numbers go wrong.
+    """Response to non-finite values, loss spikes and corrupted replicas.
 
     A step whose loss or gradient norm is not finite never changes parameters or optimizer state,
-    whatever these keys say.
+    regardless of these keys.
     """
 
     bad_steps: Literal["stop", "skip", "roll_back"] = "stop"
-    """After a step whose loss or gradient norm is NaN or infinite: `stop` ends the run, `skip` goes
-    on with the next batch, `roll_back` returns to the newest checkpoint and goes on behind the
-    batch that did it. `events.jsonl` names the sequences and documents of each bad batch."""
+    """Response to a loss or gradient norm that is NaN or infinite. `stop` ends the run. `skip`
+    continues with the next batch. `roll_back` restores the newest checkpoint and skips the
+    offending batch. `events.jsonl` lists the sequences and documents of each such batch."""
     max_bad_steps: int = 5
-    """Steps in a row that `skip` may leave out; one more stops the run."""
+    """Maximum number of consecutive steps that `skip` leaves out. The next bad step
+    stops the run."""
     spike_sigmas: float = 0.0
-    """A step is a spike when its loss or gradient norm is more than this many standard deviations
-    above the mean of recent steps; 6 is usual. 0 looks for none."""
+    """Threshold of the spike detector, in standard deviations above the mean of recent steps. A
+    step is a spike if its loss or gradient norm exceeds the threshold; 6 is a common value. 0
+    disables detection."""
     spike_window: int = 128
-    """Number of recent updates that spikes are measured against; looked for once half are there."""
+    """Number of recent updates that determine the mean and standard deviation for spikes. Detection
+    starts after half of this number."""
     on_spike: Literal["note", "skip", "roll_back"] = "note"
-    """After a spike: `note` takes the update and records an event, `skip` leaves the update out,
-    `roll_back` as in `guard.bad_steps`. Read when `guard.spike_sigmas` is not 0."""
+    """Response to a spike. `note` applies the update and records an event. `skip` discards the
+    update. `roll_back` restores the newest checkpoint, as in `guard.bad_steps`. Ignored if
+    `guard.spike_sigmas` is 0."""
     max_rollbacks: int = field(default=3, metadata=renamed_from("max_roll_backs"))
-    """Times that a run may roll back; one more stops it."""
+    """Maximum number of rollbacks in a run. The next rollback stops the run instead."""
     replica_check_every: int = 0
-    """Steps between comparisons, bit for bit, of the copies of parameters and optimizer state that
-    devices hold; one that differs stops the run. Made before each checkpoint, too. 0 turns both
-    off."""
+    """Number of steps between bitwise comparisons of replicated parameters and optimizer state
+    across devices. A difference stops the run. Replicas are also compared before each checkpoint. 0
+    disables both comparisons."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """What is written while training."""
+    """Output during training."""
 
     every: int = 10
-    """Steps between records in `metrics.jsonl`, TensorBoard and the console."""
+    """Number of steps between records in `metrics.jsonl`, TensorBoard and the console."""
     progress: Literal["auto", "live", "plain"] = "auto"
-    """Console output: a `live` view, or `plain` lines. `auto` picks by whether it is a terminal."""
+    """Console output: a `live` view or `plain` lines. `auto` uses `live` if the output is a
+    terminal."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
-    """How processes start."""
+    """Devices, processes and timeouts."""
 
     platform: Literal["auto", "cpu", "tpu", "cuda"] = "auto"
-    """Kind of device. `auto` takes the best that jax finds."""
+    """Type of device. `auto` uses the default of jax, which prefers accelerators."""
     num_processes: int = 1
-    """Number of processes of the run. 0 lets jax find processes, ids and coordinator from the
-    cluster (Cloud TPU, SLURM, Open MPI)."""
+    """Number of processes of the run. 0 detects processes, ids and coordinator from the cluster
+    (Cloud TPU, SLURM, Open MPI)."""
     process_id: int = 0
     """Rank of this process, from 0 to `runtime.num_processes` - 1."""
     coordinator: str = ""
-    """`host:port` of process 0. Read when `runtime.num_processes` is more than 1."""
+    """Address of process 0, as `host:port`. Ignored unless `runtime.num_processes` is more than
+    1."""
     cpu_collectives: Literal["auto", "gloo"] = "auto"
-    """How CPU devices exchange values: `auto` takes shared memory in one process and gloo between
-    several. With `gloo` one process adds up in the order that several do, so that a run gives the
-    same bits in any number of processes; it is slower."""
+    """Implementation of collectives between CPU devices. `auto` uses shared memory in a single
+    process and gloo between processes. `gloo` reduces in the same order in any number of processes,
+    so that results are bitwise identical; it is slower in a single process."""
     init_timeout_seconds: int = 300
-    """How long a process waits for the others at the start."""
+    """Time in seconds that a process waits for the others to connect at the start."""
     heartbeat_timeout_seconds: int = 100
-    """How long a process may stay silent before all others end, with exit code 71."""
+    """Time in seconds without a heartbeat of a process after which all other processes exit with
+    code 71."""
     stall_timeout_seconds: int = 1800
-    """How long no process may get anything done before all print where they are and end, with exit
-    code 71: a step, read, evaluation or save; in set-up the reading of a checkpoint, or of a part
-    of the documents. While one process compiles no limit applies, as compiling may take long. 0
-    waits forever."""
+    """Time in seconds without progress in any process, after which all processes print their stacks
+    and exit with code 71. A step, batch, evaluation or save counts as progress. During set-up,
+    reading a checkpoint or a part of the documents also counts. There is no limit while a process
+    compiles. 0 waits forever."""
     stop_grace_seconds: int = 0
-    """Time from SIGTERM, SIGHUP or Ctrl-C to the end of the process, in which the running step ends
-    and is saved. When it is over the run is left as it is, to go on from its newest checkpoint. 0
-    is no limit."""
+    """Time in seconds from SIGTERM, SIGHUP or Ctrl-C until the process exits. In this time the
+    current step ends and is saved. When the time is over, the process exits without saving; the run
+    can resume from its newest checkpoint. 0 means no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
-    """Folder in which compiled programs are kept between runs. Empty turns the cache off. Not used
-    by several CPU devices: XLA loses the order in which such a program's devices meet."""
+    """Folder in which compiled programs are cached between runs. If empty, the cache is disabled.
+    Ignored with several CPU devices, because cached programs lose the order of their collectives
+    there."""
     memory_check: Literal["stop", "warn"] = "stop"
-    """What happens when a step is predicted, or compiled, to take more memory than the devices
-    have, or the host has for CPU devices: the run does not start, or starts with a warning. A
-    prediction of less than 1.2 times the memory only warns."""
+    """Behavior when a step needs more memory than the devices have (or than the host has, for CPU
+    devices), according to the prediction or the compiler. `stop` ends the run before it starts;
+    `warn` prints a warning. A prediction below 1.2 times the memory only causes a warning."""
     compiled_step: str = field(default="", metadata=renamed_from("executable"))
-    """Folder with a train step that `maxpipe compile --save` compiled ahead of time. It must have
-    been made for this config, these devices and this version of jax. Several CPU devices cannot
-    load one."""
+    """Folder with a train step that `maxpipe compile --save` compiled ahead of time, for this
+    config, these devices and this version of jax. Not supported with several CPU devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Where `maxpipe launch` runs it. Training itself does not read this section."""
+    """Cluster on which `maxpipe launch` starts the run. Training ignores this section."""
 
     topology: str = ""
-    """Kind of device and size of one slice, as `maxpipe plan` takes it: `v5p:2x4x4`, `h100:8`. Of
-    GPUs and CPUs a slice is what fast links join, as a rule one node. `launch local` needs none."""
+    """Device type and size of one slice, as in `maxpipe plan`: `v5p:2x4x4`, `h100:8`. For GPUs and
+    CPUs, a slice is a group of devices with fast links, usually one node. Optional for `launch
+    local`."""
     slices: int = 1
-    """Number of slices, joined by the data-centre network."""
+    """Number of slices, connected by the data-center network."""
     project: str = ""
-    """Google Cloud project. Empty takes the one that `gcloud config` names."""
+    """Google Cloud project. If empty, the default project of `gcloud config` is used."""
     zone: str = ""
-    """Google Cloud zone or region of the devices, or of the cluster."""
+    """Google Cloud zone or region of the devices or the cluster."""
     cluster: str = ""
-    """GKE cluster. Empty submits to the cluster that `kubectl` uses."""
+    """GKE cluster. If empty, the current cluster of `kubectl` is used."""
     queue: str = ""
-    """SLURM partition, or Kueue's queue in a GKE cluster: `multislice-queue` where XPK made it."""
+    """SLURM partition, or Kueue queue in a GKE cluster: `multislice-queue` for clusters made by
+    XPK."""
     image: str = ""
     """Container image with maxpipe, for GKE."""
     volume: str = ""
-    """What the hosts of GKE share: `gs://BUCKET`, or the name of a persistent volume claim. It is
-    mounted at `launch.workdir`."""
+    """Shared storage of the GKE hosts: `gs://BUCKET`, or the name of a persistent volume claim. It
+    is mounted at `launch.workdir`."""
     workdir: str = ""
-    """Folder on the hosts in which the run starts; relative paths begin there. Empty means the
-    current folder for SLURM, the home folder for `gcloud` and /workdir for GKE."""
+    """Working directory of the run on the hosts, the base of relative paths. If empty, the run
+    starts in the current folder (SLURM), the home folder (`gcloud`) or /workdir (GKE)."""
     program: str = "maxpipe"
-    """The `maxpipe` command on the hosts; a path when it is not on their PATH."""
+    """The `maxpipe` command on the hosts. Set a path if the command is not on their PATH."""
     environment: list[str] = field(default_factory=list)
-    """Names of environment variables that the run needs on the hosts. Values are written nowhere:
-    SLURM takes them from the shell that submits, GKE from a secret that is named like the job;
-    hosts of `gcloud` must have them."""
+    """Names of environment variables that the run needs on the hosts. Their values are never
+    written to files. SLURM reads the values from the submitting shell, and GKE from a secret with
+    the name of the job. Hosts of `gcloud` must already define the variables."""
     spot: bool = False
-    """Take spot capacity of Google Cloud, which may be taken away."""
+    """Use spot capacity on Google Cloud, which can be preempted."""
     restarts: int = 3
-    """How often in a row a run is started again that was killed or hung, and got no newer
-    checkpoint. One that was stopped and saved is always started again. GKE cannot count in a row:
-    there it is ten times as often in all."""
+    """Maximum number of consecutive restarts without a newer checkpoint, after the run was killed
+    or hung. A run that stopped and saved is always restarted. GKE cannot count consecutive
+    restarts; there the limit is ten times this number in total."""
     grace_seconds: int = 120
-    """Time to save between the request to stop and the end: when SLURM's time is over, or GKE takes
-    the node."""
+    """Time in seconds to save a checkpoint between the stop signal and the end of the job, when
+    SLURM's time limit is reached or GKE evicts the node."""
     time_limit_minutes: int = 0
-    """Time of one SLURM job; the run goes on in the next. 0 takes the partition's."""
+    """Time limit of one SLURM job in minutes; the run resumes in the next job. 0 uses the limit of
+    the partition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run."""
+    """Complete config of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig
@@ -421,7 +452,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        """The model is described by its own section: it has that of adapters."""
+        """Copy the adapter section into the model section, which describes the model."""
         adapter = self.adapter if self.adapter.rank else None
         if self.model.adapter != adapter:
             object.__setattr__(self, "model", replace(self.model, adapter=adapter))

@@ -1,4 +1,4 @@
-"""Rules on which tokenizer a run has, and how its file is read."""
+"""Rules on the tokenizer and its file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
     if kind == "bytes" and path:
         yield RuleViolation(
             "tokenizer.path",
-            "is not read with tokenizer.kind=bytes: the run would be trained on bytes.",
-            "Set tokenizer.kind=auto, which finds out what the file is, or tokenizer.path=''.",
+            "is ignored with tokenizer.kind=bytes: the run would train on bytes.",
+            "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
         )
     elif kind != "bytes" and not path:
         yield RuleViolation(
             "tokenizer.path",
-            f"must name a tokenizer's file or folder with tokenizer.kind={kind}.",
-            f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your own), or "
+            f"must be a tokenizer file or folder with tokenizer.kind={kind}.",
+            f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your file), or "
             "tokenizer.kind=bytes.",
         )
 
@@ -45,7 +45,7 @@ _TIKTOKEN = {
     "tokenizer.split_pattern": "''",
     "tokenizer.special_tokens": "[]",
 }
-"""Keys of rank files, and their values that say nothing."""
+"""Keys of `tiktoken` files, and the values that disable them."""
 
 
 @rule("tokenizer.kind", *_TIKTOKEN)
@@ -55,28 +55,28 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
     if given and kind not in ("tiktoken", "auto"):
         yield RuleViolation(
             given[0],
-            f"is read with tokenizer.kind=tiktoken, and that is {kind}.",
+            f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
             f"Set {given[0]}={_TIKTOKEN[given[0]]}, or tokenizer.kind=tiktoken.",
         )
     elif len(given) > 1 and given[0] == "tokenizer.preset":
         yield RuleViolation(
             given[1],
-            f"is part of tokenizer.preset={config.tokenizer.preset}, and has no place beside it.",
+            f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
             f"Set {given[1]}={_TIKTOKEN[given[1]]}, or tokenizer.preset=none.",
         )
     elif kind == "tiktoken" and not given:
         yield RuleViolation(
             "tokenizer.preset",
-            "must say with tokenizer.kind=tiktoken how text is split: its file does not.",
-            "Set tokenizer.preset=llama3, or another one, or tokenizer.split_pattern and "
+            "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
+            "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
             "tokenizer.special_tokens.",
         )
     elif given == ["tokenizer.special_tokens"]:
         yield RuleViolation(
             "tokenizer.split_pattern",
-            "must not be empty with tokenizer.special_tokens: it says how text is split.",
-            "Set tokenizer.split_pattern='\\s+|\\S+' (your vocabulary's), or a tokenizer.preset "
-            "in place of both.",
+            "must not be empty with tokenizer.special_tokens: it defines how text is split.",
+            "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
+            "replace both keys by a tokenizer.preset.",
         )
 
 
@@ -86,7 +86,7 @@ def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
     if len(set(special)) != len(special) or "" in special:
         yield RuleViolation(
             "tokenizer.special_tokens",
-            "must be texts that are not empty, each once: their ids follow their order.",
+            "must be unique texts that are not empty: their order defines their ids.",
             f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "
-            "names such as <|reserved_1|> for ids that are not used.",
+            "use names such as <|reserved_1|> for unused ids.",
         )

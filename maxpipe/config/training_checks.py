@@ -1,4 +1,4 @@
-"""Checks for training only, beyond those for forecasts and compiled steps."""
+"""Checks of a config that apply to training only, not to memory forecasts or compiled steps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from maxpipe.config.translation import infer_source
 from maxpipe.errors import ConfigError, Problem
 
 LARGEST_FOR_BYTES = 4096
-"""Ids of a model that is trained on bytes: more than 259 where shards of the vocabulary have to
-be even. Vocabularies of public models begin at 30,000."""
+"""Maximum vocabulary of a model that is trained on bytes. It is more than 259 because shards of the
+vocabulary must be even. Vocabularies of public models have at least 30,000 ids."""
 
 
 def runs_teacher(config: Config) -> bool:
-    """Whether a run has a teacher beside it, and not what one has said."""
+    """Whether a run computes teacher logits online, instead of reading precomputed ones."""
     return config.train.objective == "distill" and bool(config.distill.teacher)
 
 
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """Finds a valid config that should not be trained: it would not be on the text that is meant.
+    """Return problems of a valid config that would probably train on unintended data.
 
-    Forecasts and compiled steps need neither text nor tokenizer.
+    Memory forecasts and compiled steps need neither text nor tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     problems = [] if wrong else find_unused_path(config, origins)
@@ -42,22 +42,22 @@ def check_training(
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """The problem of a run that ends at no step, which forecasts and data pages do not need."""
+    """Return the problem of a run without a length. Forecasts and data commands need no length."""
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 when train.tokens is 0: one of them is the length of the run."
+    rule = "must be more than 0 if train.tokens is 0: one of them is the length of the run."
     return [
         Problem(
             error_location("train.steps", origins),
             "0",
             rule,
-            "Set train.steps=100, or train.tokens.",
+            "Set train.steps=100, or set train.tokens.",
         )
     ]
 
 
 def check_length(config: Config, origins: Mapping[str, str]) -> None:
-    """Raises ConfigError for a run that ends at no step."""
+    """Raise ConfigError if the run has no length."""
     if problems := find_missing_length(config, origins):
         raise ConfigError(problems)
 
@@ -74,17 +74,15 @@ def _check_evaluation(
 
 
 def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Documents that do not say what is trained, for an objective that is about nothing else."""
+    """Return problems of documents without a loss mask, which `train.objective=sft` requires."""
     if config.train.objective != "sft":
         return []
     problems = []
     for name, each in train_sources(config.data).items():
         if each.chat == "off":
             section = section_of(name)
-            rule = "must be messages or prompt with train.objective=sft, which trains on answers: "
-            rule += (
-                f"documents of {section}.source={each.source} do not say which tokens those are."
-            )
+            rule = "must be messages or prompt with train.objective=sft, which trains only the "
+            rule += f"responses: documents of {section}.source={each.source} do not mark responses."
             records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
             records = "" if each.source in COLUMNS else records
             action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
@@ -98,22 +96,24 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
 def _check_adapter_base(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """Adapters beside random weights learn nothing of use, and could not be used without them."""
+    """Return the problem of adapters without base weights: adapters of random weights
+    are useless.
+    """
     key = "checkpoint.restore_from"
     if not config.adapter.rank or config.checkpoint.restore_from or key in skip:
         return []
-    rule = f"must name the weights that adapters (adapter.rank={config.adapter.rank}) belong to."
-    action = f"Set {key}=hf:DIR, the folder of a public model, or RUN@STEP."
+    rule = f"must be the base model of the adapters (adapter.rank={config.adapter.rank})."
+    action = f"Set {key}=hf:DIR, the folder of a public model, or {key}=RUN@STEP."
     return [Problem(error_location(key, origins), "''", rule, action)]
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """A path that the source does not read: the run would be on other text than the user's."""
+    """Return problems of paths that the source ignores: the run would train on other text."""
     problems = []
     for section, each in named_sources(config):
         if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
             key = f"{section}.path" if each.path else f"{section}.paths"
-            rule = f"is not read with {section}.source={each.source}."
+            rule = f"is ignored with {section}.source={each.source}."
             missing = [path for path in paths if "://" not in path and not glob.glob(path)]
             if missing:
                 rule = f"does not exist: {missing[0]}. It {rule}"
@@ -122,10 +122,10 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
             source = source or ("text" if missing else "")
             action = f"Set {section}.source={source}, or leave {key} out."
             if missing:
-                action = f"Name files that exist, and set {section}.source={source}, or leave "
+                action = f"Set {key} to existing files and {section}.source={source}, or leave "
                 action += f"{key} out."
             elif not source:
-                action = f"Name files of one kind in {key}, such as '*.jsonl' with "
+                action = f"Set {key} to files of one format, such as '*.jsonl' with "
                 action += f"{section}.source=jsonl, or leave {key} out."
             problems.append(Problem(error_location(key, origins), ", ".join(paths), rule, action))
     return problems
@@ -134,7 +134,7 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
 def _check_vocabulary(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """A model with its own vocabulary on the built-in text or tokenizer would waste its time."""
+    """Return problems of a large vocabulary with the default text or the bytes tokenizer."""
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []
@@ -147,10 +147,10 @@ def _check_vocabulary(
             Problem(
                 error_location("tokenizer.kind", origins),
                 "bytes",
-                f"has {BYTES_VOCABULARY} ids, and model.vocab_size is {vocabulary}: a model with "
-                "such a vocabulary needs its tokenizer.",
-                "Set tokenizer.kind=auto and tokenizer.path=tokenizer.json (the model's own, or "
-                f"its folder), or model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
+                f"has {BYTES_VOCABULARY} ids, but model.vocab_size is {vocabulary}: such a model "
+                "requires its tokenizer.",
+                "Set tokenizer.kind=auto and tokenizer.path=tokenizer.json (the file or folder of "
+                f"the model), or set model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
         )
     if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
@@ -158,10 +158,10 @@ def _check_vocabulary(
             Problem(
                 error_location("data.source", origins),
                 config.data.source,
-                "is text for first tries, the source files of Python's library, and was not "
-                f"chosen for this model, whose vocabulary has {vocabulary} ids.",
-                "Set data.source=text and data.path=data/*.txt (your own), or data.source=corpus "
-                "if you mean it.",
+                "is the default text for first runs (sources of Python's standard library), but "
+                f"the model has a vocabulary of {vocabulary} ids.",
+                "Set data.source=text and data.path=data/*.txt (your own), or set "
+                "data.source=corpus if this is intended.",
             )
         )
     return problems

@@ -1,6 +1,6 @@
-"""Batch sizes of a run by step: `train.batch_ramp`, one text for each stage. No jax.
+"""Batch-size ramp (`train.batch_ramp`) and phases of the learning rate (`optim.lr_phases`).
 
-The learning rate as phases: `optim.lr_phases`, one text for each. No jax.
+Both keys are lists with one text per stage or phase. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -12,44 +12,47 @@ from typing import Any, Literal, NamedTuple
 
 from maxpipe.config.schema import TrainConfig
 
-FORM = "ROWS for N steps, or ROWS for N tokens"
+FORM = "BATCH_SIZE for N steps, or BATCH_SIZE for N tokens"
 _TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
 class RampStage(NamedTuple):
-    """Steps with batches of one size."""
+    """Consecutive steps with the same batch size."""
 
     batch_size: int
     steps: int
 
 
 class BatchRamp(NamedTuple):
-    """The rows of each batch, by the batch's number from 0: a pure function of it.
+    """Batch size as a function of the batch number, which starts at 0.
 
-    Batches follow each other in the data without gaps: the rows in front of one are its position.
+    Batches follow each other in the data without gaps: the position of a batch is the number of
+    sequences in all earlier batches.
     """
 
     stages: tuple[RampStage, ...]
     batch_size: int
-    """Of every batch behind the stages."""
+    """Batch size after all stages."""
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> BatchRamp:
-        """That of a config.
+        """Return the ramp of a config.
 
         Raises:
-            ValueError: it cannot be read; the message is the rule.
+            ValueError: a stage cannot be parsed; the message is the rule.
         """
         stages = (_stage(text, train.sequence_length) for text in train.batch_ramp)
         return cls(tuple(stages), train.batch_size)
 
     @property
     def steps(self) -> int:
-        """Steps until batches have their last size."""
+        """Number of steps before the final batch size."""
         return sum(stage.steps for stage in self.stages)
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
-        """(first batch, rows in front of it, rows of each) of the stages and of what follows."""
+        """Yield (first batch number, sequences before it, batch size) per stage, then
+        for the rest.
+        """
         first = front = 0
         for rows, steps in self.stages:
             yield first, front, rows
@@ -57,27 +60,27 @@ class BatchRamp(NamedTuple):
         yield first, front, self.batch_size
 
     def position_of(self, number: int) -> tuple[int, int]:
-        """(rows in front of a batch, its own rows)."""
+        """Return the number of sequences before a batch, and the batch size."""
         first, front, rows = next(p for p in reversed(list(self.stage_starts())) if p[0] <= number)
         return front + (number - first) * rows, rows
 
     def sequences_before(self, number: int) -> int:
-        """Rows in front of a batch: those of all batches before it."""
+        """Return the number of sequences in all batches before this one."""
         return self.position_of(number)[0]
 
     def num_batches(self, rows: int) -> int:
-        """The fewest batches from the first one on with as many rows together."""
+        """Return the minimum number of initial batches that contain this number of sequences."""
         first, front, each = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
         return first + -(-(rows - front) // each)
 
     def sizes(self, start: int = 0) -> list[int]:
-        """Sizes from a batch on, in their order, each once."""
+        """Return the unique batch sizes from a batch number on, in order."""
         ends = [first for first, *_ in self.stage_starts()][1:]
         left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
         return list(dict.fromkeys([*left, self.batch_size]))
 
     def equals_until(self, other: BatchRamp, number: int) -> bool:
-        """Whether all batches before this one are the same rows in both."""
+        """Whether both ramps use the same sequences in all batches before this number."""
         edges = {p[0] for ramp in (self, other) for p in ramp.stage_starts()} | {number}
         return all(
             self.sequences_before(edge) == other.sequences_before(edge)
@@ -86,45 +89,46 @@ class BatchRamp(NamedTuple):
         )
 
     def metadata(self) -> dict[str, Any]:
-        """JSON values that a fingerprint of the data holds; those of a run without stages as ever.
+        """Return the ramp as JSON values for the fingerprint of the data; `of_facts` is the
+        inverse.
 
-        `of_facts` reads them.
+        Runs without stages keep the format of earlier releases.
         """
         ramp = [list(stage) for stage in self.stages]
         return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})
 
     @classmethod
     def from_metadata(cls, facts: Any) -> BatchRamp:
-        """The ramp of a fingerprint."""
+        """Return the ramp in a fingerprint."""
         stages = (RampStage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
         return cls(tuple(stages), int(facts["batch_size"]))
 
 
 METADATA_KEYS = ("batch_size", "batch_ramp")
-"""Names of `Ramp.facts`."""
+"""Keys of the dict that `BatchRamp.facts` returns."""
 
 
 def _stage(text: str, sequence_length: int) -> RampStage:
     if (match := _TEXT.fullmatch(text.strip())) is None:
-        raise ValueError(f"must be stages, and {text!r} is not {FORM}.")
+        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
     rows, count = int(match[1]), int(match[2].replace("_", ""))
     if not rows or not count:
-        raise ValueError(f"must be stages of at least 1 row and 1 step, and {text!r} is not.")
-    # Rows without tokens are refused as such.
+        rule = "must have stages with a batch size of at least 1 and at least 1 step"
+        raise ValueError(f"{rule}; {text!r} does not.")
+    # Another rule rejects sequences without tokens.
     tokens = rows * max(1, sequence_length)
     steps = count if match[3] == "steps" else -(-count // tokens)
     return RampStage(rows, steps)
 
 
 def check_order(ramp: BatchRamp) -> str:
-    """The rule that sizes break that do not grow; else nothing."""
+    """Return the violated rule if batch sizes do not increase, else an empty string."""
     sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
     for small, large in itertools.pairwise(sizes):
         if small >= large:
             return (
-                f"must grow from stage to stage up to train.batch_size ({ramp.batch_size}), "
-                f"and {small} "
-                f"is followed by {large}."
+                f"must increase from stage to stage up to train.batch_size ({ramp.batch_size}), but "
+                f"{small} is followed by {large}."
             )
     return ""
 
@@ -134,7 +138,7 @@ EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
 
 
 class LRPhase(NamedTuple):
-    """Steps in which the rate goes from one fraction of its peak to another."""
+    """Steps in which the learning rate changes from one fraction of its peak to another."""
 
     steps: int
     shape: Literal["linear", "cosine"]
@@ -149,33 +153,32 @@ _PHASES_TEXT = re.compile(
 
 
 def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
-    """The phases of a run of this many steps.
+    """Return the phases of a run with this number of steps.
 
-    A phase has a number of steps, a share of the run (`10%`), or the `rest` of it; `3 x` in front
-    repeats it. Without FROM it starts where the one before it ends, the first one at the peak.
-    Behind the last the rate stays.
+    The length of a phase is a number of steps, a percentage of the run (`10%`), or `rest`; the
+    prefix `3 x` repeats a phase. Without FROM, a phase starts at the end value of the previous
+    phase, and the first phase at the peak. After the last phase the rate is constant.
 
     Raises:
-        ValueError: one of them cannot be read, or more than one is the `rest`; the message is the
-            rule.
+        ValueError: a phase cannot be parsed, or several phases are `rest`; the message is the rule.
     """
     found: list[tuple[int | None, re.Match[str], float, float]] = []
     last = 1.0
     for text in texts:
         if (match := _PHASES_TEXT.fullmatch(text.strip())) is None:
-            raise ValueError(f"must be phases, and {text!r} is not {PHASES_FORM}.")
+            raise ValueError(f"must have phases of the form {PHASES_FORM}; {text!r} is not one.")
         end = _fraction(match["end"], text)
         start = last if match["start"] is None else _fraction(match["start"], text)
         times = int(match["times"] or 1)
         if not times:
-            raise ValueError(f"must be phases, and {text!r} is done 0 times.")
+            raise ValueError(f"must have phases that run at least once; {text!r} runs 0 times.")
         for number in range(times):
             begins = start if number == 0 or match["start"] is not None else last
             found.append((_steps(match["steps"], total_steps), match, begins, end))
             last = end
     open_ended = sum(steps is None for steps, *_ in found)
     if open_ended > 1:
-        raise ValueError(f"must have one phase that is the rest, and {open_ended} are.")
+        raise ValueError(f"must have at most one phase with the length rest; {open_ended} have it.")
     rest = max(0, total_steps - sum(steps or 0 for steps, *_ in found))
     return [
         LRPhase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
@@ -195,5 +198,5 @@ def _fraction(text: str, phase: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise ValueError(f"must have fractions of the peak from 0 to 1, and {phase!r} has {text}.")
+        raise ValueError(f"must have fractions of the peak from 0 to 1; {phase!r} has {text}.")
     return value

@@ -1,4 +1,4 @@
-"""Settings of other trainers as settings here: names, and values that the keys here accept."""
+"""Translate settings of other trainers: names and values."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 
 MODEL = "model"
-"""The section that may be the name of a shipped model."""
+"""Section that may be the name of a bundled model."""
 
 
 class Translation(NamedTuple):
-    """A setting of another trainer in terms of this one."""
+    """A setting of another trainer, translated to settings of maxpipe."""
 
     settings: tuple[tuple[str, str], ...] = ()
-    """Keys here with the texts of their values; empty where none is to be set."""
+    """Keys with the texts of their values; empty if no key is to be set."""
     why: str = ""
     action: str = ""
-    """What to do where there are no settings."""
+    """Action if there are no settings."""
     is_exact: bool = True
-    """Whether the name is known, and does not just resemble one."""
+    """Whether a table contains the name, rather than a similar name."""
     key: str = ""
     """The key with this meaning, if there is one."""
 
     def action_text(self, *, in_file: bool) -> str:
-        """The action, in words for the command line or for a file."""
+        """Return the action as text, for the command line or for a file."""
         if not self.settings:
             return self.action
         if in_file:
@@ -68,7 +68,7 @@ def _as_lines(key: str, text: str) -> str:
 
 
 def yaml_line_of_text(text: str) -> str:
-    """The text of a value as YAML holds it behind its key."""
+    """Return the text of a value as YAML after its key."""
     return (
         text
         if text.startswith("[")
@@ -79,7 +79,7 @@ def yaml_line_of_text(text: str) -> str:
 
 
 def _needs_no_quotes(text: str) -> bool:
-    """Whether quotes are only there because YAML would take the text for a number."""
+    """Whether the only reason for quotes is that YAML would parse the text as a number."""
     return (
         to_yaml_line(text) == f"'{text}'"
         and not set(text) & set(":#{}[],&*!|>%@`\"' ")
@@ -89,20 +89,20 @@ def _needs_no_quotes(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TranslationContext:
-    """The settings that a translation depends on."""
+    """Settings that translations depend on."""
 
     values: Mapping[str, Any]
-    """Full key to the value that files and overrides give it so far."""
+    """Current value by full key, from files and overrides."""
     gradient_accumulation: int = 1
-    """Gradient accumulation, as other trainers count it."""
+    """Gradient accumulation steps, as other trainers count them."""
 
     @property
     def family(self) -> str:
-        """The model's family."""
+        """The model family."""
         return str(self.values[FAMILY])
 
     def num_devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
-        """The number of devices along these axes; None where it is not known."""
+        """Return the number of devices along these axes, or None if it is unknown."""
         sizes = self.axis_sizes()
         left = [key for key, size in sizes.items() if size < 1]
         if left:
@@ -114,11 +114,11 @@ class TranslationContext:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the size of each mesh axis by its key; -1 stands for the remaining devices."""
+        """Return the size of each mesh axis by its key; -1 means the remaining devices."""
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
     def _num_cpu_devices(self) -> int | None:
-        """The devices of a run on CPUs; None where it may run on accelerators."""
+        """Return the number of CPU devices, or None if the run may use accelerators."""
         processes = int(self.values["runtime.num_processes"])
         each = int(self.values["mesh.cpu_devices"])
         platform = self.values["runtime.platform"]
@@ -136,11 +136,11 @@ CONTEXT_KEYS = (
     "train.steps",
     "optim.learning_rate",
 )
-"""Keys that a `Context` holds."""
+"""Keys in a `TranslationContext`."""
 
 
 def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Translation:
-    """The translation of a key that does not exist, by its section, if any, and name."""
+    """Translate an unknown key, given by its section (if any) and name."""
     for name in (normalize_name("".join(path)), normalize_name(path[-1])):
         if name in _COMPUTED:
             return _COMPUTED[name](raw, context)
@@ -155,7 +155,7 @@ def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Tra
 
 
 def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
-    """The key meant by one that does not exist: of keys with one name that of this family."""
+    """Return the key that an unknown key denotes; keys of this family take precedence."""
     mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
     answer = match_exact_key(path, mine) or match_key(path, KEYS)
     own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
@@ -164,7 +164,7 @@ def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
 
 
 def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Translation:
-    """The setting of a key here, if it accepts the value."""
+    """Return the setting of a key, if the key accepts the value."""
     if key == "run.dir" and isinstance(raw, str) and "://" in raw:
         return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
@@ -187,7 +187,9 @@ def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Transla
 
 
 def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
-    """The text that a key accepts for a value elsewhere; or None, and the action."""
+    """Convert a value of another trainer to a text that the key accepts; else return None and an
+    action.
+    """
     hint = KEYS[key]
     if isinstance(raw, dict):
         return None, _leave_out(key)
@@ -218,7 +220,7 @@ def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
 
 
 def _read(key: str, text: str) -> tuple[str | None, str]:
-    """The same for one text and a key of one value."""
+    """Implement `convert_value` for a text and a key with a single value."""
     if (reader := READERS.get(KEYS[key])) is None:
         return text, ""
     bound = BOUNDS.get(key)
@@ -246,7 +248,7 @@ def _leave_out(key: str) -> str:
 
 
 def _element(key: str, raw: Raw) -> Raw:
-    """An element of a list of names, as the key here has it."""
+    """Translate an element of a list of names."""
     return (match_exact_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
 
 
@@ -254,7 +256,7 @@ def _joined(raw: list[Raw]) -> str:
     return f"[{', '.join(str(each) for each in raw)}]"
 
 
-# Values that depend on others.
+# Values that depend on other settings.
 
 
 def _number(raw: Raw) -> float | None:
@@ -267,11 +269,11 @@ def _number(raw: Raw) -> float | None:
 def _per_device_batch(
     key: str, axes: Sequence[str] = MESH_AXES
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """A number of sequences per device, counted over all devices and accumulated batches."""
+    """Translate a number of sequences per device to a total over devices and accumulation steps."""
     accumulates = key == "train.batch_size"
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
-        why = f"{key} counts the sequences of all devices."
+        why = f"{key} is the total over all devices."
         number, devices = _number(raw), context.num_devices(axes)
         if number is None or number <= 0:
             return Translation((), why, _leave_out(key), key=key)
@@ -300,24 +302,25 @@ def _example(key: str, number: float, axes: Sequence[str], context: TranslationC
 
 
 def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.warmup_steps", "the warm-up is in steps.", _number(raw)
+    key, why, number = "optim.warmup_steps", "the warm-up is a number of steps.", _number(raw)
     if number is None:
         return Translation((), why, _leave_out(key), key=key)
     if not number:
         return Translation(((key, "0"),), why, key=key)
     if steps := int(context.values["train.steps"]):
-        # transformers rounds up, so that a short run has a warm-up too.
+        # transformers rounds up, so that short runs also have a warm-up.
         return Translation(((key, str(math.ceil(number * steps - 1e-9))),), why, key=key)
     return Translation(
         (),
         why,
-        f"Set {key} to {number:g} x train.steps: {key}={number * 1000:.0f} of 1000.",
+        f"Set {key} to {number:g} x train.steps: {key}={number * 1000:.0f} for 1000 steps.",
         key=key,
     )
 
 
 def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.min_lr_ratio", "the last rate is a share of the peak.", _number(raw)
+    key, why = "optim.min_lr_ratio", "the final rate is a fraction of the peak."
+    number = _number(raw)
     share = math.inf if number is None else number / float(context.values["optim.learning_rate"])
     if not 0 <= share <= 1:
         return Translation((), why, _leave_out(key), key=key)
@@ -327,7 +330,9 @@ def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
 def _switch(
     key: str, when_true: str, when_false: str
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """A key that is true or false elsewhere and has values here; empty where it is left out."""
+    """Translate a boolean of another trainer to one of two values; an empty value leaves the key
+    out.
+    """
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
         try:
@@ -342,18 +347,18 @@ def _switch(
 
 def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
     number = _number(raw)
-    why = "trainers use the name for two things."
+    why = "this name has two meanings in other trainers."
     if number is None or number < 1:
         return Translation((), why, _leave_out("eval.every"), key="eval.every")
     every, batches = f"eval.every={number:g}", f"eval.batches={number:g}"
     action = (
-        f"Set {every} for the steps between two evaluations, or {batches} for the batches of one."
+        f"Set {every} for the steps between evaluations, or {batches} for batches per evaluation."
     )
     return Translation((), why, action)
 
 
 def _base_model(raw: Raw, context: TranslationContext) -> Translation:
-    """The model whose weights training starts from, with its tokenizer."""
+    """Translate a base model to the shape, the initial weights and the tokenizer."""
     found = _model_name(raw, context)
     if not found.settings or not bundled_configs.is_hub_id(str(raw)):
         return found
@@ -366,14 +371,14 @@ def _base_model(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _adapter(raw: Raw, context: TranslationContext) -> Translation:
-    """A kind of adapter as a text."""
+    """Translate the name of an adapter type."""
     kind = normalize_name(raw) if isinstance(raw, str) else ""
     if kind in ("qlora", "dora"):
         key, value = (
             ("adapter.base_quantization", "nf4") if kind == "qlora" else ("adapter.kind", "dora")
         )
         return Translation(((key, value),), key=key)
-    why = "adapters are trained where adapter.rank is set."
+    why = "adapters are enabled by adapter.rank."
     return Translation((), why, "Leave it out, or set adapter.rank=16.")
 
 
@@ -382,7 +387,7 @@ def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
 
 
 def _rl(raw: Raw, context: TranslationContext) -> Translation:
-    """An objective as Axolotl names it."""
+    """Translate an objective of Axolotl."""
     name = normalize_name(raw) if isinstance(raw, str) else ""
     if name in ("dpo", "ipo", "orpo", "simpo"):
         settings = (("train.objective", "preference"), ("data.chat", "pairs"))
@@ -394,7 +399,7 @@ def _rl(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _offloaded(raw: Raw, context: TranslationContext) -> Translation:
-    """The device that DeepSpeed offloads optimizer state to."""
+    """Translate the device to which DeepSpeed offloads optimizer state."""
     key = "optim.offload_state"
     if isinstance(raw, str) and normalize_name(raw) in ("cpu", "nvme"):
         return Translation(((key, "true"),), key=key)
@@ -406,24 +411,24 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Rule and action for the name of a dataset that is not a file."""
+    """Return the rule and action for a dataset name that is not a file."""
     return (
-        "nothing is downloaded: data are files.",
+        "maxpipe downloads nothing: data must be files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
         "`datasets`, and set data.source=huggingface data.path=saved.",
     )
 
 
 def _datasets(raw: Raw, context: TranslationContext) -> Translation:
-    """A list of data sets with a path and a type."""
+    """Translate a list of datasets with a path and a type."""
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
     if not entries or not all(paths):
-        return Translation((), "a source has its own keys.", "Set data.source and data.path.")
+        return Translation((), "a source has several keys.", "Set data.source and data.path.")
     if len(entries) > 1:
-        why = "several sources are a mixture."
+        why = "several sources form a mixture."
         settings = " ".join(f"data.mixture.part{n}.path={path}" for n, path in enumerate(paths, 1))
-        action = f"Set {settings}, and source, weight and chat of each part."
+        action = f"Set {settings}, and also source, weight and chat of each part."
         return Translation((), why, action)
     [entry] = entries
     source = infer_source(paths[0])
@@ -452,11 +457,11 @@ SOURCE_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "t
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
 }
-"""The end of a file's name to the source that reads it."""
+"""Source format by file suffix."""
 
 
 def infer_source(path: str) -> str:
-    """The source for a path, by the ends of file names; empty where they do not decide it."""
+    """Return the source format of a path by its file suffixes, or an empty string if unclear."""
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, "dataset_info.json")):
         return "huggingface"
@@ -478,7 +483,8 @@ def _model_name(raw: Raw, context: TranslationContext) -> Translation:
     if isinstance(raw, str) and (model := bundled_configs.find_model(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
     if isinstance(raw, str) and bundled_configs.is_hub_id(raw):
-        return Translation((), "nothing is downloaded.", bundled_configs.hub_download_action(raw))
+        action = bundled_configs.hub_download_action(raw)
+        return Translation((), "maxpipe downloads nothing.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)
@@ -524,13 +530,13 @@ _MAIN_KEY = {
     "run": "run.name",
     "pipeline": "pipeline.schedule",
 }
-"""The key that a text in place of a section means."""
+"""The key that a text value of a section sets."""
 
 _ACCUMULATION = {normalize_name(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
 
 
 def is_main_key(section: str, text: str) -> bool:
-    """Whether a text in place of a section means its main key: `optim=adamw`."""
+    """Whether a text value of this section sets its main key, as in `optim=adamw`."""
     return (
         section in _MAIN_KEY
         and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None
@@ -541,5 +547,5 @@ def is_main_key(section: str, text: str) -> bool:
 
 
 def is_accumulation(path: Sequence[str]) -> bool:
-    """Whether a name is that of gradient accumulation, which multiplies the batch."""
+    """Whether the name denotes gradient accumulation, which multiplies the batch size."""
     return normalize_name(path[-1]) in _ACCUMULATION

@@ -1,4 +1,4 @@
-"""The declaration of the keys of fine-tuning, as `schema.py` has the others."""
+"""Declarations of the fine-tuning keys: distillation, GRPO and preference optimization."""
 
 from __future__ import annotations
 
@@ -10,113 +10,121 @@ from maxpipe.io.typed_json import renamed_from
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """A teacher of this run's model, the student. Read with `train.objective=distill`."""
+    """Distillation from a teacher into this run's model, the student. Ignored unless
+    `train.objective=distill`.
+    """
 
     teacher: str = ""
-    """The model that teaches, as `checkpoint.restore_from` names one: `RUN@STEP`, `RUN@newest`,
-    `RUN@best`, the path to a checkpoint's folder, an import, or `hf:DIR`. It has a model section of
-    its own, and the student's vocabulary."""
+    """Teacher model, in the form of `checkpoint.restore_from`: `RUN@STEP`, `RUN@newest`,
+    `RUN@best`, the path of a checkpoint folder, an imported model, or `hf:DIR`. The teacher may
+    have another architecture, but must have the same vocabulary."""
     teacher_logits: str = field(default="", metadata=renamed_from("stored"))
-    """In place of a teacher the folder in which `maxpipe distill prepare` has stored what it says
-    of all rows."""
+    """Folder of precomputed teacher logits, written by `maxpipe distill prepare`. Replaces
+    `distill.teacher`."""
     direction: Literal["forward", "reverse"] = "forward"
-    """Which divergence is made small: `forward`, KL(teacher | student), spreads the student over
-    all that the teacher may say; `reverse`, KL(student | teacher), draws it to what the teacher
-    says most."""
+    """Divergence between the predicted distributions. `forward` minimizes KL(teacher | student),
+    which makes the student cover all tokens that are likely for the teacher. `reverse` minimizes
+    KL(student | teacher), which concentrates the student on the teacher's most likely tokens."""
     temperature: float = 1.0
-    """What logits of both are divided by. Above 1 the less likely tokens count more. The
-    divergence is multiplied by its square, so that gradients stay as large."""
+    """Temperature that divides the logits of teacher and student. Values above 1 give less likely
+    tokens more weight. The divergence is multiplied by the squared temperature, so that the scale
+    of the gradients does not change."""
     top_k: int = 32
-    """How many of the teacher's most likely tokens are told apart, at each place. All others are
-    one bucket. At most `model.vocab_size`."""
+    """Number of the teacher's most likely tokens that are compared at each position. All other
+    tokens are merged into one bucket. At most `model.vocab_size`."""
     weight: float = 0.5
-    """What the divergence counts in the loss; the cross entropy of the text has the rest of 1."""
+    """Weight of the divergence in the loss. The cross-entropy has weight 1 minus this value."""
     teacher_devices: int = field(default=0, metadata=renamed_from("devices"))
-    """How many devices are the teacher's, the last ones; the student has the others. 0: both have
-    all devices, in turn."""
+    """Number of devices that run only the teacher: the last ones in the list of devices. The
+    student uses the other devices. With 0, teacher and student alternate on all devices."""
     teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
-    """Mesh and pipeline of the teacher: keys of these two sections, such as `[mesh.ici_stage=2,
-    mesh.ici_fsdp=2, pipeline.microbatches=4]`. Of its pipeline only forward slots run. Empty: the
-    student's mesh and microbatches where both have as many devices, else fsdp over all of its
-    devices."""
+    """Mesh and pipeline keys of the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
+    pipeline.microbatches=4]`. The teacher's pipeline runs forward slots only. If empty, the
+    student's mesh and microbatches are used if both have the same number of devices, and otherwise
+    fsdp over all devices of the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    """Reinforcement learning with rewards that a function gives.
+    """Reinforcement learning with GRPO, on sampled and rewarded completions.
 
-    Completions are drawn, rewarded, and compared within groups. Read with `train.objective=grpo`.
+    The loss compares completions of the same prompt. Ignored unless `train.objective=grpo`.
     """
 
     prompts: str = ""
-    """A file with a JSON object a line: `prompt`, a text, or `messages`, which the chat template
-    makes a text of; and what the reward reads, such as `answer`."""
+    """File with one JSON object per line: a text in `prompt`, or `messages` that the chat template
+    renders, and the fields that the reward reads, such as `answer`."""
     group_size: int = 8
-    """Completions of each prompt, which are compared with each other. A step has
-    `train.batch_size` completions, as many prompts as there are groups in it."""
+    """Number of completions per prompt, which form a group. A step has `train.batch_size`
+    completions, so its number of prompts is `train.batch_size` divided by the group size."""
     max_tokens: int = 64
-    """Tokens of a completion at most. Prompt and completion fit in `train.sequence_length`."""
+    """Maximum number of tokens per completion. Prompt and completion together have at most
+    `train.sequence_length` tokens."""
     temperature: float = 1.0
-    """Logits are divided by it, where completions are drawn and where they are trained on."""
+    """Sampling temperature of completions. The same temperature divides the logits in training."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, which is rewarded without them."""
+    """Texts that end a completion. They are removed before the reward is computed."""
     reward: Literal["exact", "regex", "arithmetic"] = "exact"
-    """What a completion is rewarded for, 1 or 0. `exact`: it is the record's `answer`, but for
-    white space around it. `regex`: the record's `pattern` is found in it. `arithmetic`: it is a
-    number, the value of the record's `expression`, or of what stands before the `=` in the last
-    line of its prompt. Not read with `grpo.reward_file`."""
+    """Reward function, with the value 1 or 0. `exact`: the completion equals the `answer` of the
+    record, except for surrounding white space. `regex`: the `pattern` of the record matches in the
+    completion. `arithmetic`: the completion is a number equal to the value of the record's
+    `expression`, or of the text before `=` in the last line of the prompt. Ignored if
+    `grpo.reward_file` is set."""
     reward_field: str = ""
-    """Field of a record that `grpo.reward` reads, in place of these."""
+    """Name of the record field that `grpo.reward` reads. If empty, the default field of the reward
+    function is used."""
     reward_file: str = ""
-    """`FILE.py:FUNCTION` in place of `grpo.reward`. The function is given the completion and the
-    record of its prompt, a text and a dict, and returns a number. It runs in a process of its own
-    and is called once for each completion; given the same it must return the same."""
+    """Python reward function, as `FILE.py:FUNCTION`. Replaces `grpo.reward`. The function is called
+    once per completion with the completion, a string, and the record of its prompt, a dict; it
+    returns a number. It runs in a separate process and must be deterministic."""
     allow_code: bool = False
-    """Whether `grpo.reward_file` may be run: it is code, and can do what you can do."""
+    """Allow `grpo.reward_file` to run. The file is code that runs with your permissions."""
     reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
-    """The most that one call of a reward may take."""
+    """Time limit in seconds of one call of the reward function."""
     advantages: Literal["std", "mean"] = "std"
-    """How much better a completion is than its group: its reward minus the group's mean, with `std`
-    divided by the group's standard deviation (GRPO, arXiv:2402.03300); with `mean` it is not, so
-    that prompts that are nearly always, or never, solved count no more (Dr. GRPO,
+    """Advantage of a completion. Both values subtract the mean reward of the group. `std` also
+    divides by the standard deviation of the group (GRPO, arXiv:2402.03300). `mean` does not divide,
+    so that prompts that are almost always or almost never solved get no extra weight (Dr. GRPO,
     arXiv:2503.20783)."""
     loss_aggregation: Literal["sequence", "token"] = field(
         default="sequence", metadata=renamed_from("average")
     )
-    """What the loss is a mean of: completions, each the mean of its tokens (GRPO); or the tokens of
-    all completions of a step, so that long ones count more (DAPO, arXiv:2503.14476)."""
+    """Average of the loss. `sequence`: the mean over completions of the mean over their tokens
+    (GRPO). `token`: the mean over all tokens of a step, which gives long completions more weight
+    (DAPO, arXiv:2503.14476)."""
     clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
-    """The probability of a token is not made more than this times smaller, 1 - clip, in the steps
-    of one rollout."""
+    """Lower clipping range: within one rollout, the probability ratio of a token is clipped at 1 -
+    clip."""
     clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
-    """The same of what makes it larger, 1 + clip_ratio_high; DAPO takes 0.28. 0: as `grpo.clip_ratio`."""
+    """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_high. DAPO uses
+    0.28. 0 uses `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
-    """What the divergence from the reference, the weights that the run started with, counts in the
-    loss. 0: there is no reference, and no memory for it."""
+    """Weight in the loss of the KL divergence from the reference, the weights at the start of the
+    run. 0 disables the reference, which then needs no memory."""
     updates_per_rollout: int = 1
-    """Steps that train on completions of the same weights. They are drawn for all these steps at
-    once, with the weights before the first one. Checkpoints are of steps behind a whole rollout."""
+    """Number of training steps per rollout. The completions of all these steps are sampled
+    together, with the weights before the first step. Checkpoints are only saved after the last step
+    of a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
-    """How a model learns which of two responses is preferred. Read with
-    `train.objective=preference`.
-    """
+    """Preference optimization on response pairs. Ignored unless `train.objective=preference`."""
 
     loss: Literal["dpo", "ipo", "orpo"] = "dpo"
-    """`dpo` (arXiv:2305.18290) makes the chosen response likelier and the rejected one less likely,
-    both beside the reference: the weights that the run starts from. `ipo` (arXiv:2310.12036)
-    wants a margin and no more. `orpo` (arXiv:2403.07691) has no reference: it adds the odds of the
-    two responses to the cross-entropy of the chosen one."""
+    """Loss on a pair of responses. `dpo` (arXiv:2305.18290) increases the likelihood of the chosen
+    response relative to the rejected one, both compared with a reference: the weights at the start
+    of the run. `ipo` (arXiv:2310.12036) regresses this difference to a fixed margin. `orpo`
+    (arXiv:2403.07691) has no reference: it adds an odds-ratio term to the cross-entropy of the
+    chosen response."""
     beta: float = 0.1
-    """How much a distance from the reference costs: the beta of `dpo`, the tau of `ipo`. Rewards in
-    the metrics are in its unit. Not read by `orpo`."""
+    """Strength of the penalty for deviating from the reference: beta of `dpo`, tau of `ipo`. It
+    also scales the rewards in the metrics. Ignored by `orpo`."""
     label_smoothing: float = 0.0
-    """Share of the pairs that are taken to be the wrong way round, for `dpo`
-    (arXiv:2306.15479)."""
+    """Assumed fraction of pairs with swapped labels (arXiv:2306.15479). Only for `dpo`."""
     length_normalised: Literal["auto", "on", "off"] = "auto"
-    """Whether the log-probability of a response is the mean over its tokens in place of the sum.
-    `auto`: the mean for `ipo` and `orpo`, the sum for `dpo`."""
+    """Use the mean log-probability over the tokens of a response instead of the sum. `auto` uses
+    the mean for `ipo` and `orpo`, and the sum for `dpo`."""
     odds_weight: float = 0.1
-    """What the odds count beside the cross-entropy, the lambda of `orpo`. Read by it alone."""
+    """Weight of the odds-ratio term relative to the cross-entropy, lambda in the paper. Ignored
+    unless `preference.loss` is `orpo`."""

@@ -1,9 +1,6 @@
-"""YAML text: the sections of a file, and values as a file holds them.
+"""Read YAML files and overrides, and convert texts to values of declared types.
 
-Nothing is guessed from how a scalar looks: it stays text, which becomes a value by the type that
-the schema declares.
-
-Text of a config file or override to a value of the type that the schema declares.
+A scalar remains text until the schema determines its type; YAML does not guess types.
 """
 
 from __future__ import annotations
@@ -24,20 +21,20 @@ from maxpipe.io.files import read
 from maxpipe.io.plain_yaml import compose
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-"""Of what the user names in a config: it becomes part of metrics' tags."""
+"""Pattern of user-defined names in a config, which become part of metric tags."""
 
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
-"""A value before the schema gave it a type: scalars are text, None is YAML's null."""
+"""A value without a type: scalars are texts, and None is YAML's null."""
 
 
 def find_invalid_text(text: str) -> tuple[str, str] | None:
-    """(rule, action) for text that is refused in every value."""
+    """Return (rule, action) for text that is invalid in every value."""
     if "${" in text:
-        return "holds `${`: nothing is substituted in a value.", "Write the value itself."
+        return "contains `${`, but values have no substitution.", "Write the value itself."
     if "\0" in text:
-        return "holds a NUL character, which no path may.", "Write the value without it."
+        return "contains a NUL character, which is invalid.", "Write the value without it."
     if text.lstrip("\\") == "???":
-        return "stands for a missing value.", "Write the value itself."
+        return "denotes a missing value.", "Write the value itself."
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,7 +43,7 @@ def find_invalid_text(text: str) -> tuple[str, str] | None:
 
 
 def texts(raw: Raw) -> Iterator[str]:
-    """All text in a value."""
+    """Yield all texts in a value."""
     if isinstance(raw, str):
         yield raw
     elif isinstance(raw, list):
@@ -59,11 +56,11 @@ def texts(raw: Raw) -> Iterator[str]:
 
 
 class TooLargeError(ValueError):
-    """An integer that cannot be taken as it is written; the message is the rule."""
+    """Raised for an integer that cannot be represented as written; the message is the rule."""
 
 
 _THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
-"""Letters after a number, to their powers of ten: `10k`, `1.5M`."""
+"""Power of ten by number suffix: `10k`, `1.5M`."""
 
 
 def _read_int(raw: Raw) -> int:
@@ -82,10 +79,10 @@ def _read_int(raw: Raw) -> int:
         if value != number:
             raise ValueError(text)
         if 2**53 <= abs(value) < 2**63:
-            rule = "with a point or an exponent it is not exact from 2**53 on."
-            raise TooLargeError(f"must be an integer with all its digits: {rule}")
+            rule = "floats are not exact from 2**53 on."
+            raise TooLargeError(f"must be an integer without decimal point or exponent: {rule}")
     if not -(2**63) <= value < 2**63:
-        raise TooLargeError("must be an integer of 64 bits, from -2**63 to 2**63 - 1.")
+        raise TooLargeError("must be an integer from -2**63 to 2**63 - 1.")
     return value
 
 
@@ -113,7 +110,7 @@ def _scalar(raw: Raw) -> str:
 
 
 def read_unchanged(raw: Raw) -> Raw:
-    """Strings, choices and mappings, whose types OmegaConf checks."""
+    """Return a string, choice or mapping, whose type OmegaConf checks."""
     return raw
 
 
@@ -140,16 +137,12 @@ MAX_FILE_BYTES = 1 << 20
 
 
 def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | None:
-    """The sections of a file. None, and a problem, if it is no such file."""
+    """Return the sections of a file; if the file is invalid, add a problem and return None."""
     arg, path = file.origin, file.path
     try:
         root = compose(text := _read_text(path))
     except OSError as error:
-        action = (
-            missing_file_action(path)
-            if not os.path.lexists(path)
-            else "Give a file that can be read."
-        )
+        action = missing_file_action(path) if not os.path.lexists(path) else "Give a readable file."
         what = broken_link(path)
         reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
         problems.append(Problem(arg, "", reason, action))
@@ -159,14 +152,14 @@ def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | N
         problems.append(syntax_problem(arg, error))
     else:
         if not text.strip():
-            rule = "is empty; a disk that was full may have left it so."
-            problems.append(Problem(arg, "", rule, "Write it again, or leave it out."))
+            rule = "is empty, perhaps because the disk was full."
+            problems.append(Problem(arg, "", rule, "Write the file again, or leave it out."))
             return None
         if root is None or raw_of(root) is None:
             return yaml.MappingNode("", [])
         if isinstance(root, yaml.MappingNode):
             return root
-        rule = "must hold sections, such as `model:`, with keys below them."
+        rule = "must contain sections, such as `model:`, with keys below them."
         action = "See `maxpipe configs show quickstart` for an example."
         problems.append(Problem(arg, format_raw(raw_of(root)), rule, action))
     return None
@@ -186,17 +179,17 @@ def _read_text(path: Path) -> str:
 
 
 def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
-    """What is wrong with a text that is no YAML."""
+    """Return a problem for a text that is not valid YAML."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
     if what and what.startswith("but "):
         what = f"{getattr(error, 'context', '')}, {what}"
-    what = what or str(getattr(error, "reason", "the text ends too early"))
+    what = what or str(getattr(error, "reason", "unexpected end of the text"))
     line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     return Problem(
         f"{place}{line}",
         "",
-        f"is not YAML that is read here: {what}.",
+        f"is not supported YAML: {what}.",
         "Write sections with `key: value` lines below them, indented by two spaces.",
     )
 
@@ -204,7 +197,7 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
 def entries(
     mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """(key, line, value) of a mapping; a key that appears twice is a problem."""
+    """Yield (key, line, value) of a mapping; duplicate keys are added to the problems."""
     first: dict[str, int] = {}
     for key_node, value in mapping.value:
         line = key_node.start_mark.line + 1
@@ -215,7 +208,7 @@ def entries(
                     f"{file}:{line}: {prefix}{key}",
                     format_raw(raw_of(value)),
                     f"appears twice in this file, first on line {first[key]}.",
-                    "Keep one of the two.",
+                    "Keep one of them.",
                 )
             )
             continue
@@ -224,7 +217,7 @@ def entries(
 
 
 def raw_of(node: yaml.Node) -> Raw:
-    """The texts of a node, nested as they are."""
+    """Return the texts of a node in their nested structure."""
     if isinstance(node, yaml.SequenceNode):
         return [raw_of(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -236,17 +229,17 @@ def raw_of(node: yaml.Node) -> Raw:
 
 
 def to_yaml_line(value: Any) -> str:
-    """A value as a config file holds it behind its key."""
+    """Return a value as a config file contains it after the key."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():
-        # YAML folds the line breaks in plain text, U+0085 and U+2028 among them: escape them.
+        # YAML folds line breaks in plain text, including U+0085 and U+2028: escape them.
         text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
     return text.removesuffix("\n")
 
 
 def format_raw(raw: Raw) -> str:
-    """What was given, for a message."""
+    """Return the given value as text for a message."""
     if raw is None:
         return "null"
     text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)

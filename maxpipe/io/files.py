@@ -1,8 +1,7 @@
-"""Files from outside: read up to a size limit, and never written through a link.
+"""File access: reads with a size limit, writes that do not follow links, and remote storage.
 
-Device files of TPUs and GPUs: whether a machine has accelerators, without jax.
-
-Buckets of Google Cloud Storage, `gs://BUCKET/PATH`, as fsspec gives them.
+This module also detects accelerators from their device files, without jax, and opens buckets of
+Google Cloud Storage (`gs://BUCKET/PATH`) through fsspec.
 """
 
 from __future__ import annotations
@@ -25,59 +24,61 @@ T = TypeVar("T")
 
 
 def url_scheme(path: str | os.PathLike[str]) -> str:
-    """`gs` of `gs://bucket/name`; empty of a path in a file system.
+    """Return the scheme of a URL, such as `gs` for `gs://bucket/name`; empty for a path.
 
-    A `://` elsewhere is part of a name.
+    A `://` in another position is part of a file name.
     """
     found = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
     return found[1] if found else ""
 
 
 def expand_path(path: str | Path, where: str = "path") -> Path:
-    """The path with `~` or `~name` in front as the home folder that it stands for.
+    """Expand `~` or `~name` at the start of the path to a home folder.
 
-    `where` names what gave the path: a key or an option.
+    `where` is the source of the path for messages: a key or an option.
 
     Raises:
-        ConfigError: there is no such folder, or an option was given nothing.
+        ConfigError: the home folder does not exist, or the option is empty.
     """
     if where.startswith("command line") and not os.fspath(path):
-        rule = "must name a file or a folder."
-        raise ConfigError.one(where, "''", rule, "Write its path; . is this folder.")
+        rule = "must be a file or a folder."
+        raise ConfigError.one(where, "''", rule, "Write its path, or . for the current folder.")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        rule = "must begin with a home folder that is known here, or not with ~."
-        raise ConfigError.one(where, path, rule, "Write the path in full.") from error
+        rule = "begins with ~, but this home folder is unknown on this machine."
+        raise ConfigError.one(where, path, rule, "Write the path without ~.") from error
 
 
 def has_home() -> bool:
-    """Whether `~` is a folder: not without HOME for a user id that this machine does not know."""
+    """Whether `~` can be expanded: not without HOME for a user id that is unknown on
+    this machine.
+    """
     return os.path.expanduser("~") != "~"
 
 
 class UnsafeFileError(OSError):
-    """A file that is not read or written here: not a regular one, too large, or a link."""
+    """A file that must not be read or written: oversized, a link, or not a regular file."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """A descriptor of a regular file; what is written is never reached through a link.
+    """Open a regular file and return its descriptor; writes never follow a symbolic link.
 
     Raises:
-        Unfit: it is not a regular file. Opening a pipe without a writer would block for ever, and
-            reading a device may never end.
-        OSError: it cannot be opened.
+        UnsafeFileError: the path is not a regular file. Opening a pipe without a writer would block
+            forever, and reading a device may never end.
+        OSError: the file cannot be opened.
     """
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
     try:
-        # Truncated only after the check.
+        # The file is truncated after the check.
         descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, mode)
     except ValueError as error:
         raise UnsafeFileError(errno.EINVAL, "it is not a path", repr(path)) from error
     except OSError as error:
         if writes and error.errno == errno.ELOOP:
-            words = "it is a symbolic link, and nothing is written through one"
+            words = "it is a symbolic link, and writes do not follow links"
             raise UnsafeFileError(errno.ELOOP, words, str(path)) from error
         if error.errno == errno.ENXIO:  # a pipe without a reader
             raise UnsafeFileError(errno.EINVAL, "it is not a regular file", str(path)) from error
@@ -97,11 +98,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read(path: str | os.PathLike[str], most: int) -> bytes:
-    """The content of a file of at most `most` bytes.
+    """Return the content of a file with at most `most` bytes.
 
     Raises:
-        Unfit: it is larger, which must not fill the memory, or no regular file.
-        OSError: it cannot be read.
+        UnsafeFileError: the file is larger, or is not a regular file.
+        OSError: the file cannot be read.
     """
     with open(open_regular(path), "rb") as stream:
         large = os.fstat(stream.fileno()).st_size > most
@@ -112,10 +113,12 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Whether a file can be written there, as far as that is known before; nothing is changed.
+    """Check whether the file can be written, as far as this is known in advance.
+
+    Nothing is changed.
 
     Raises:
-        OSError: it cannot.
+        OSError: the file cannot be written.
     """
     path = os.path.expanduser(path)
     if os.path.isdir(path):
@@ -128,10 +131,10 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replaces a whole file, not through a link: afterwards it has the new content, or the old one.
+    """Replace a file atomically: afterwards it has either the new or the old content.
 
     Raises:
-        OSError: it cannot be written, or is no regular file.
+        OSError: the file cannot be written, or is not a regular file.
     """
     data = content.encode() if isinstance(content, str) else content
     path = os.path.expanduser(path)
@@ -160,11 +163,11 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def read_lines(
     path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and content of each line with its end, but of none longer than `longest` bytes.
+    """Yield offset and content of each line, and skip lines longer than `longest` bytes.
 
     Raises:
-        Unfit: it has more than `most` bytes, or is no regular file.
-        OSError: it cannot be read.
+        UnsafeFileError: the file has more than `most` bytes, or is not a regular file.
+        OSError: the file cannot be read.
     """
     with open(open_regular(path), "rb") as stream:
         if os.fstat(stream.fileno()).st_size > most:
@@ -179,12 +182,12 @@ def read_lines(
 
 
 def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
-    """The JSON values of a file with one a line; other lines are left out.
+    """Yield the JSON value on each line, and skip invalid lines.
 
-    A kill or a full disk leaves half a line, another release may write other records.
+    Lines may be incomplete after a kill or on a full disk, or contain records of another release.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     for _, line in read_lines(path):
         try:
@@ -194,12 +197,12 @@ def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
 
 
 def check_regular_files(folder: Path, names: Iterable[str]) -> None:
-    """Checks that those of these files that exist are regular: no links, no pipes.
+    """Check that each of these files is regular if it exists: not a link or a pipe.
 
-    A folder that was copied or unpacked may hold one; what follows a link writes to its target.
+    A copied or unpacked folder may contain a link, through which a write would reach its target.
 
     Raises:
-        StorageError: one is something else.
+        StorageError: a file is not regular.
     """
     for path in (folder / name for name in names):
         try:
@@ -209,14 +212,14 @@ def check_regular_files(folder: Path, names: Iterable[str]) -> None:
         if stat.S_ISLNK(found.st_mode):
             raise StorageError(
                 f"{path}: is a symbolic link to {os.readlink(path)}\n"
-                "  a run writes this file, and never through a link.\n"
+                "  A run writes this file, but does not follow links.\n"
                 f"  Remove the link, or move its target to {path}."
             )
         if not stat.S_ISREG(found.st_mode):
             raise StorageError(
                 f"{path}: is not a regular file\n"
-                "  a run writes this file.\n"
-                "  Remove what is there, or move it away."
+                "  A run writes this file.\n"
+                f"  Remove {path}, or move it to another place."
             )
 
 
@@ -225,12 +228,12 @@ _ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", *_GPUS)
 
 
 def accelerators() -> list[Path]:
-    """The device files of this machine's TPUs and GPUs."""
+    """Return the device files of the TPUs and GPUs of this machine."""
     return _files(_ACCELERATORS)
 
 
 def gpus() -> list[Path]:
-    """The device files of this machine's NVIDIA GPUs."""
+    """Return the device files of the NVIDIA GPUs of this machine."""
     return _files(_GPUS)
 
 
@@ -240,7 +243,7 @@ def _files(patterns: tuple[str, ...]) -> list[Path]:
 
 @functools.cache
 def gcs_filesystem() -> Any:
-    """All buckets as one file system, whose paths may begin with `gs://`.
+    """Return the file system of all buckets; paths may begin with `gs://`.
 
     Raises:
         ImportError: gcsfs is not installed.
@@ -248,8 +251,8 @@ def gcs_filesystem() -> Any:
     import fsspec
     from fsspec.config import conf
 
-    # It logs, with tracebacks, errors that it also raises or handles.
+    # gcsfs logs tracebacks of errors that it also raises or handles.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Its cache of listings would miss what tensorstore and other hosts write.
+    # A cache of listings would miss files that tensorstore and other hosts write.
     conf.setdefault("gcs", {})["use_listings_cache"] = False
     return fsspec.filesystem("gcs")

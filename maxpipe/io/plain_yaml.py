@@ -1,4 +1,4 @@
-"""Bounded reading of YAML: no aliases, no tags, no deep nesting, a bounded number of values."""
+"""Restricted YAML reader: no aliases, no tags, limited nesting and a limited number of values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import yaml
 
 MAX_DEPTH = 8
 MAX_VALUES = 20_000
-"""Keys and values of a text; PyYAML needs about 50 us for each."""
+"""Maximum number of keys and values in a text; PyYAML needs about 50 us for each."""
 MAX_KEY = 1000
-"""Characters of a key."""
+"""Maximum length of a key in characters."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes plain nested YAML."""
+    """Loader that rejects anything but plain nested YAML."""
 
     depth = 0
     count = 0
@@ -23,20 +23,20 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.reject("anchors and aliases are not read", event)
+            self.reject("anchors and aliases are not supported", event)
         if tag := getattr(event, "tag", None):
-            self.reject(f"tags such as {tag[:80]} are not read", event)
+            self.reject(f"tags such as {tag[:80]} are not supported", event)
         if self.depth > MAX_DEPTH:
             self.reject(f"nested deeper than {MAX_DEPTH}", event)
         self.count += 1
         if self.count > MAX_VALUES:
-            rule = f"more than {MAX_VALUES:,} keys and values are not read"
-            self.reject(f"{rule}; a glob pattern names many files", event)
+            rule = f"more than {MAX_VALUES:,} keys and values are not supported"
+            self.reject(f"{rule}; use a glob pattern to list many files", event)
         self.depth += 1
         node = super().compose_node(parent, index)
         is_key = isinstance(parent, yaml.MappingNode) and index is None
         if is_key and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_KEY:
-            self.reject(f"a key of {len(node.value):,} characters is not read", event)
+            self.reject(f"a key has {len(node.value):,} characters, more than {MAX_KEY:,}", event)
         self.depth -= 1
         return node
 
@@ -67,7 +67,7 @@ def load(text: str | bytes) -> Any:
     loader = _Loader(text)
     try:
         return loader.get_single_data()
-    except OverflowError as error:  # of a number in base 60
+    except OverflowError as error:  # a number in base 60
         raise ValueError(f"a number is too large: {error}") from error
     finally:
         loader.dispose()

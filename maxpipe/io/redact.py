@@ -1,14 +1,14 @@
-"""Redaction of secrets in everything that is printed and written.
+"""Redact secrets in everything that maxpipe prints and writes.
 
-No config key is a secret, and maxpipe asks for none: libraries find theirs in the environment.
-One may still stand in a path, an override or a traceback. A run with such a value works, and
-the value is replaced wherever maxpipe writes it: console, error messages and tracebacks,
-`config.yml`, TensorBoard, `events.jsonl`, the facts in a checkpoint and beside a compiled
-step, and reports. People read those, and what reads them back compares sections that hold
-numbers and choices, never paths: a resume takes its config from the command line.
+No config key is a secret, and maxpipe never requests secrets: libraries read them from the
+environment. A path, override or traceback may still contain a secret. A run with such a value
+works, and the value is redacted wherever maxpipe writes it: console, error messages, tracebacks,
+`config.yml`, TensorBoard, `events.jsonl`, metadata of checkpoints and compiled steps, and reports.
+Redaction does not affect a resume, which reads its config from the command line and compares only
+sections with numbers and choices.
 
-A secret is recognised by its form, by the name that it is given to, or because an environment
-variable with such a name holds it.
+A secret is recognized by its form, by the name before it, or because an environment variable with
+the name of a secret has this value.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _SECRET_FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Secrets by their form. A path loses one of a URL's slashes."""
+"""Patterns of secrets. In a path, one slash of a URL may be missing."""
 
 _SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
-"""Part of a secret's name: `HF_TOKEN` is one, `eos_token`, `experts_per_token`, `train.tokens` and
-`tokenizer` are not."""
+"""Pattern in the names of secrets. It matches `HF_TOKEN`, but not `eos_token`, `experts_per_token`,
+`train.tokens` or `tokenizer`."""
 _SECRET_NAME_PATTERN = re.compile(_SECRET_NAME, re.IGNORECASE)
 _NAMED_SECRET = re.compile(
     rf"""((?<![\w.-])[\w.-]*(?:{_SECRET_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""
@@ -57,25 +57,25 @@ _NAMED_SECRET = re.compile(
     r"""("[^"]*"|'[^']*'|[^\s"'&,;]+)""",
     re.IGNORECASE,
 )
-"""A secret that follows its name, as in `--api-key=...`, `?token=...`, `Authorization: ...`."""
+"""A secret after its name, as in `--api-key=...`, `?token=...`, `Authorization: ...`."""
 
 _MIN_ENVIRONMENT_CHARS = 8
-"""Characters of an environment variable's value below which it is no secret but a word."""
+"""Minimum length of a secret in an environment variable; shorter values may be ordinary words."""
 _MIN_ARGUMENT_CHARS = 4
-"""The same of a value on the command line."""
+"""Minimum length of a secret on the command line."""
 
 _registered_secrets: tuple[str, ...] = ()
-"""Secrets of this process's command line."""
+"""Secrets on the command line of this process."""
 
 
 @functools.lru_cache(4096)
 def is_secret_name(name: str) -> bool:
-    """Whether the value of this name is a secret."""
+    """Whether a value with this name is a secret."""
     return _SECRET_NAME_PATTERN.search(name) is not None
 
 
 def redact_text(given: str) -> str:
-    """`given` without secrets."""
+    """Return `given` with secrets redacted."""
     left, end = [], 0
     for start, stop in sorted(_secret_spans(given)):
         if start >= end:
@@ -85,9 +85,9 @@ def redact_text(given: str) -> str:
 
 
 def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
-    """Spans of the secrets: all found in the same text, since one may be part of another."""
+    """Yield the span of each secret in the original text; spans may overlap."""
     for value in (*_registered_secrets, *_environment_secrets()):
-        for each in {value, value.replace("\n", "\\n")}:  # an error's heading is one line
+        for each in {value, value.replace("\n", "\\n")}:  # headings of errors escape line breaks
             start = given.find(each)
             while start >= 0:
                 yield start, start + len(each)
@@ -101,15 +101,15 @@ def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
 
 
 def redact_for_terminal(given: str) -> str:
-    """The text for a terminal: without secrets and without control characters.
+    """Redact secrets and escape control characters in a text for the terminal.
 
-    It may come from a file or another process; line breaks are kept.
+    The text may come from a file or another process; line breaks are kept.
     """
     return escape_control_chars(redact_text(given))
 
 
 def redact_value(value: _T, name: str = "") -> _T:
-    """`value`, made of mappings, sequences and dataclasses, without secrets. `name` is its key."""
+    """Redact secrets in `value`, made of mappings, sequences and dataclasses; `name` is its key."""
     return _redact(value, name)
 
 
@@ -129,18 +129,18 @@ def _redact(value: Any, name: str) -> Any:
 
 
 def register_secrets(argv: Sequence[str]) -> None:
-    """Registers the secrets of this command line, for redaction wherever a message repeats them.
+    """Register secrets on this command line, so that they are redacted in all messages.
 
-    Of `run.name=password=X` a hint would say `Set run.name=password-X`.
+    Messages may repeat values: for `run.name=password=X` a hint would be `Set run.name=password-X`.
     """
-    global _given
+    global _registered_secrets
     found = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
     found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
-    for arg in argv:  # the values must be names, but may hold anything
+    for arg in argv:  # the values should be names, but may be secrets
         if arg.startswith("launch.environment"):
             found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
-    _given = tuple(each for each in values if len(each) >= _MIN_ARGUMENT_CHARS)
+    _registered_secrets = tuple(each for each in values if len(each) >= _MIN_ARGUMENT_CHARS)
 
 
 def _is_secret_option(arg: str) -> bool:
@@ -148,7 +148,7 @@ def _is_secret_option(arg: str) -> bool:
 
 
 def redact_variable_names(names: Any) -> Any:
-    """A list that should hold names of variables only: anything else in it counts as secret."""
+    """Redact everything that is not a variable name in a list of variable names."""
     if isinstance(names, list | tuple):
         return [redact_variable_names(each) for each in names]
     if isinstance(names, Mapping):
@@ -160,7 +160,7 @@ def redact_variable_names(names: Any) -> Any:
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line without secrets: also `--token VALUE`, where name and value are two."""
+    """Redact secrets on a command line, including the value after an option such as `--token`."""
     names = ["", *(arg if arg.startswith("-") and "=" not in arg else "" for arg in argv)]
     return [redact_value(arg, name) for name, arg in zip(names, argv, strict=False)]
 

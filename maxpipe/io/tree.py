@@ -1,4 +1,4 @@
-"""Nested dicts by the paths of their leaves."""
+"""Convert nested dicts to flat dicts with key paths, and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KeyPath = tuple[str, ...]
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """`{"a": {"b": x}}` as `{("a", "b"): x}`; dicts without leaves are left out."""
+    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are left out."""
     found: dict[KeyPath, Any] = {}
     for name, part in tree.items():
         if isinstance(part, Mapping):
@@ -20,7 +20,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
 
 
 def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """The way back."""
+    """Convert a flat dict with key paths to nested dicts, the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for (*folders, name), leaf in leaves.items():
         below = tree

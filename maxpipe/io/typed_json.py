@@ -1,13 +1,12 @@
-"""Typed values from JSON of files and of other processes.
+"""Parse JSON from files and other processes into checked types.
 
-A type is what a signature would say: `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`,
-`list[T]`, `tuple[A, B]`, `dict[str, T]`, unions of these, and a `TypedDict` for an object with
-known keys. Whole numbers fit 64 bits and floats are finite, unless the type says `AnyFloat`.
-Keys that a TypedDict lacks are kept: a later release may have written them.
+Supported types are `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`, `list[T]`, `tuple[A,
+B]`, `dict[str, T]`, unions of these, and a `TypedDict` for objects with known keys. Integers must
+fit into 64 bits, and floats must be finite unless the type is `AnyFloat`. Keys that are not in a
+`TypedDict` are kept, because a later release may have written them.
 
-Metadata of config fields: former names, and what runs did before there was a key.
-
-JSON with a digest of itself: a flipped bit in it is detected.
+The module also defines metadata of config fields (former names and legacy values), and JSON with a
+checksum, which detects bit flips.
 """
 
 from __future__ import annotations
@@ -36,35 +35,34 @@ from typing import (
 T = TypeVar("T")
 
 AnyFloat = Annotated[float, "any"]
-"""A float that may be NaN or infinite, as a loss may be."""
+"""A float that may be NaN or infinite, such as a loss."""
 
 MAX_DEPTH = 32
-"""Deepest nesting of brackets; maxpipe writes fewer than ten levels."""
+"""Maximum nesting depth of brackets; maxpipe writes fewer than ten levels."""
 
 _MAX_INT = 2**63
 _MAX_DIGITS = 308
-"""With these a whole number has a float."""
+"""Maximum number of digits of an integer that can be converted to a float."""
 _STRIDE = 30
 _DIGITS = re.compile(rf"[0-9]{{{_MAX_DIGITS // _STRIDE}}}")
-"""Of every 30th character: a longer number has that many digits among them. The expression is
-slower than the parser itself where it reads all characters."""
+"""Pattern that detects a long integer in every 30th character of a text. A search in all characters
+would be slower than the JSON parser."""
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T:
-    """JSON text as a value of `kind`.
+    """Parse JSON text as a value of type `kind`.
 
     Raises:
-        ValueError: it is not JSON, nests deeper than `most_depth`, or is another type; the text
-            says what and where.
+        ValueError: the text is not JSON, is nested deeper than `most_depth`, or has another type.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     depth = _depth(text)
     if depth > most_depth:
-        raise ValueError(f"it has brackets {depth} deep, at most {most_depth} are read")
-    # A function for each number is slow, and Python's own limit depends on its settings.
+        raise ValueError(f"it has {depth} levels of brackets, more than {most_depth}")
+    # A call per number is slow, and Python's limit on digits depends on its settings.
     may_be_long = _DIGITS.search(text[::_STRIDE])
     value = json.loads(text, parse_int=_parse_int) if may_be_long else json.loads(text)
     return check_type(value, kind)
@@ -73,24 +71,24 @@ def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH)
 def _parse_int(digits: str) -> int:
     if len(digits.lstrip("-")) > _MAX_DIGITS:
         raise ValueError(
-            f"it has a whole number of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., at "
-            f"most {_MAX_DIGITS} are read"
+            f"it has an integer of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., more than "
+            f"{_MAX_DIGITS}"
         )
     return int(digits)
 
 
 def check_type(value: object, kind: type[T]) -> T:
-    """The value, which is of `kind`.
+    """Return the value after checking that its type is `kind`.
 
     Raises:
-        ValueError: it is not; the text says what and where.
+        ValueError: the value has another type; the message contains its position.
     """
     _check(value, kind, "it")
     return value  # type: ignore[return-value]
 
 
 def _depth(text: str) -> int:
-    """The deepest nesting of brackets outside strings, counted without recursion."""
+    """Return the nesting depth of brackets outside strings, without recursion."""
     depth = deepest = 0
     for found in _STRING_OR_BRACKET.finditer(text):
         bracket = found[0][0]
@@ -128,7 +126,7 @@ def _check(value: object, kind: Any, where: str) -> None:
     elif origin is tuple:
         items = _require_type(list, value, where, "a list")
         if len(items) != len(args):
-            raise ValueError(f"{where} must have {len(args)} entries, it has {len(items)}")
+            raise ValueError(f"{where} must have {len(args)} entries, but has {len(items)}")
         for number, (each, of) in enumerate(zip(items, args, strict=True)):
             _check(each, of, f"{where}[{number}]")
     else:
@@ -157,9 +155,9 @@ def _check_object(value: object, kind: Any, where: str) -> None:
 
 @functools.cache
 def _keys(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """The types of a TypedDict's keys, and which keys are required."""
+    """Return the types of a TypedDict's keys, and the set of required keys."""
     keys = get_type_hints(kind, include_extras=True)
-    # Of annotations that are texts, Python's own `__required_keys__` does not see `NotRequired`.
+    # Python's `__required_keys__` ignores `NotRequired` in string annotations.
     required = frozenset(
         name
         for name, of in keys.items()
@@ -195,32 +193,32 @@ def _child_path(where: str, name: object) -> str:
 
 
 def renamed_from(*names: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return metadata of a field: its former names, and former values mapped to current ones.
+    """Return the metadata of a field that had another former names, and former values mapped to current ones.
 
-    A name without a dot belongs to the section that declares the field.
+    A name without a dot belongs to the section in an earlier release.
     """
     return {"was": names, "values": dict(values or {})}
 
 
 def legacy_value(value: Any) -> dict[str, Any]:
-    """Metadata of a field: what runs did before there was the key, if not what its default says."""
+    """Return the metadata of a field whose value was different before the key existed."""
     return {"before": value}
 
 
 def dump_checksummed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
-    """As JSON with a digest of itself; in one line without `indent`."""
+    """Return the content as JSON with a checksum; without `indent` on a single line."""
     return json.dumps({**content, "sha256": _digest(content)}, indent=indent)
 
 
 def parse_checksummed(text: str | bytes, kind: type[T]) -> T:
-    """The value that `signed` was given.
+    """Parse text written by `dump_checksummed`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is invalid or does not match its checksum.
     """
     content = parse_json(text, dict[str, Any])
     if content.pop("sha256", None) != _digest(content):
-        raise ValueError("its content is not what was saved")
+        raise ValueError("its content does not match its checksum")
     return parse_json(text, kind)
 
 

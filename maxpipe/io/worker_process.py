@@ -1,6 +1,6 @@
-"""A process of its own that is asked by lines: one on its stdin, one back on its stdout.
+"""A worker subprocess with one request line on stdin and one response line on stdout.
 
-One that takes too long, writes too much or ends is known at once, and its asker never hangs.
+A worker that exceeds its time or output limit, or exits, raises an error; callers never hang.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _READ_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """Not for several threads at a time; it ends when nothing refers to it any more."""
+    """A worker subprocess. It is not thread-safe, and ends when it is no longer referenced."""
 
     def __init__(
         self,
@@ -28,8 +28,10 @@ class WorkerProcess:
         shows_errors: bool = False,
         own_session: bool = False,
     ):
-        """`shows_errors` leaves its stderr to the user. With `own_session` signals of the terminal
-        and of a cluster that are for this process do not reach it.
+        """Start the process.
+
+        With `shows_errors`, its stderr goes to the user. With `own_session`, signals of the
+        terminal and the cluster to this process do not reach the worker.
         """
         self._process = subprocess.Popen(
             [*command],
@@ -40,7 +42,7 @@ class WorkerProcess:
             start_new_session=own_session,
         )
         self.close = weakref.finalize(self, _terminate, self._process)
-        """Ends the process."""
+        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -48,21 +50,23 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether the process accepts further requests."""
         return self.close.alive
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of a process that has ended by itself, or the negative number of a signal."""
+        """Exit code of a process that exited by itself, or the negative number of a signal; else
+        None.
+        """
         return self._process.poll()
 
     def request(self, line: bytes, seconds: float) -> bytes:
-        """Writes a line and reads one.
+        """Write a request line and return the response line.
 
         Raises:
-            TimeoutError: that takes longer.
-            OSError: the process has ended.
-            ValueError: it writes too much.
+            TimeoutError: the response takes longer than `seconds`.
+            OSError: the process has exited.
+            ValueError: the response exceeds the size limit.
         """
         deadline = time.monotonic() + seconds
         parts, size, left = [], 0, memoryview(line)
@@ -84,7 +88,7 @@ class WorkerProcess:
                     if not part:
                         raise OSError("it has ended")
                     if size > self._max_response_bytes:
-                        raise ValueError("it writes too much")
+                        raise ValueError("its response is too long")
                     parts.append(part)
                     if part.endswith(b"\n"):
                         return b"".join(parts)

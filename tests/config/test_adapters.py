@@ -11,15 +11,15 @@ from maxpipe.models.registry import describe
 
 RANK = "adapter.rank=4"
 WRONG = [
-    ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "the name of no parameter"),
+    ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "matches no parameter"),
     ((RANK, "adapter.targets=[layers.mlp.gat]"), "adapter.targets", "[layers.mlp.gate]."),
-    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "can have none"),
-    (("adapter.rank=1000",), "adapter.rank", "the smaller side of layers.attention."),
-    (("adapter.targets=[layers.*]",), "adapter.targets", "is not read with adapter.rank = 0"),
+    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "has no adapter support"),
+    (("adapter.rank=1000",), "adapter.rank", "the smaller dimension of layers.attention."),
+    (("adapter.targets=[layers.*]",), "adapter.targets", "is ignored with adapter.rank = 0"),
     (
         ("adapter.base_quantization=nf4",),
         "adapter.base_quantization",
-        "is not read with adapter.rank = 0",
+        "is ignored with adapter.rank = 0",
     ),
     ((RANK, "model.mtp_heads=1"), "model.mtp_heads", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
@@ -27,7 +27,7 @@ WRONG = [
     (
         (RANK, "adapter.base_quantization=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),
         "adapter.base_quantization",
-        "in pieces of 32 numbers",
+        "blocks of 32",
     ),
 ]
 
@@ -42,7 +42,7 @@ def test_what_cannot_be_is_refused(overrides: tuple[str, ...], key: str, words: 
 
 def test_a_run_needs_a_base() -> None:
     load(["tiny", "train.steps=1", RANK])  # a forecast needs none
-    with pytest.raises(ConfigError, match="must name the weights that adapters"):
+    with pytest.raises(ConfigError, match="adapter.rank"):
         load(["tiny", "train.steps=1", RANK], to_train=True)
     load(["tiny", "train.steps=1", RANK, "checkpoint.restore_from=hf:base"], to_train=True)
 

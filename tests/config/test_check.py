@@ -57,9 +57,9 @@ BROKEN: list[tuple[str, str, str]] = [
         "checkpoint.local_dir",
         "must be a folder",
     ),
-    ("checkpoint.dir=s3://b/c", "checkpoint.dir", "s3:// is not known"),
-    ("checkpoint.dir=gs:///c", "checkpoint.dir", "must name a bucket"),
-    ("checkpoint.restore_from=file:///c", "checkpoint.restore_from", "file:// is not known"),
+    ("checkpoint.dir=s3://b/c", "checkpoint.dir", "s3://"),
+    ("checkpoint.dir=gs:///c", "checkpoint.dir", "bucket"),
+    ("checkpoint.restore_from=file:///c", "checkpoint.restore_from", "file://"),
     ("model.num_heads=6", "model.num_heads", "multiple of model.num_kv_heads (4)"),
     ("model.head_dim=7", "model.head_dim", "must be even"),
     ("model.attention=cudnn", "model.compute_dtype", "no float32 kernel"),
@@ -78,7 +78,7 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.head_dim",
         "multiple of 8 and at most 256",
     ),
-    ("model.attention=splash runtime.platform=cpu", "model.attention", "needs a TPU"),
+    ("model.attention=splash runtime.platform=cpu", "model.attention", "requires a TPU"),
     (
         "model.attention=splash train.sequence_length=200",
         "train.sequence_length",
@@ -100,9 +100,9 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         "mesh.ici_context=2 mesh.context_attention=ring model.attention=xla",
         "model.attention",
-        "must be blockwise, or auto, with mesh.context_attention=ring",
+        "must be blockwise or auto with mesh.context_attention=ring",
     ),
-    ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "tokens further ahead"),
+    ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "predicted tokens"),
     (
         "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",
         "train.sequence_length",
@@ -113,16 +113,16 @@ BROKEN: list[tuple[str, str, str]] = [
         "train.sequence_length",
         "multiple of context (3) x tensor (4)",
     ),
-    ("mesh.collective_matmul=true", "mesh.collective_matmul", "mesh.sequence_parallel=true only"),
+    ("mesh.collective_matmul=true", "mesh.collective_matmul", "mesh.sequence_parallel=true"),
     (
         "mesh.sequence_parallel=true mesh.collective_matmul=true mesh.ici_tensor=2 "
         "mesh.ici_stage=2",
         "mesh.collective_matmul",
-        "needs pipeline.idle=compute",
+        "pipeline.idle=compute",
     ),
     ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
-    ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "the pipeline owns it"),
-    ("mesh.axis_rules.experts=[]", "mesh.axis_rules.experts", "the pipeline owns it"),
+    ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "cannot be changed"),
+    ("mesh.axis_rules.experts=[]", "mesh.axis_rules.experts", "cannot be changed"),
     ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),
     ("mesh.axis_rules.embed=[tensor]", "mesh.axis_rules.embed", "must be [] or [fsdp]"),
     ("mesh.axis_rules.vocab=[]", "mesh.axis_rules.vocab", "[stage] or [stage, tensor]"),
@@ -137,27 +137,27 @@ BROKEN: list[tuple[str, str, str]] = [
     ("pipeline.schedule=zb_v", "pipeline.repeats", "which turns back once, a V"),
     ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
-    ("pipeline.layers_per_chunk=[1,2]", "pipeline.layers_per_chunk", "1 numbers of at least 1"),
+    ("pipeline.layers_per_chunk=[1,2]", "pipeline.layers_per_chunk", "must be 1 integers"),
     (
         "pipeline.layers_per_chunk=[8,0] mesh.ici_stage=2",
         "pipeline.layers_per_chunk",
-        "add up to model.num_layers (8)",
+        "model.num_layers (8)",
     ),
     (
         "pipeline.layers_per_chunk=[4,4] mesh.ici_stage=2 pipeline.prologue_layers=2",
         "pipeline.layers_per_chunk",
-        "add up to model.num_layers (8) - pipeline.prologue_layers (2) = 6",
+        "model.num_layers (8) - pipeline.prologue_layers (2) = 6",
     ),
     (
         "pipeline.prologue_layers=3 mesh.ici_stage=3 pipeline.repeats=2",
         "pipeline.prologue_layers",
-        "at most 2, that is model.num_layers (8) - stages (3) x repeats (2)",
+        "at most 2 = model.num_layers (8) - stages (3) x repeats (2)",
     ),
     ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
-    ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names only"),
-    ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "needs at least 12 layers"),
-    ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "needs at least 10 layers"),
-    ("pipeline.schedule=1f1b pipeline.group=1", "pipeline.group", "interleaved only"),
+    ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names"),
+    ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "at least 12 layers"),
+    ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "at least 10 layers"),
+    ("pipeline.schedule=1f1b pipeline.group=1", "pipeline.group", "pipeline.schedule=interleaved"),
     (
         "pipeline.group=3 pipeline.microbatches=8 mesh.ici_stage=4",
         "pipeline.group",
@@ -168,40 +168,40 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         "pipeline.microbatches=100000 train.batch_size=200000 mesh.ici_stage=4",
         "pipeline.microbatches",
-        "makes 400,000 forwards with stages (4) x repeats (1), and at most 300,000 are placed",
+        "400,000 forwards with stages (4) x repeats (1)",
     ),
     ("mesh.ici_data=16", "train.batch_size", "x data (16) x fsdp (1) = 16"),
     *(
         (f"data.source={source}", "data.path", f"data.source={source}")
         for source in ("text", "jsonl", "arrayrecord", "tfds")
     ),
-    ("data.validation_fraction=0", "data.validation_fraction", "when eval.batches is 8"),
+    ("data.validation_fraction=0", "data.validation_fraction", "eval.batches is 8"),
     *(
         (f"tokenizer.kind={kind}", "tokenizer.path", f"with tokenizer.kind={kind}")
         for kind in ("auto", "huggingface", "sentencepiece")
     ),
-    ("tokenizer.path=tokenizer.json", "tokenizer.path", "the run would be trained on bytes"),
-    ("tokenizer.preset=llama3", "tokenizer.preset", "read with tokenizer.kind=tiktoken"),
+    ("tokenizer.path=tokenizer.json", "tokenizer.path", "is ignored with tokenizer.kind=bytes"),
+    ("tokenizer.preset=llama3", "tokenizer.preset", "requires tokenizer.kind=tiktoken"),
     (
         "tokenizer.kind=tiktoken tokenizer.path=a",
         "tokenizer.preset",
-        "how text is split: its file does not",
+        "how text is split",
     ),
     (
         "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a]",
         "tokenizer.split_pattern",
-        "it says how text is split",
+        "how text is split",
     ),
     (
         "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a] tokenizer.preset=gpt2",
         "tokenizer.special_tokens",
-        "is part of tokenizer.preset=gpt2",
+        "tokenizer.preset=gpt2",
     ),
     (
         "tokenizer.kind=auto tokenizer.path=a tokenizer.special_tokens=[a,a] "
         "tokenizer.split_pattern=x",
         "tokenizer.special_tokens",
-        "each once",
+        "unique",
     ),
     (
         "runtime.num_processes=2 runtime.process_id=2 runtime.coordinator=a:1",
@@ -212,7 +212,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("optim.name=muon optim.epsilon=1e-31", "optim.epsilon", "more than 1e-30"),
     ("optim.name=muon optim.beta1=0.9999999", "optim.beta1", "less than 0.999999"),
     ("optim.name=muon optim.beta2=0.9999999", "optim.beta2", "less than 0.999999"),
-    ("train.objective=grpo", "grpo.prompts", "must name a file of prompts"),
+    ("train.objective=grpo", "grpo.prompts", "a file of prompts"),
     (f"{GRPO} grpo.group_size=3", "grpo.group_size", "must divide train.batch_size (8)"),
     (f"{GRPO} grpo.group_size=2 train.batch_size=1", "grpo.group_size", "train.batch_size (1)"),
     (f"{GRPO} grpo.max_tokens=1024", "grpo.max_tokens", "less than train.sequence_length (1024)"),
@@ -224,13 +224,13 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=false",
         "grpo.reward_file",
-        "with your rights",
+        "with your permissions",
     ),
     (f"{GRPO} data.end=stop", "data.end", "must be repeat with train.objective=grpo"),
     (f"{GRPO} model.dropout=0.1", "model.dropout", "must be 0.0 with train.objective=grpo"),
     (f"{GRPO} model.mtp_heads=1", "model.mtp_heads", "must be 0 with train.objective=grpo"),
     (f"{GRPO} grpo.updates_per_rollout=3", "train.steps", "grpo.updates_per_rollout (3)"),
-    (f"{GRPO} grpo.updates_per_rollout=3", "checkpoint.every", "behind whole rollouts"),
+    (f"{GRPO} grpo.updates_per_rollout=3", "checkpoint.every", "complete rollouts"),
     (
         f"{GRPO} grpo.updates_per_rollout=2 guard.bad_steps=roll_back",
         "guard.bad_steps",
@@ -424,7 +424,7 @@ def test_rules_declare_the_keys_they_read():
 
 
 def test_a_linear_attention_has_no_context_axis():
-    with pytest.raises(ConfigError, match="its linear attention reads a sequence from its first"):
+    with pytest.raises(ConfigError, match="its linear attention"):
         load([BASE[0], "train.steps=1", "model.family=qwen3_next", "mesh.ici_context=2"])
 
 
@@ -510,7 +510,7 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
     told = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
     assert bool(told) == is_reported
     if told:
-        assert "the whole run of 100 steps" in told[0].rule
+        assert "100 steps" in told[0].rule
         assert "Set optim.warmup_steps=10," in told[0].action
 
 
@@ -519,14 +519,14 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
     [
         (
             "[layers.atention.*,head]",
-            "holds 'layers.atention.*', which is the name of no parameter: embedding, ",
+            "'layers.atention.*', which matches no parameter: embedding, ",
             "Set model.frozen=[head,layers.attention.*].",
         ),
         ("[layers.layer.mlp.dwon]", "no parameter", "Set model.frozen=[layers.layer.mlp.down]."),
         ("[zzz]", "no parameter", "Set model.frozen=[]."),
-        ("['']", "holds '', which", "Set model.frozen=[]."),
+        ("['']", "contains '', which", "Set model.frozen=[]."),
         ("['*']", "freezes every parameter", "Set model.frozen=[layers.*] to train"),
-        ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] for"),
+        ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] to"),
         ("layers.mlp.*", "must be a list of names.", "Set model.frozen=[layers.mlp.*]."),
     ],
 )
@@ -573,7 +573,7 @@ def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
         (
             "mesh.ici_tensor=1 mesh.ici_context=2 train.sequence_length=96 "
             "model.matmul_weight_gradients=same",
-            "one scale for 32 tokens (96), which 4 pieces over mesh axis context",
+            "one scale for 32 tokens (96)",
         ),
     ],
 )
@@ -602,8 +602,8 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
     [
         ("['20% linear 0 -> 1', 'rest linear 0']", None),
         ("['8 linear 0 -> 1', '100 linear 0']", None),  # is cut off
-        ("['10 linear 0 -> 1', 'rest linear 0']", "has 10 steps and the run 10: its end comes"),
-        ("['10 linear 0 -> 0', '3 x 7 linear 1']", "comes before the last 3 phases."),
+        ("['10 linear 0 -> 1', 'rest linear 0']", "has 10 steps"),
+        ("['10 linear 0 -> 0', '3 x 7 linear 1']", "before the last 3 phases"),
     ],
 )
 def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:

@@ -61,7 +61,7 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*GEMMA, "model.llama.rope_factor=2"], "is read by model.family=llama only, and the fam"),
+        ([*GEMMA, "model.llama.rope_factor=2"], "requires model.family=llama"),
         ([*LLAMA, "model.gemma3.sliding_window=2"], "or set model.family=gemma3."),
         ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
         ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.sliding_window?"),
@@ -100,8 +100,8 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     assert caution.where == f"{where}: model.rope_scaling" and caution.value == "3"
     assert "model.llama.rope_factor" in caution.rule + caution.action
     file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
-    twice = f"{file}:3: model.rope_scaling = 3\n  is the earlier name of model.llama.rope_factor"
-    assert twice in (told := problem(*LLAMA, str(file))) and f"set as well: {file}:2." in told
+    twice = f"{file}:3: model.rope_scaling = 3\n  was renamed to model.llama.rope_factor"
+    assert twice in (told := problem(*LLAMA, str(file))) and f"also set: {file}:2." in told
     # What a run of an earlier release has saved is not to be changed.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]

@@ -158,10 +158,10 @@ def test_what_is_no_integer(text: str):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (str(2**63), "of 64 bits, from -2**63 to 2**63 - 1."),
-        (f"-{'9' * 6000}", "of 64 bits, from -2**63 to 2**63 - 1."),
-        ("1e19", "of 64 bits, from -2**63 to 2**63 - 1."),
-        ("1e16", "with all its digits: with a point or an exponent it is not exact from 2**53 on."),
+        (str(2**63), "from -2**63 to 2**63 - 1."),
+        (f"-{'9' * 6000}", "from -2**63 to 2**63 - 1."),
+        ("1e19", "from -2**63 to 2**63 - 1."),
+        ("1e16", "without decimal point or exponent"),
     ],
 )
 def test_what_is_too_large_an_integer(text: str, rule: str):
@@ -214,9 +214,9 @@ def test_what_is_neither_true_nor_false(text: str):
         ("train:\n  ? [a]\n  : 1", 2, "is not a key of train"),
         ("run:\n  name: ~", 2, "must be text"),
         ("run:\n  name: [a]", 2, "must be text"),
-        ("run:\n  name: ${oc.env:HOME}", 2, "nothing is substituted"),
-        ('data:\n  path: "a\\0b"', 2, "holds a NUL character"),
-        ("run:\n  name: ???", 2, "stands for a missing value"),
+        ("run:\n  name: ${oc.env:HOME}", 2, "no substitution"),
+        ('data:\n  path: "a\\0b"', 2, "NUL character"),
+        ("run:\n  name: ???", 2, "missing value"),
         ("optim:\n  schedule: cosin", 2, "Set optim.schedule=cosine."),
         ("mesh:\n  axis_rules: 3", 2, "must be a mapping"),
         ("mesh:\n  axis_rules: {mlp: tensor}", 2, "must be a list of mesh axes"),
@@ -235,15 +235,15 @@ def test_a_mistake_in_a_file_names_file_and_line(text: str, line: int, message: 
     ("text", "message"),
     [
         ("run:\n  name: 'a", ":2:11"),
-        ("run: {", "is not YAML"),
+        ("run: {", "YAML"),
         ("run:\n\tname: a", ":2:1"),
-        ("- a\n- b", "must hold sections"),
-        ("just text", "must hold sections"),
+        ("- a\n- b", "must contain sections"),
+        ("just text", "must contain sections"),
         ("run: {}\n---\ntrain: {}", "expected a single document"),
-        ("a: &x {}\nb: *x", "anchors and aliases are not read"),
+        ("a: &x {}\nb: *x", "anchors and aliases are not supported"),
         ("run:\n  name: !!python/object/apply:os.system [ls]", "tags such as"),
         ("[" * 100_000, "nested deeper"),
-        ("run: \x01", "is not YAML"),
+        ("run: \x01", "YAML"),
     ],
 )
 def test_a_file_that_is_not_plain_nested_yaml(text: str, message: str, write: Write):
@@ -256,7 +256,7 @@ def test_a_file_that_is_not_plain_nested_yaml(text: str, message: str, write: Wr
 def test_files_that_cannot_be_read(tmp_path: Path, write: Write):
     file = write("train: {steps: 1}", "quickstart.yml")
     assert f"Did you mean {file}?" in only_problem(TINY, file.replace("start", "strt"))
-    assert "which does not exist either" in only_problem(TINY, str(tmp_path / "no/a.yml"))
+    assert "does not exist" in only_problem(TINY, str(tmp_path / "no/a.yml"))
     (tmp_path / "folder.yml").mkdir()
     assert "cannot be read" in only_problem(TINY, str(tmp_path / "folder.yml"))
     (tmp_path / "latin.yml").write_bytes(b"run: {name: caf\xe9}")
@@ -272,16 +272,16 @@ def test_files_that_cannot_be_read(tmp_path: Path, write: Write):
         ("--fast", "is not an option"),
         ("steps=5", "Write train.steps=5."),
         ("nowhere=5", "Write section.key=value."),
-        ("=5", "names no section"),
-        (".=5", "names no section"),
-        ("train.=5", "names no section"),
+        ("=5", "has no section"),
+        (".=5", "has no section"),
+        ("train.=5", "has no section"),
         ("train.steps.x=5", "is not a key of train"),
         ("train.stesp=5", "Did you mean train.steps?"),
         ("trian.steps=5", "Write train.steps=5."),
-        ("mesh.axis_rules={mlp: [", "is not YAML"),
+        ("mesh.axis_rules={mlp: [", "YAML"),
         ("mesh.axis_rules=mlp", "must be a mapping"),
         ("mesh.axis_rules.mlp=tensor", "must be a list of mesh axes"),
-        ("data.path=${HOME}/x", "nothing is substituted"),
+        ("data.path=${HOME}/x", "no substitution"),
         ("data.path=\udc80", "is not Unicode text"),
     ],
 )
@@ -301,7 +301,7 @@ def test_missing_keys_are_named_together():
     problem = only_problem("train.steps=1", "model.num_layers=2")
     assert problem.startswith("command line: model.d_model, model.num_heads, ")
     assert "num_layers" not in problem.split("\n")[0]
-    assert "Name a model first, such as tiny" in problem
+    assert "Give a model first, such as tiny" in problem
 
 
 def test_all_mistakes_are_reported_at_once(write: Write):

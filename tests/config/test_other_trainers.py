@@ -113,7 +113,7 @@ def test_an_axolotl_file_is_followed_by_nothing_that_its_lines_set(tmp_path: Pat
     assert lines["tokenizer"] == {"kind": "auto", "path": "Llama-3.2-1B"}
     assert lines["checkpoint"] == {"restore_from": "hf:Llama-3.2-1B"}
     assert "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in only.action
-    assert "not known" not in only.action
+    assert "unknown names" not in only.action
     ours = tmp_path / "ours.yml"
     ours.write_text(lines_of(only))
     config = load([str(ours)], to_train=True).config
@@ -123,7 +123,7 @@ def test_an_axolotl_file_is_followed_by_nothing_that_its_lines_set(tmp_path: Pat
 @pytest.mark.parametrize("content", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
 def test_every_key_of_a_launcher_is_answered(content: dict[str, Any], tmp_path: Path):
     problem, lines = table(tmp_path, content)
-    assert "not known" not in problem.action
+    assert "unknown names" not in problem.action
     assert "num_processes" not in lines.get("runtime", {}) and "platform" not in str(lines)
     assert lines.get("optim", {}).get("offload_state", False) == (content is DEEPSPEED)
 

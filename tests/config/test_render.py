@@ -143,7 +143,7 @@ def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.Mo
 def test_sections_list_whole_sentences():
     """`e.g.` does not end one."""
     text = render.explain("data")
-    assert "the name of the dataset, e.g. `c4/en:3.1.0`. (default" in " ".join(text.split())
+    assert "the name of a dataset, e.g. `c4/en:3.1.0`. (default" in " ".join(text.split())
     for section in SECTIONS:
         assert not re.search(
             r"\b(e\.g|i\.e)\.? \(default", " ".join(render.explain(section).split())

@@ -188,8 +188,8 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         ({"source": "text", "path": "a", "paths": ["b"]}, "paths", "data.mixture.web.path (a)"),
         ({"source": "tokens", "paths": ["b"]}, "paths", "which has one path"),
         ({"source": "text", "path": "a", "template": "{x}"}, "template", "have no columns"),
-        ({"source": "jsonl", "path": "a", "template": "x"}, "template", "names no column"),
-        ({"source": "jsonl", "path": "a", "template": "{x"}, "template", "has no counterpart"),
+        ({"source": "jsonl", "path": "a", "template": "x"}, "template", "column"),
+        ({"source": "jsonl", "path": "a", "template": "{x"}, "template", "unmatched"),
         ({"source": "text", "path": "a", "chat": "messages"}, "chat", "have no fields"),
         (
             {"source": "jsonl", "path": "a", "chat": "prompt", "unreadable": "skip"},
@@ -199,16 +199,20 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         (
             {"source": "jsonl", "path": "a", "chat_template": "x"},
             "chat_template",
-            "is not read with data.mixture.web.chat=off",
+            "is ignored with data.mixture.web.chat=off",
         ),
-        ({"source": "jsonl", "path": "a", "trained_roles": []}, "trained_roles", "must name"),
+        (
+            {"source": "jsonl", "path": "a", "trained_roles": []},
+            "trained_roles",
+            "must not be empty",
+        ),
         (
             {"source": "jsonl", "path": "a", "trained_roles": ["x"]},
             "trained_roles",
             "data.mixture.web.chat_roles",
         ),
         ({"source": "jsonl", "path": "a", "max_bad_records": 0}, "max_bad_records", "at least 1"),
-        ({"path": "a"}, "path", "is not read with data.mixture.web.source=corpus"),
+        ({"path": "a"}, "path", "is ignored with data.mixture.web.source=corpus"),
     ],
 )
 def test_rules_hold_for_each_source(given: dict[str, Any], key: str, said: str) -> None:

@@ -132,17 +132,17 @@ TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.s
 @pytest.mark.parametrize(
     ("ramp", "more", "said"),
     [
-        ("['four']", [], "is not ROWS for N steps"),
-        ("['0 for 3 steps']", [], "at least 1 row"),
+        ("['four']", [], "BATCH_SIZE for N steps"),
+        ("['0 for 3 steps']", [], "at least 1"),
         ("['8 for 3 steps', '4 for 3 steps']", [], "8 is followed by 4"),
         ("['16 for 3 steps']", [], "16 is followed by 16"),
-        ("['6 for 3 steps']", [], "must have multiples of 4 rows"),
-        ("['8 for 100 steps']", [], "has 100 steps, and the whole run 100"),
-        ("['8 for 3 steps']", ["runtime.compiled_step=/tmp/x"], "one for each size"),
+        ("['6 for 3 steps']", [], "multiples of 4"),
+        ("['8 for 100 steps']", [], "has 100 steps"),
+        ("['8 for 3 steps']", ["runtime.compiled_step=/tmp/x"], "train.batch_ramp"),
         (
             "['4 for 3 steps']",
             ["pipeline.group=2", "mesh.ici_stage=2", "pipeline.repeats=2"],
-            "has batches of 4 rows, with which pipeline.group must be 0",
+            "with which pipeline.group must be 0",
         ),
     ],
 )

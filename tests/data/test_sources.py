@@ -200,8 +200,8 @@ def test_a_path_that_is_no_regular_file(tmp_path: Path) -> None:
     for path, text in (
         (tmp_path / "pipe", "; the path is not a regular file."),
         ("/dev/null", "; the path is not a regular file."),
-        (tmp_path / "dangling", f"a symbolic link to {tmp_path / 'nope'}, which is not there."),
-        (tmp_path / "loop", "a symbolic link to loop, which leads back to it."),
+        (tmp_path / "dangling", f"a symbolic link to {tmp_path / 'nope'}"),
+        (tmp_path / "loop", "a symbolic link to loop"),
     ):
         with pytest.raises(ConfigError) as error:
             open_source(DataConfig(source="text", path=str(path)), 0)
@@ -236,7 +236,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
         ('{"text": 3, "body": "b"}', "data.text_field (text), which is of type int"),
         (
             '{"text": "a", "n": ' + "1" * 10**6 + "}",
-            "a whole number of 1,000,000 digits, 111111111111..., at most 308 are read.",
+            "an integer of 1,000,000 digits, 111111111111..., more than 308.",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_loss_of_a_folder_on_named_text(
 MISTAKES = {
     "hf": "must be named: hf has weights alone",
     "imported": "must be named: ",
-    "hf data.path=texts": "is not read with data.source=corpus",
+    "hf data.path=texts": "is ignored with data.source=corpus",
     "hf --data nowhere": "command line: --data = nowhere\n  must be a file, a folder or a glob",
     "hf --data .": "must contain files of one format",
     "hf --data texts data.path=other": "and data.path=other says it, too",

@@ -103,7 +103,7 @@ def test_ids_of_control_tokens(name: str, key: str, value: str, tmp_path: Path) 
         with pytest.raises(ConfigError) as caught:
             open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
         assert f"tokenizer.path = {folder / name}" in str(caught.value)
-        assert key in str(caught.value) or "a whole number of 400 digits" in str(caught.value)
+        assert key in str(caught.value) or "an integer of 400 digits" in str(caught.value)
 
 
 def test_settings_of_a_tokenizer(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_settings_of_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
     assert str(path) in str(caught.value)
-    assert "a whole number of 400 digits" in str(caught.value)
+    assert "an integer of 400 digits" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -23,8 +23,8 @@ def test_scalars_have_the_types_of_yaml() -> None:
 
 
 BAD = {
-    "anchors": (_LAUGHS, "anchors and aliases are not read"),
-    "alias": ("a: *b", "anchors and aliases are not read"),
+    "anchors": (_LAUGHS, "anchors and aliases are not supported"),
+    "alias": ("a: *b", "anchors and aliases are not supported"),
     "tag": ("a: !!python/object:os.system {}", "tags such as"),
     "a tag of a megabyte": (f"a: !{'x' * 1_000_000} 1", "tags such as !x"),
     "deep": ("[" * 10_000 + "]" * 10_000, "nested deeper than 8"),
@@ -32,7 +32,7 @@ BAD = {
     "deep mappings": ("{a: " * 10_000, "nested deeper than 8"),
     "100,000 entries": (f"a: [{'0,' * 100_000}]", "more than 20,000 keys and values"),
     "500,000 lists": ("- []\n" * 200_000, "more than 20,000 keys and values"),
-    "a key of a megabyte": (f"a:\n  ? {'k' * 1_000_000}\n  : 1", "a key of 1,000,000 characters"),
+    "a key of a megabyte": (f"a:\n  ? {'k' * 1_000_000}\n  : 1", "a key has 1,000,000 characters"),
     "many keys": ("".join(f"k{i}: 1\n" for i in range(50_000)), "more than 20,000 keys"),
 }
 

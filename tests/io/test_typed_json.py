@@ -41,11 +41,11 @@ def test_what_fits_is_returned_as_it_is() -> None:
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
     for kind in (dict[str, Any], dict[str, int]):
-        with pytest.raises(ValueError, match=r"a whole number of 400 digits, -?7777.*most 308 are"):
+        with pytest.raises(ValueError, match=r"an integer of 400 digits, -?7777.*more than 308"):
             parse_json(f'{{"a": {sign}{"7" * 400}}}', kind)
     assert parse_json(f'{{"a": {sign}{"7" * 308}}}', dict[str, Any]) == {"a": int(sign + "7" * 308)}
     for offset in range(32):
-        with pytest.raises(ValueError, match="a whole number of 309 digits"):
+        with pytest.raises(ValueError, match="an integer of 309 digits"):
             parse_json(f'{" " * offset}{{"a": {sign}{"7" * 309}}}', dict[str, Any])
     text = "7" * 400
     assert parse_json(json.dumps({"a": text, "b": 5}), dict[str, Any]) == {"a": text, "b": 5}
@@ -54,15 +54,15 @@ def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step": "3"}, "step must be a whole number"),
-        ({"step": True}, "step must be a whole number"),
-        ({"step": 3.0}, "step must be a whole number"),
+        ({"step": "3"}, "step must be an integer"),
+        ({"step": True}, "step must be an integer"),
+        ({"step": 3.0}, "step must be an integer"),
         ({"step": 2**63}, r"step must be below 2\*\*63"),
         ({"files": []}, "files must be an object"),
         ({"files": {"x": {"bytes": 1}}}, "files.x lacks sha256"),
-        ({"files": {"x": {"bytes": None, "sha256": ""}}}, "files.x.bytes must be a whole number"),
+        ({"files": {"x": {"bytes": None, "sha256": ""}}}, "files.x.bytes must be an integer"),
         ({"kind": "c"}, "kind must be 'a' or 'b'"),
-        ({"window": [1]}, "window must have 2 entries, it has 1 or window must be null"),
+        ({"window": [1]}, "window must have 2 entries, but has 1 or window must be null"),
         ({"window": [1, math.inf]}, r"window\[1\] must be finite"),
         ({"losses": {}}, "losses must be a list"),
         ({"losses": ["x"]}, r"losses\[0\] must be a number"),

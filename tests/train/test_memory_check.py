@@ -169,7 +169,7 @@ def test_a_refusal_of_the_host_is_explained(
     # The same where no run is known.
     monkeypatch.setattr(cli, "_run", lambda argv: np.empty(2**57))
     assert cli.main([]) == 2
-    assert "Traceback" not in (shown := capsys.readouterr().err) and "ran out" in shown
+    assert "Traceback" not in (shown := capsys.readouterr().err) and "out of memory" in shown
 
 
 @pytest.mark.fault("M2")

@@ -153,12 +153,12 @@ def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: 
 @pytest.mark.parametrize(
     ("ramp", "others", "text"),
     [
-        ("['\u0662 for 5 steps']", (), "is not ROWS for N steps"),
-        ("['2 for \uff15 steps']", (), "is not ROWS for N steps"),
-        ("['2 for 5__0 tokens']", (), "is not ROWS for N steps"),
-        ("['2 for 50_ tokens']", (), "is not ROWS for N steps"),
+        ("['\u0662 for 5 steps']", (), "BATCH_SIZE for N steps"),
+        ("['2 for \uff15 steps']", (), "BATCH_SIZE for N steps"),
+        ("['2 for 5__0 tokens']", (), "BATCH_SIZE for N steps"),
+        ("['2 for 50_ tokens']", (), "BATCH_SIZE for N steps"),
         ("['2 for 40 tokens']", ("train.sequence_length=0",), "train.sequence_length = 0"),
-        ("['3 for 2 steps', '5 for 2 steps']", (), "Take 6, or set pipeline.microbatches=8."),
+        ("['3 for 2 steps', '5 for 2 steps']", (), "6, or set pipeline.microbatches=8."),
         ("['3 for 2 steps']", ("pipeline.microbatches=1",), "Leave 3 out, or set pipeline.micr"),
         ("['9 for 2 steps']", (), "Set train.batch_ramp=[] for batches of one size."),
     ],

@@ -62,7 +62,7 @@ def test_each_set_has_a_curve(
     # Training does not know of them, and goes on from a run without.
     output = run("train", tiny, f"run.dir={tmp_path}", "train.steps=26", code=0)
     assert "warning: data" not in output
-    assert "Give digits." in run("eval", f"{tmp_path}/run", "--split", "digit", *sets, code=2)
+    assert "--split digits." in run("eval", f"{tmp_path}/run", "--split", "digit", *sets, code=2)
 
 
 def test_without_documents_held_out_the_whole_is_all_sets(
