@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): most layers see a window, norms on both sides of each branch."""
+"""Gemma 3 (arXiv:2503.19786): sliding windows in most layers, norms before and after branches."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma3Config:
-    """Keys of Gemma 3 models only. The output projection is the embedding's table."""
+    """Keys that only Gemma 3 models use. The embedding table is the output projection."""
 
     window: int = 1024
-    """Tokens that a query of a local layer sees, itself included."""
+    """Attention window of local layers in tokens, including the query."""
     period: int = 6
-    """Each layer whose number this divides, counted from 1, sees all tokens; the others are
-    local."""
+    """Period of global layers, which attend to all tokens. With a period of n, every n-th layer is
+    global and the others are local."""
     local_rope_theta: float = 10000.0
-    """Base of the rotary embedding's wavelengths in local layers; `model.rope_theta` is that of the
-    others."""
+    """Base of the rotary wavelengths in local layers. Global layers use `model.rope_theta`."""
     rope_scaling: float = 1.0
-    """Factor by which all wavelengths are stretched in layers that see all tokens. 1 leaves them
-    alone."""
+    """Multiplier of all rotary wavelengths in global layers. 1 disables the scaling."""
     query_scale: float = 0.0
-    """Scores are divided by the root of this number. 0 takes `model.head_size`."""
+    """Number whose square root divides the attention scores. 0 uses
+    `model.head_size`."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer; window and wavelengths differ by layer."""
+    """Return a model with one layer type; window and wavelengths differ between layers."""
     own = own_keys(config, Gemma3Config)
     d, epsilon = config.d_model, config.norm_epsilon
     norm = RMSNorm(d, epsilon, offset=1.0)
@@ -143,8 +142,8 @@ FAMILY = Family(
         Bound("window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
         Bound("period", 6, 1),
         Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
-        Bound("query_scale", 256.0, 0, LARGEST, "0 takes model.head_size"),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "multiplies wavelengths, 1 disables the scaling"),
+        Bound("query_scale", 256.0, 0, LARGEST, "0 uses model.head_size"),
     ),
     rules=family.embeddings_are_tied,
     huggingface=(_HUGGINGFACE,),

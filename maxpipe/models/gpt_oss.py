@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv:2508.10925): experts with biases in all layers, every other one sees a window."""
+"""GPT-OSS (arXiv:2508.10925): experts with biases, alternating sliding windows."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptOssConfig(MixtureConfig):
-    """Keys of GPT-OSS models only."""
+    """Keys that only GPT-OSS models use."""
 
     window: int = 128
-    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
-    see all."""
+    """Attention window in tokens, including the query, of every other layer, starting with the
+    first. The remaining layers attend to all tokens."""
     gate_slope: float = 1.702
-    """A gate g lets `g * sigmoid(gate_slope * g)` through."""
+    """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(gate_slope * g)`."""
     gate_limit: float = 7.0
-    """Gates are at most this, and what they are multiplied with is within this of 0."""
+    """Clamping limit of the experts' activations. Gates are at most this value, and the values that
+    they multiply are within this distance of 0."""
     rope_scaling: float = 1.0
-    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
-    context itself."""
+    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
     rope_original_tokens: int = 4096
-    """Length of that context. Read when `model.gpt_oss.rope_scaling` is not 1."""
+    """Original context length in tokens. Ignored unless `model.gpt_oss.rope_scaling` is above 1."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer; the window differs by layer."""
+    """Return a model with one layer type; the window differs between layers."""
     own = own_keys(config, GptOssConfig)
     attention = family.attention(
         config,
@@ -125,9 +125,9 @@ FAMILY = Family(
     bounds=(
         *moe_base.BOUNDS,
         Bound("window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("gate_slope", 1.702, 0, LARGEST, "0 makes a gate linear"),
-        Bound("gate_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),
-        Bound("rope_scaling", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("gate_slope", 1.702, 0, LARGEST, "0 makes the gate linear"),
+        Bound("gate_limit", 7.0, 0, LARGEST, "gates of 0 have no gradient", False),
+        Bound("rope_scaling", 1.0, 1, LARGEST, "1 disables the scaling"),
         Bound("rope_original_tokens", 4096, 1),
     ),
     rules=_rules,

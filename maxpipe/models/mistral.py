@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama whose first version sees a window of tokens."""
+"""Mistral (arXiv:2310.06825): Llama with a sliding window in its first version."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MistralConfig(RopeConfig):
-    """Keys of Mistral models only."""
+    """Keys that only Mistral models use."""
 
     window: int = 0
-    """Tokens that a query sees, itself included. 0: all, as from version 0.2 on."""
+    """Attention window in tokens, including the query. 0 attends to all tokens, as in versions 0.2
+    and later."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, MistralConfig)
     values = {"window": family.same_everywhere(config, own.window)} if own.window else {}
     rope, window = rope_config.rope(config, own), "window" * bool(own.window)
@@ -56,7 +57,7 @@ FAMILY = Family(
     MistralConfig,
     describe,
     bounds=(
-        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama, of whose heads a part may turn."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with optional partial rotary embeddings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phi3Config:
-    """Keys of Phi-3 and Phi-4 models only."""
+    """Keys that only Phi-3 and Phi-4 models use."""
 
     window: int = 0
-    """Tokens that a query sees, itself included. 0: all."""
+    """Attention window in tokens, including the query. 0 attends to all tokens."""
     rope_size: int = 0
-    """Entries of a head that turn, the first ones. Even. 0: all."""
+    """Number of rotated entries of a head, the first ones. Must be even. 0 rotates all entries."""
     rope_short: list[float] = field(default_factory=list, hash=False)  # a list has no hash
-    """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753) in sequences of at most
-    `model.phi3.rope_original_tokens`. Empty: 1."""
+    """Factors of the wavelengths, one per pair, for sequences of at most
+    `model.phi3.rope_original_tokens` (LongRoPE, arXiv:2402.13753). An empty list uses 1."""
     rope_long: list[float] = field(default_factory=list, hash=False)
-    """The same in longer sequences. When text is generated: in more room than that."""
+    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
+    larger cache."""
     rope_scaling: float = 1.0
-    """Longest context of such a model as a multiple of its original one: what turns is made longer
-    by `sqrt(1 + log(rope_scaling) / log(rope_original_tokens))`."""
+    """Ratio of the longest context to the original context. The rotated entries are multiplied by
+    `sqrt(1 + log(rope_scaling) / log(rope_original_tokens))`."""
     rope_original_tokens: int = 4096
-    """Length of the original context. Read when `model.phi3.rope_scaling` is not 1, or there are
-    factors."""
+    """Original context length in tokens. Ignored unless `model.phi3.rope_scaling` is above 1 or
+    factors are set."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, Phi3Config)
     rope = rope_config.longrope(
         config.rope_theta,
@@ -59,9 +60,9 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.rope_size > config.head_size or own.rope_size % 2:
         yield RuleViolation(
             "model.phi3.rope_size",
-            f"must be even and at most model.head_size ({config.head_size}): pairs of a head's "
-            "entries turn.",
-            "Set model.phi3.rope_size=0 to turn all.",
+            f"must be even and at most model.head_size ({config.head_size}), because entries are "
+            "rotated in pairs.",
+            "Set model.phi3.rope_size=0 to rotate all entries.",
         )
         return
     yield from rope_config.factor_rules("model.phi3", own.rope_short, own.rope_long, size)
@@ -69,31 +70,30 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turned:
-    """`partial_rotary_factor`, the share of a head's entries that turn."""
+    """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     inside: bool = False
-    """Whether it stands among rotary parameters: it is read there, and not written."""
+    """Whether the key is one of the rotary parameters. It is then read but not written."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The number of entries."""
+        """Return the number of rotated entries."""
         share = theirs.get("partial_rotary_factor")
         if share is None:
             return {} if self.inside else {"phi3.rope_size": 0}
         return {"phi3.rope_size": 0 if share == 1 else int(ours["head_size"] * share)}
 
     def write(self, ours: Ours) -> Theirs:
-        """The share, of which they make the same number."""
+        """Return the fraction that gives the same number of entries in transformers."""
         if self.inside:
             return {}
         size, all_of_it = ours["phi3.rope_size"], ours["head_size"]
         share = (size or all_of_it) / all_of_it
         if int(all_of_it * share) != (size or all_of_it):
-            rule = f"is no share of {all_of_it} entries that they can say."
+            rule = f"must be a fraction of {all_of_it} entries that transformers can represent."
             raise Unlike("model.phi3.rope_size", size, rule)
         return {"partial_rotary_factor": share}
 
@@ -114,7 +114,7 @@ _LONG = (
     _Turned(inside=True),
 )
 _TYPES = ("longrope", "su", "yarn")
-"""Names that releases have for the one type."""
+"""Names of the same type in different releases."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
@@ -151,9 +151,9 @@ FAMILY = Family(
     Phi3Config,
     describe,
     bounds=(
-        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
-        Bound("rope_size", 0, 0, why="0 turns all"),
-        Bound("rope_scaling", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
+        Bound("rope_size", 0, 0, why="0 rotates all entries"),
+        Bound("rope_scaling", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("rope_original_tokens", 4096, 2),
     ),
     rules=_rules,
