@@ -64,7 +64,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     scores = logits
     if sampling.repetition_penalty != 1.0:
-        assert seen is not None, "a penalty needs the tokens that it is for"
+        assert seen is not None, "a repetition penalty requires the seen tokens"
         scores = apply_repetition_penalty(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0.0:
         tokens = most_likely(scores)
@@ -141,7 +141,8 @@ def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> 
 Tree = Any
 
 _MAX_PREFILL_CHUNK = 512
-"""Maximum number of prompt tokens per prefill chunk. Scores have this times the cache slots."""
+"""Maximum number of prompt tokens per prefill chunk. The scores of a chunk have the shape (this
+number, cache slots) per head."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
 """Segment ids of padding and text."""
@@ -357,7 +358,7 @@ class DecodeEngine:
 
     @cached_property
     def _joined(self) -> Any:
-        """Map (state, tokens, indices, new state, new tokens, row, index) to the first three.
+        """Map (state, tokens, indices, new state, new tokens, row, index) to (state, tokens, indices).
 
         The first sequence of the new state replaces `row`.
         """

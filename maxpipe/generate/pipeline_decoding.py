@@ -95,7 +95,7 @@ class PipelineDecodeEngine:
     seed: int
 
     refills = False
-    """Whether finished sequences can be replaced. They cannot: the ring is filled once per
+    """Whether finished sequences can be replaced. False, because the ring is filled only once per
     batch."""
 
     @property
@@ -276,7 +276,7 @@ class PipelineDecodeEngine:
     def _tokens(
         self, params: Tree, turning: RingState, numbers: Array, is_full: Array
     ) -> RingState:
-        """Run each microbatch through each stage once, from a start that depends on the stage."""
+        """Run each microbatch through each stage once; stages start with different microbatches."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:

@@ -47,7 +47,7 @@ def user_chat(text: str) -> ChatInput:
 def _conversation(line: bytes, where: str) -> ChatInput:
     try:
         found = parse_json(line, dict[str, Any])
-        from maxpipe.data.prompts import chat_of  # numpy: not for every command line
+        from maxpipe.data.prompts import chat_of  # deferred, because it imports numpy
 
         if "messages" not in found and isinstance(found.get("prompt"), str):
             found = {**found, "prompt": [*user_chat(found["prompt"]).messages]}

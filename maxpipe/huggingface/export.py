@@ -352,7 +352,7 @@ def _write_param(
     try:
         array = contents.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
         if array.shape != shape:
-            raise DamagedError(f"array {full_name} has another shape than in the config")
+            raise DamagedError(f"array {full_name} does not have the shape from the config")
         found, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
         def put(region: writer.Region) -> None:

@@ -1,8 +1,9 @@
 """Export of adapters: merged with their base, or alone in PEFT format.
 
-PEFT uses `adapter_config.json` and `adapter_model.safetensors`. Source of the format:
-https://huggingface.co/docs/peft/developer_guides/checkpoint. The base is read from the address of
-training. Matrices with adapters and quantized matrices are merged one layer at a time.
+PEFT uses `adapter_config.json` and `adapter_model.safetensors`. The base is read from its address
+during training. Matrices with adapters and quantized matrices are merged one layer at a time.
+
+Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
 from __future__ import annotations

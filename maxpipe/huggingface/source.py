@@ -42,7 +42,7 @@ WITHOUT_MTP: Mapping[str, Any] = {"heads_ahead": 0, "ahead": "projection"}
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
-"""Maximum number of missing tensors that are listed."""
+"""Maximum number of missing tensors. A mapping with more missing tensors is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Sequence length in tokens, if config.json has none."""
 _VOCAB = "vocab"
@@ -330,8 +330,8 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
 def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> frozenset[str]:
     """Return patterns of multi-token prediction tensors that config.json does not declare.
 
-    A layer counts only if it has tensors of multi-token prediction. Otherwise, a too small number
-    of layers in config.json would not be detected.
+    A layer counts only if it has tensors of multi-token prediction. A wrong number of layers in
+    config.json is therefore still detected.
     """
     first = said.config.num_layers + said.config.heads_ahead
     found = set[str]()

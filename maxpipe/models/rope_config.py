@@ -256,7 +256,7 @@ class _AttentionFactor(_Length):
 
 @dataclass(frozen=True)
 class Turns:
-    """A number of rotations. Our 0 means the value from the paper."""
+    """A number of rotations. 0 in our config means the value from the paper."""
 
     theirs: str
     ours: str

@@ -1,4 +1,4 @@
-"""Description of a model, without jax. All other code derives from it.
+"""Description of a model, from which all other code derives. No jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
 type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
@@ -443,7 +443,7 @@ class Ahead:
 
     @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters of all heads, stacked. Each is initialized as in `one`."""
+        """Return the parameters of all heads, stacked. Each head is initialized as in `one`."""
         stack = (self.num_heads, "ahead")
         return {name: replace(param, dims=(stack, *param.dims)) for name, param in self.one.items()}
 

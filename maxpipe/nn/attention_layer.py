@@ -135,9 +135,9 @@ def rotate(
 def _rotate_by_matmul(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotate with a matmul that sums one entry, which is exact.
+    """Rotate with a matmul that is exact, because each sum has only one nonzero term.
 
-    This holds in bfloat16 at any precision and in float32 at the highest precision.
+    The matmul is exact in bfloat16 at any precision and in float32 at the highest precision.
     """
     half, size = cos.shape[-1], x.shape[-1]
     rest = [(0, 0)] * 3 + [(0, size - 2 * half)]

@@ -369,12 +369,12 @@ class Decoder:
         number: Int[Array, ""],
         key: LayerKey = None,
     ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-        """Apply a layer head. Returns its output for the projection and the next head, losses,
-        statistics.
+        """Apply a layer head, and return its output, losses and statistics.
 
-        `x` is the previous head's output, or the final norm's output for the first head. `embedded`
-        are the embeddings of the tokens ahead, and `number` is the head's zero-based index. The
-        layer's index follows those of the network.
+        The output is the input of the output projection and of the next head. `x` is the previous
+        head's output, or the final norm's output for the first head. `embedded` are the embeddings
+        of the tokens ahead, and `number` is the head's zero-based index. Layer indices of heads
+        continue after those of the network.
         """
         heads = self.model.ends.layers_ahead
         assert heads is not None

@@ -75,7 +75,7 @@ def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
         return (words & (2**bits - 1)).astype(jnp.int32)
-    # `argsort` would mark its result as replicated over devices, because its indices are.
+    # `argsort` would mark its result as replicated, because it sorts replicated indices.
     return lax.sort((keys, mark_varying(numbers.astype(jnp.int32))), num_keys=1, is_stable=True)[1]
 
 

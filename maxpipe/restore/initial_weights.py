@@ -249,7 +249,7 @@ def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
 
 
 def _check_not_adapters(facts: CheckpointMetadata, text: str, loaded: LoadedConfig) -> None:
-    """Check that a checkpoint is not one of adapters.
+    """Check that a checkpoint holds a complete model.
 
     Raises:
         ConfigError: the checkpoint holds only adapters.

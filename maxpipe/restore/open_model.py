@@ -261,10 +261,10 @@ class _SilentNotifier:
     """Notifier without output: the run that trained the adapters already reported on the base."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Ignore the text."""
 
     def warn(self, text: str) -> None:
-        """Nothing."""
+        """Ignore the text."""
 
 
 @contextlib.contextmanager

@@ -192,7 +192,7 @@ def test_other_adapters_are_refused(base: Path, tmp_path: Path) -> None:
             begun(base, tmp_path, "adapter.rank=2", "adapter.alpha=3", *changed, saved=True)
     text = f"checkpoint.restore_from={tmp_path / 'adapted'}"
     weights = (text, "checkpoint.restore=weights", "run.name=next")
-    with pytest.raises(ConfigError, match="holds adapters and no whole model"):
+    with pytest.raises(ConfigError, match="must hold a complete model"):
         begun(base, tmp_path, *weights)
 
 

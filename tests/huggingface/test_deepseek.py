@@ -146,7 +146,7 @@ def test_a_copy_that_differs_is_refused(
     assert "Set num_nextn_predict_layers to 0" in told and not out.exists()
     maker.write(folder, CONFIG | {"num_nextn_predict_layers": 0}, tensors)
     told = said(capsys, "import", folder, "--out", out)
-    assert f"left out, as this model does not use them: {BEHIND}" in told
+    assert f"left out, because this model does not use them: {BEHIND}" in told
 
 
 @pytest.mark.parametrize("count", [0, 1])

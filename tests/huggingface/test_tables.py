@@ -452,11 +452,11 @@ def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path)
     [
         ({"mlp_only_layers": "0"}, "qwen3_moe.dense_layers"),
         ({"mlp_only_layers": [0.5]}, "qwen3_moe.dense_layers"),
-        ({"mlp_only_layers": [-1]}, "counted from 0 to 2"),
+        ({"mlp_only_layers": [-1]}, "from 0 to 2"),
         ({"mlp_only_layers": [0, 1, 2]}, "at least one of"),
         ({"decoder_sparse_step": 0}, "expert_period"),
         ({"decoder_sparse_step": 4}, "at least one of"),
-        ({"num_experts": 2, "num_experts_per_tok": 3}, "different experts"),
+        ({"num_experts": 2, "num_experts_per_tok": 3}, "must be at most"),
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
@@ -487,7 +487,7 @@ def test_layers_with_states_are_named_either_way(
 ) -> None:
     config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
     if size is None:
-        with pytest.raises(ConfigError, match="makes 7 of 8 entries of a head turn"):
+        with pytest.raises(ConfigError, match="even number of 8 entries"):
             said(tmp_path / "x", config)
         return
     found = said(tmp_path / "x", config)
@@ -497,8 +497,11 @@ def test_layers_with_states_are_named_either_way(
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": None, "model_type": "x"}, "architectures"),
     "another architecture": ({"architectures": ["LLamaForCausalLM"]}, "LlamaForCausalLM?"),
-    "two architectures": ({"architectures": ["LlamaForCausalLM"] * 2}, "alone in a list"),
-    "architecture as a list": ({"architectures": [["x"]]}, "alone in a list"),
+    "two architectures": (
+        {"architectures": ["LlamaForCausalLM"] * 2},
+        "must be a list with one of",
+    ),
+    "architecture as a list": ({"architectures": [["x"]]}, "must be a list with one of"),
     "biases": ({"attention_bias": True}, "attention_bias"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -22,7 +22,7 @@ from maxpipe.models.spec import (
 )
 
 AUTO = "auto"
-"""Placeholder of a backend that is not selected yet (`model.choice`). Its memory is that of
+"""Placeholder of a backend that is not selected yet (`model.choice`). Memory estimates use
 `xla`."""
 
 CANNOT: Mapping[str, frozenset[str]] = {

@@ -42,7 +42,7 @@ class Experts(Part):
 
     Without a capacity, `dispatch` selects between computing only the token's experts and computing
     all experts with weight 0 for those that are not selected. With a capacity, each expert accepts
-    a limited number of tokens per sequence and drops the others.
+    a limited number of tokens per sequence and drops further tokens.
     """
 
     d_model: int
@@ -89,8 +89,8 @@ class Experts(Part):
     biased: bool = False
     """Whether the router logits and all projections have biases."""
     received: float | None = None
-    """Capacity of a device in expert tokens, per local token, if experts or tokens are sharded.
-    None: as many as the device computes."""
+    """Capacity of a device in token-expert pairs, per local token, if experts or tokens are
+    sharded. None: the number of pairs that the device computes."""
     shards: int = 1
     """Number of devices over which experts are sharded."""
 
@@ -99,10 +99,10 @@ class Experts(Part):
             "balance",
             "mean",
             "",
-            "Balance loss without its coefficient, mean over layers with experts. 1 when experts "
-            "get equally many tokens of each sequence (or of the tokens that `balance_over` "
-            "selects). The number of experts divided by `top_k` when all tokens select the same "
-            "experts.",
+            "Balance loss without its coefficient, mean over layers with experts. It is 1 if all "
+            "experts get equally many tokens of each sequence, or of the tokens that "
+            "`balance_over` selects. It is the number of experts divided by `top_k` if all tokens "
+            "select the same experts.",
         ),
         "moe/router_z_loss": Summary(
             "router_z",
@@ -135,8 +135,8 @@ class Experts(Part):
             "load",
             "smallest",
             "",
-            "Smallest number of tokens of an expert in any layer, relative to the layer's mean. 0 "
-            "if an expert gets no tokens.",
+            "Smallest number of tokens of an expert in any layer, relative to the layer's mean. It "
+            "is 0 if an expert gets no tokens.",
         ),
     }
 
@@ -178,7 +178,7 @@ class Experts(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return both inputs of the gates for all expert tokens."""
+        """Return both inputs of the gates for all token-expert pairs."""
         hidden = ((math.ceil(self._held), "experts"), *self._hidden)
         found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
@@ -311,7 +311,7 @@ class Experts(Part):
 
     @property
     def _held(self) -> float:
-        """Return the expert tokens in memory, per token."""
+        """Return the number of token-expert pairs in memory, per token."""
         return self.rows if self.received is None else self.received
 
     @property
@@ -374,7 +374,7 @@ class Experts(Part):
 
     @property
     def _weights(self) -> Held:
-        """Return the weights of the expert tokens."""
+        """Return the weights of the token-expert pairs."""
         return Held(narrow=(self._of_rows(1.0, ()),))
 
     @property
@@ -388,14 +388,14 @@ class Experts(Part):
 
     @property
     def _places(self) -> Held:
-        """Return the token-expert pair of each expert token, and the tokens per expert."""
+        """Return the token-expert pair of each row, and the number of rows per expert."""
         if not self.places_tokens:
             return Held()
         counts = (self._each,) if self.grouped else ()
         return Held(wide=(self._of_rows(1.0, ()),), wide_once=counts)
 
     def _of_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
-        """Return the copies and dims of an array with one entry per expert token, per token."""
+        """Return the copies and dims, per token, of an array with one entry per row."""
         if self._held.is_integer():
             return copies, ((int(self._held), "experts"), *dims)
         return copies * self._held / self.num_experts, (*self._each, *dims)

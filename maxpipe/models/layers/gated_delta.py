@@ -181,7 +181,7 @@ class GatedDelta(Part):
 
 
 def _rates(heads: int) -> tuple[float, ...]:
-    """Return log decay rates with evenly spaced rates."""
+    """Return the logarithms of evenly spaced decay rates."""
     return tuple(math.log(_FASTEST * (number + 0.5) / heads) for number in range(heads))
 
 
