@@ -358,9 +358,9 @@ class DecodeEngine:
 
     @cached_property
     def _joined(self) -> Any:
-        """Map (state, tokens, indices, new state, new tokens, row, index) to (state, tokens, indices).
+        """Map (state, tokens, indices, other state, other tokens, row, index) to the first three.
 
-        The first sequence of the new state replaces `row`.
+        In the result, the first sequence of the other state replaces `row`.
         """
 
         def join(

@@ -60,21 +60,22 @@ class ModelConfig:
     matmul: Literal["default", "int8", "fp8"] = "default"
     """Number format of the projections in attention, MLPs and experts. `default` uses
     `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
-    `fp8` uses e4m3, and e5m2 for cotangents. The embedding, the router, the output heads, attention
-    scores, linear attention and projections to latents always use `model.compute_dtype`."""
+    `fp8` uses e4m3, and e5m2 for cotangents. The embedding, the router, the output heads, the
+    score and value matmuls of attention, linear attention and projections to latents always use
+    `model.compute_dtype`."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections that `model.matmul` quantizes: `all`, or only those of MLPs and experts (`mlp`).
     Quantizing the inputs of attention projections takes about as long as the faster matmuls save.
-    Ignored unless `model.matmul` is set."""
+    Ignored if `model.matmul` is `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
     """Granularity of the weight scales. `channel` uses one scale per output channel. `tensor` uses
     one scale per matrix, so forward and backward share the same 8-bit matrix. `block` uses
-    power-of-two scales for blocks of 128 x 128 weights and 128 activations. `block` only simulates
-    the format: it multiplies dequantized values in `model.compute_dtype` and is not faster. Ignored
-    unless `model.matmul` is set."""
+    power-of-two scales for blocks of 128 x 128 weights and of 128 activations along the contracted
+    dim. `block` only simulates the format: it multiplies dequantized values in
+    `model.compute_dtype` and is not faster. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
-    """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, `same`
-    uses the format of `model.matmul`. Ignored unless `model.matmul` is set."""
+    """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
+    `same` uses the format of `model.matmul`. Ignored if `model.matmul` is `default`."""
     param_dtype: Dtype = "float32"
     """Type of stored parameters and of the optimizer state."""
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash

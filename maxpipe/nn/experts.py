@@ -443,7 +443,7 @@ class Experts(SpecModule):
         return jnp.where(local_shard(has_room, 1), places, self.part.num_experts)
 
     def _slots(self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]) -> TokenPermutation:
-        """Assign rows to the capacity of all experts, with separate rows per sequence.
+        """Assign token-expert pairs to the capacity of the experts, separately per sequence.
 
         Padding (segment 0) uses no capacity.
         """
