@@ -183,7 +183,7 @@ def test_a_damaged_array_is_not_exported(base: Path, tmp_path: Path) -> None:
 def test_other_adapters_are_refused(base: Path, tmp_path: Path) -> None:
     made(base, tmp_path)
     for changed, words in (
-        (["adapter.rank=3"], "must be 2, which step 1 was saved with"),
+        (["adapter.rank=3"], "must be 2, the value of step 1"),
         (["adapter.alpha=4"], "must be 3"),
         (["adapter.targets=['*.query']"], "had one"),
         (["adapter.rank=0"], "must be 2"),

@@ -119,7 +119,7 @@ def test_other_families_and_types(
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
     if tensors.pop("mtp.fc.weight", None) is not None:
-        assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
+        assert "left out, because this model does not use them: mtp.fc" in capsys.readouterr().out
     export(
         parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
     )
