@@ -49,7 +49,7 @@ class LazyArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     part: tuple[int, ...]
-    """Shape of an efficient read."""
+    """Shape of one efficient read."""
     read: Callable[[Region], np.ndarray]
 
 

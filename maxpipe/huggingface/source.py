@@ -77,8 +77,9 @@ class HuggingFaceFolder:
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Return the type of each tensor of an export by name; copies only if the folder
-        has them.
+        """Return the type of each tensor of an export by name.
+
+        Duplicate tensors are included only if the folder has them.
         """
         both = map_tensors(describe(self.config), self.described.table)
         found: dict[str, str] = {}

@@ -278,7 +278,7 @@ def adapter_error(folder: Path) -> ConfigError | None:
 
 
 def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
-    """Return the error for a folder without files of weights."""
+    """Return the error for a folder without weight files."""
     if (error := adapter_error(folder)) is not None:
         return error
     names = sorted(each.name for each in folder.iterdir())

@@ -60,7 +60,7 @@ def adaptable(kind: Kind) -> list[Key]:
 
 
 def summed(param: Param) -> int:
-    """Return the number of leading dims that the matmul contracts; 0 if there are other uses."""
+    """Return the number of leading dims that the matmul contracts, or 0 for other uses."""
     return param.summed or param.linear
 
 

@@ -198,7 +198,7 @@ class _LayersAhead:
         return {"heads_ahead": count, "ahead": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number of layers; 0 unless the heads are layers."""
+        """Return the number of layers, which is 0 for projection heads."""
         count = ours["heads_ahead"] if ours["ahead"] == "layer" else 0
         return dict.fromkeys(self.names, count)
 

@@ -173,7 +173,7 @@ class NoWindow:
     """Keys of the sliding windows of some layers, which are not supported."""
 
     first: int | None
-    """Default index of the first layer with a window. None: all layers have a window."""
+    """Default index of the first layer with a window. None means that all layers have a window."""
 
     @property
     def names(self) -> tuple[str, ...]:

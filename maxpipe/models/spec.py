@@ -462,8 +462,8 @@ class LayersAhead(Ahead):
     embedding e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`.
     Each norm has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding
     table and the output projection with the network. The paper does not specify where h is normed.
-    Here h is always the normed input of the output projection: h_0 is the output of the final norm.
-    transformers does the same with the published weights, which have one head. The embedding comes
+    Here h is always the normed input of the output projection, so h_0 is the output of the final
+    norm. The implementation in transformers does the same for the published weights. The embedding comes
     first in the concatenation, as in the published `eh_proj`.
     """
 
@@ -496,7 +496,7 @@ class Ends:
     norm: Part
     """Norm before the output projection. Its parameters are stored as `final_norm`."""
     head: Param | None
-    """Output projection. None: the embedding table is used."""
+    """Output projection. None uses the embedding table."""
     embed_scale: float = 1.0
     """Multiplier of the embedding, rounded to the compute type."""
     logit_scale: float = 1.0

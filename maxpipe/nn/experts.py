@@ -142,7 +142,7 @@ class Routing(NamedTuple):
     places: Int[Array, "B T k"]
     """Experts of each token, best first. Ties are resolved in favor of the lower index."""
     chosen: Float[Array, "B T E"]
-    """1 for selected experts, else 0."""
+    """Selection mask with 1 for selected experts and 0 for others."""
     weights: Float[Array, "B T E"]
     """Weights of the outputs of selected experts; 0 for the others."""
 

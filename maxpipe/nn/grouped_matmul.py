@@ -53,9 +53,7 @@ class GroupedMatmulOptions(NamedTuple):
         return self.low.rounded(rows, (1,), over=self.axes if divided else (), gradient=gradient)
 
     def of_weights(self, weights: Array, dim: int) -> Array:
-        """Quantize weights with their experts at `dim`; the matmul contracts the other of the first
-        two.
-        """
+        """Quantize weights with the expert dim `dim`; the matmul contracts dim `1 - dim`."""
         if self.low is None:
             return weights
         over = () if dim == 1 else self.axes

@@ -37,7 +37,7 @@ def gated_activation(
 ) -> Float[Array, "*rows F"]:
     """Compute `function(gate) * up`, optionally weighted, and materialize it once for all matmuls.
 
-    Without barriers, XLA for TPU fuses the function and its derivative into each matmul of the
+    Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
     barriers are needed: XLA writes the quantized result and computes its scales in the same pass.
     """

@@ -99,7 +99,7 @@ class SpecModule(nnx.Module):
         """Return the name of the per-layer value with the number of visible tokens, including
         itself.
 
-        The cache may then omit older tokens. Empty if it must keep all tokens.
+        The cache may then omit older tokens. The name is empty if the cache must keep all tokens.
         """
         del part
         return ""

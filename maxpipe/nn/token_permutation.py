@@ -69,8 +69,8 @@ def assign_capacity_slots(
 
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     """Return the permutation that sorts keys from 0 to `largest` stably."""
-    # XLA for TPU compiles a sort of one word for key and index in a second, and a stable sort or a
-    # sort of two words in five. A layer has several of these sorts.
+    # XLA for TPU compiles a sort of one word that holds key and index in one second. A stable sort,
+    # or a sort of two words, needs five seconds. A layer has several of these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)

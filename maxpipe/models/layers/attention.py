@@ -74,7 +74,7 @@ class Rope:
     turned: int = 0
     """Number of entries of a head that are rotated, counted from the first. 0 rotates all."""
     stretch: tuple[float, ...] = ()
-    """Additional factor of each pair's wavelength (arXiv:2402.13753). Empty: 1."""
+    """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple uses 1."""
     stretch_beyond: tuple[float, ...] = ()
     """Factors like `stretch`, for sequences longer than `original_tokens`; in decoding, for longer
     caches."""

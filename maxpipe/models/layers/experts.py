@@ -79,18 +79,18 @@ class Experts(Part):
     """Whether tokens pass through all experts or only through those selected. `auto` computes only
     the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
-    """Grouping of the experts. None: a token may be routed to any experts."""
+    """Grouping of the experts. None allows any experts for a token."""
     balance_over: BalanceOver = "sequence"
     """Tokens of one balance loss. `sequence`: each sequence separately. `microbatch`: a device's
     sequences in a microbatch. `devices`: all devices' sequences in a microbatch."""
     balance_rate: float | None = None
     """Step size of the router biases towards equal loads (arXiv:2408.15664). Biases affect the
-    selection of experts but not their weights. None: no biases."""
+    selection of experts but not their weights. None disables the biases."""
     biased: bool = False
     """Whether the router logits and all projections have biases."""
     received: float | None = None
     """Capacity of a device in token-expert pairs, per local token, if experts or tokens are
-    sharded. None: the number of pairs that the device computes."""
+    sharded. None uses the number of pairs that the device computes."""
     shards: int = 1
     """Number of devices over which experts are sharded."""
 
@@ -395,7 +395,7 @@ class Experts(Part):
         return Held(wide=(self._of_rows(1.0, ()),), wide_once=counts)
 
     def _of_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
-        """Return the copies and dims, per token, of an array with one entry per row."""
+        """Return the copies and dims per token of an array with one entry per token-expert pair."""
         if self._held.is_integer():
             return copies, ((int(self._held), "experts"), *dims)
         return copies * self._held / self.num_experts, (*self._each, *dims)

@@ -108,8 +108,8 @@ class GatedDelta(Part):
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk
         needed = 3.0 * dk * dv
-        # Matmuls between the tokens of a chunk: keys and queries once per key head, the solved
-        # values and keys, the mixed values, and the inverse with two matmuls per doubling of its
+        # Matmuls between the tokens of a chunk: keys and queries (once per key head), the solved
+        # values and keys, and the mixed values. The inverse needs two matmuls per doubling of its
         # blocks.
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2

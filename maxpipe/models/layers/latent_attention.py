@@ -29,7 +29,7 @@ class LatentAttention(Part):
     rank: int
     """Size of a token's latent."""
     query_rank: int
-    """Size of the query latent. 0: queries are projected from the input."""
+    """Size of the query latent. 0 projects queries from the input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str

@@ -50,7 +50,7 @@ class Options(NamedTuple):
     This is the maximum that is computed."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block, for computation without loops. The keys of a
-    block also end at `stop`. Empty: blocks are computed in loops."""
+    block also end at `stop`. If the tuple is empty, blocks are computed in loops."""
 
 
 class QueryKeyMask(NamedTuple):
@@ -60,7 +60,7 @@ class QueryKeyMask(NamedTuple):
     key_segments: Int[Array, "B S"]
     places: Int[Array, " T"]
     window: Int[Array, ""] | None
-    """None if no layer has a window."""
+    """Window of this layer, or None if no layer has a window."""
 
 
 def attend(

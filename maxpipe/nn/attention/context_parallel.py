@@ -117,7 +117,7 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
-    """Return the windows of all layers; 0 for no or an unknown window."""
+    """Return the windows of all layers, with 0 for layers without a known window."""
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 

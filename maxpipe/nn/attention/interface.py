@@ -34,14 +34,14 @@ class Mask:
     segments: Int[Array, "B T"]
     """Document of each query. A query sees only keys of the same document."""
     positions: Int[Array, "B T"] | None = None
-    """Position of each query in its document. None: derived from the index in the sequence."""
+    """Position of each query in its document. None uses the index in the sequence."""
     key_segments: Int[Array, "B S"] | None = None
-    """Document of each key. None: the documents of the queries."""
+    """Document of each key. None uses the documents of the queries."""
     key_positions: Int[Array, "B S"] | None = None
-    """Position of each key in its document. None: keys are in sequence order from index 0."""
+    """Position of each key in its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the queries in the sequence of the keys, if the device holds a subset. None: 0 to
-    T - 1."""
+    """Indices of the queries in the sequence of the keys, if the device holds a subset. None uses
+    0 to T - 1."""
     run: int = 0
     """Number of contiguous queries if `places` is set. Must divide T."""
     causal: bool = True
@@ -51,7 +51,7 @@ class Mask:
     windows: tuple[int, ...] = ()
     """Possible values of `window` if it is an array."""
     scale: float | None = None
-    """Multiplier of the scores. None: `H ** -0.5`."""
+    """Multiplier of the scores. None uses `H ** -0.5`."""
     soft_cap: float = 0.0
     """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
