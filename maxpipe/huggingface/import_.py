@@ -46,8 +46,8 @@ WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of a checkpoint's data position."""
 
 _SLAB_BYTES = 1 << 24
-"""Slab size in bytes. Larger memory blocks return to the system after each use, which
-clears them."""
+"""Slab size in bytes. The system would reclaim larger memory blocks after each use, and clear them
+before the next use."""
 
 
 class Origin(TypedDict):

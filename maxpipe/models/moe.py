@@ -34,7 +34,7 @@ class RoutedConfig(MixtureConfig):
     normalised_weights: bool = True
     """Normalize the scores of a token's experts to a sum of 1."""
     num_groups: int = 1
-    """Number of groups of experts, all of one size. With several groups, each token is routed to
+    """Number of groups of experts, all of the same size. With several groups, each token is routed to
     experts of `groups_per_token` groups only."""
     groups_per_token: int = 1
     """Number of groups per token, those with the largest group scores."""
@@ -105,7 +105,8 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     if own.num_experts % own.num_groups:
         yield RuleViolation(
             f"{section}.num_groups",
-            f"must divide {section}.num_experts ({own.num_experts}), because groups have one size.",
+            f"must divide {section}.num_experts ({own.num_experts}), because all groups have the "
+            "same size.",
             f"Set {section}.num_groups=1, or {section}.num_experts="
             f"{-(-own.num_experts // own.num_groups) * own.num_groups}.",
         )

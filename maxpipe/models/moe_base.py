@@ -31,8 +31,8 @@ class MixtureConfig:
     exchange_factor: float = 0.0
     """All-to-all capacity with expert parallelism (`mesh.ici_expert`): token-expert pairs per
     microbatch that a device sends to each other device, as a multiple of an even share. Further
-    pairs are dropped, second choices first. Generation drops none. 0 disables the limit, which
-    needs the most memory: buffers for the worst case."""
+    pairs are dropped, second choices first. Generation drops none. 0 disables the limit; its
+    buffers for the worst case need the most memory."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """Dispatch of tokens to experts without a capacity. `grouped` sorts tokens by expert and
     computes only selected experts, with a kernel on TPUs and in blocks of tokens on other
@@ -44,10 +44,10 @@ class MixtureConfig:
     balance_over: BalanceOver = "sequence"
     """Tokens over which the balance loss computes expert loads. `sequence` uses each sequence
     separately, so the loss is independent of the layout. `microbatch`, as in Switch, uses the
-    sequences of one device in a microbatch; the loss depends on batch size, microbatches, data and
-    fsdp. `devices`, known as global-batch, uses the sequences of all devices in a microbatch; the
-    loss depends on the number of microbatches, and on data and fsdp, which group the sequences. No
-    choice depends on the schedule, stages or tensor."""
+    sequences of one device in a microbatch. That loss depends on batch size, microbatches, data and
+    fsdp. `devices`, known as global-batch, uses the sequences of all devices in a microbatch. That
+    loss depends on the number of microbatches, and on data and fsdp, which select the sequences of
+    a microbatch. The loss never depends on the schedule, stages or tensor."""
     z_weight: float = 0.0
     """Coefficient of the router z-loss, the mean squared log partition function of the router. The
     loss keeps logits small. 0 only records it."""

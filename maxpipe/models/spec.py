@@ -159,7 +159,10 @@ Operation = Matmul | Scores | Products
 
 @dataclass(frozen=True)
 class Held:
-    """Arrays that are in memory at the same time, as copies x dims for each token."""
+    """Arrays that are in memory at the same time.
+
+    An entry is the number of copies per token and the dims of one copy.
+    """
 
     narrow: tuple[tuple[float, Dims], ...] = ()
     """Arrays in the compute type."""
@@ -463,8 +466,8 @@ class LayersAhead(Ahead):
     Each norm has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding
     table and the output projection with the network. The paper does not specify where h is normed.
     Here h is always the normed input of the output projection, so h_0 is the output of the final
-    norm. The implementation in transformers does the same for the published weights. The embedding comes
-    first in the concatenation, as in the published `eh_proj`.
+    norm. The implementation in transformers does the same for the published weights. The embedding
+    comes first in the concatenation, as in the published `eh_proj`.
     """
 
     kind_name: str

@@ -45,8 +45,9 @@ class GroupedMatmulOptions(NamedTuple):
     """Mean fraction of rows in use. Kernels process no other rows."""
 
     def of_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
-        """Quantize rows that are multiplied with weights; `divided` if they are sharded over the
-        axes.
+        """Quantize rows that are multiplied with weights.
+
+        `divided` means that the rows are sharded over the axes.
         """
         if self.low is None:
             return rows

@@ -143,7 +143,7 @@ NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fr
 
 
 class Notifier(Protocol):
-    """Interface for messages of a start, implemented by a run's console."""
+    """Interface for messages at the start of a run, implemented by its console."""
 
     def note(self, text: str) -> None: ...
 

@@ -234,8 +234,8 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
 
-        Head norms add their arrays. A sink adds its probability and the cotangent of that, or its
-        gradient.
+        Head norms add their arrays. A sink adds its probability and the probability's cotangent, or
+        only its gradient.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
