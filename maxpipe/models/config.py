@@ -38,7 +38,7 @@ class ModelConfig:
     target. The heads share the output projection and are used in training only."""
     ahead: Literal["projection", "layer"] = "projection"
     """Architecture of each multi-token prediction head. `projection` adds one square matrix.
-    `layer` adds one transformer layer of the last layer's type, as in DeepSeek-V3; its input is a
+    `layer` adds one transformer layer of the last layer's type, as in DeepSeek-V3. Its input is a
     projection of the previous head's output and the next token's embedding. Ignored unless
     `model.heads_ahead` is set."""
     ahead_loss_weight: float = 0.3

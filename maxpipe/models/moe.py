@@ -34,8 +34,8 @@ class RoutedConfig(MixtureConfig):
     normalised_weights: bool = True
     """Normalize the scores of a token's experts to a sum of 1."""
     num_groups: int = 1
-    """Number of groups of experts, all of the same size. With several groups, each token is routed to
-    experts of `groups_per_token` groups only."""
+    """Number of groups of experts, all of the same size. With several groups, each token is routed
+    to experts of `groups_per_token` groups only."""
     groups_per_token: int = 1
     """Number of groups per token, those with the largest group scores."""
     group_scores: Literal["max", "top2"] = "max"
