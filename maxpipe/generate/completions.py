@@ -1,6 +1,6 @@
-"""Prompts in, text out: rows side by side, each until it ends.
+"""Completion of prompts: batched sequences, each generated until its end.
 
-Text of tokens as they come: whole characters only, and up to the first stop string. No jax.
+The module also detokenizes incrementally, up to the first stop string, and does not import jax.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from maxpipe.errors import ConfigError, DivergenceError
 from maxpipe.generate.decoding import DecodeShape, Refill, RefillPrompt, padded_length
 
 _REPLACEMENT_CHARACTER = "\ufffd"
-"""What a tokenizer makes of bytes that are no character, or not yet."""
+"""Character that a tokenizer returns for invalid or incomplete UTF-8."""
 _MAX_PENDING_BYTES = 3
-"""Bytes that an incomplete character of UTF-8 has at most."""
+"""Maximum number of bytes of an incomplete UTF-8 character."""
 
 
 class IncrementalDetokenizer:
-    """Text of a row of tokens, without characters that later tokens may complete.
+    """Incremental text of a token sequence, without characters that later tokens may complete.
 
-    Text is the difference of two decodings, with and without the newest tokens, as in
-    text-generation-inference. What both begin with is needed, as some tokenizers drop the space in
-    front of a text's first token; it begins where a character does.
+    The text is the difference between two decodings, with and without the newest tokens, as in
+    text-generation-inference. Both decodings start at the same character boundary, because some
+    tokenizers drop the leading space of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt)
         self._num_decoded = len(self._ids)
-        """Number of tokens whose text has been given in full."""
+        """Number of tokens whose text has been returned in full."""
         self._num_emitted = 0
-        """Characters that have been given of the tokens behind those."""
+        """Number of characters that have been returned of the later tokens."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now."""
+        """Append a token and return the newly completed text."""
         self._ids.append(token)
         text, is_whole = self._pending_text()
         if not is_whole:
@@ -57,13 +57,15 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """What still waits when no token follows; incomplete characters are U+FFFD."""
+        """Return the remaining text at the end, with U+FFFD for incomplete characters."""
         return self._pending_text()[0][self._num_emitted :]
 
     def _pending_text(self) -> tuple[str, bool]:
-        """Text of the tokens that are not known in full, and whether the known text stays.
+        """Return the text of the tokens after the known ones, and whether the known text is
+        unchanged.
 
-        Some decoders give up all characters of a row of bytes while its last one is incomplete.
+        Some decoders replace all characters of a byte sequence while its last character is
+        incomplete.
         """
         before = self._tokenizer.decode(self._ids[: self._num_decoded])
         whole = self._tokenizer.decode(self._ids)
@@ -71,16 +73,16 @@ class IncrementalDetokenizer:
 
 
 class StopStringMatcher:
-    """Text up to the first stop string, without what may become one."""
+    """Text up to the first stop string, without characters that may start one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
-        """Whether a stop string came: the text ends in front of it."""
+        """Whether a stop string was found. The text ends before the stop string."""
 
     def add(self, text: str) -> str:
-        """The text that is certain now."""
+        """Append text and return the part that cannot belong to a stop string."""
         self._pending += text
         starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if starts:
@@ -93,19 +95,19 @@ class StopStringMatcher:
         return certain
 
     def flush(self) -> str:
-        """What waited, when no text follows."""
-        waited, self._pending = self._pending, ""
+        """Return the text held back as a possible stop string, at the end."""
+        waited, self._waiting = self._pending, ""
         return waited
 
 
 def _stop_prefix_length(text: str, stop: str) -> int:
-    """Characters at the end of the text with which the stop string may begin."""
+    """Return the length of the longest suffix of the text that is a prefix of the stop string."""
     most = min(len(stop) - 1, len(text))
     return next((size for size in range(most, 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class CompletionText:
-    """The text of one row: `add` for each token, `end` when it is over."""
+    """Text of one completion: call `add` for each token and `end` after the last."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
         self._characters, self._stops = (
@@ -116,20 +118,20 @@ class CompletionText:
 
     @property
     def text(self) -> str:
-        """All that is certain so far."""
+        """Return the text so far."""
         return "".join(self._parts)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came."""
+        """Return whether a stop string was found."""
         return self._stops.matched
 
     def add(self, token: int) -> str:
-        """The text that is certain by this token."""
+        """Append a token and return the new text."""
         return self._append(self._stops.add(self._characters.add(token)))
 
     def end(self) -> str:
-        """What waited for tokens that do not come."""
+        """Return the remaining text after the last token."""
         if self.stopped:
             return ""
         last = self._stops.add(self._characters.flush())
@@ -141,63 +143,63 @@ class CompletionText:
 
 
 FinishReason = Literal["end", "stop", "length", "room", "interrupted"]
-"""Why a row is over: the end token, a stop string, `--max-tokens`, the tokens that the model was
-trained to see, Ctrl-C."""
+"""Reason for the end of a completion: end token, stop string, `--max-tokens`, the sequence length
+of the model, or Ctrl-C."""
 
 
 class Prompt(NamedTuple):
-    """A text to go on with."""
+    """A prompt to complete."""
 
     number: int
-    """Among all prompts, from 0."""
+    """Index among all prompts, zero-based."""
     text: str
     ids: list[int]
-    """With the begin token."""
+    """Token ids, including BOS."""
 
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """How far rows go."""
+    """Limits of generation."""
 
     max_tokens: int
     max_length: int
-    """Tokens of a row, its prompt included."""
+    """Maximum number of tokens of a sequence, including the prompt."""
     stops: tuple[str, ...] = ()
     batch_size: int = 16
     longest_prompt: int = 0
-    """Tokens of the longest prompt there may be: other prompts take the same compiled program."""
+    """Number of tokens of the longest expected prompt. All prompts share one compiled program."""
     stop_ids: frozenset[int] = frozenset()
-    """Control tokens that stop a text as `stops` do."""
+    """Control tokens that end a completion like `stops`."""
 
 
 @dataclass
 class Completion:
-    """What a prompt became. Tokens have the end token; the text has no stop string."""
+    """Completion of a prompt. `tokens` includes the end token; `text` excludes the stop string."""
 
     prompt: Prompt
     streamed_text: CompletionText
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """In nats, of each token."""
+    """Log-probability of each token, in nats."""
     finish_reason: FinishReason | None = None
 
     @property
     def text(self) -> str:
-        """What is certain so far."""
+        """Return the text so far."""
         return self.streamed_text.text
 
 
 class DecodeEngineProtocol(Protocol):
-    """What extends rows: `Decoding`, or with stages `StagedDecoding`."""
+    """Interface of the decode engines, `DecodeEngine` and `PipelineDecodeEngine`."""
 
     @property
     def batch_multiple(self) -> int:
-        """What the number of rows is a multiple of."""
+        """Return the number that must divide the batch size."""
         ...
 
     @property
     def supports_refill(self) -> bool:
-        """Whether rows that are over can be replaced."""
+        """Return whether finished sequences can be replaced."""
         ...
 
     def run(
@@ -208,17 +210,17 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Tokens and log-probabilities `[B]` that follow, one of each row at a time."""
+        """Yield the next tokens and log-probabilities `[B]`, one per sequence at a time."""
         ...
 
 
 def parse_stops(
     texts: Sequence[str], tokenizer: Tokenizer, where: str
 ) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Stop strings, and ids of those that are control tokens.
+    """Separate stop strings that are text from the ids of stop strings that are control tokens.
 
     Raises:
-        ConfigError: one has a control token among other text, which no text has.
+        ConfigError: a stop string contains a control token and other text, so it never matches.
     """
     ids, special = set(), tokenizer.special_tokens
     for text in texts:
@@ -228,8 +230,9 @@ def parse_stops(
             raise ConfigError.one(
                 where,
                 repr(text),
-                f"never matches: {inside} is a control token, and text has none.",
-                f"Give {where.rpartition(' ')[2]} {inside!r} alone.",
+                f"must not contain the control token {inside} next to other text, because text "
+                "never contains control tokens.",
+                f"Set {where.rpartition(' ')[2]} {inside!r} as a separate stop string.",
             )
     return tuple(text for text in texts if text not in special), frozenset(ids)
 
@@ -237,10 +240,10 @@ def parse_stops(
 def encode_prompts(
     texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0
 ) -> list[Prompt]:
-    """The prompts' tokens, with those of the tokenizer's framing around them.
+    """Tokenize the prompts, with the control tokens that the tokenizer adds.
 
     Raises:
-        ConfigError: a prompt leaves no room for a token, or is not text.
+        ConfigError: a prompt leaves no room for a token, or is not valid text.
     """
     found = []
     for number, text in enumerate(texts, first):
@@ -250,9 +253,12 @@ def encode_prompts(
 
 
 def _check_text(number: int, text: str) -> None:
-    """Raises ConfigError for half of a surrogate pair, of which each tokenizer says another thing.
+    """Check that a prompt has no unpaired surrogates, which tokenizers handle differently.
 
-    Bytes of the command line that are not UTF-8 are such, and escapes in JSON may be.
+    They occur in command-line arguments that are not UTF-8 and in JSON escapes.
+
+    Raises:
+        ConfigError: the text has an unpaired surrogate.
     """
     try:
         text.encode()
@@ -261,7 +267,7 @@ def _check_text(number: int, text: str) -> None:
             f"prompt {number + 1}",
             ascii(text[:40]),
             "must be UTF-8.",
-            "Convert it, with `iconv -t UTF-8` perhaps.",
+            "Convert it to UTF-8, for example with `iconv -t UTF-8`.",
         ) from error
 
 
@@ -273,21 +279,21 @@ def encode_chats(
     where: str = "command line: --chat",
     chat: ChatTemplate | None = None,
 ) -> list[Prompt]:
-    """The conversations as a template, by default that of the model's folder, writes them, and
-    their tokens.
+    """Format conversations with a chat template and tokenize them.
 
-    The text of such a prompt is that of the last message. `where` names what asks for a template.
+    The default template is that of the model folder. `Prompt.text` is the last message. `where`
+    names the option in errors.
 
     Raises:
-        ConfigError: there is no template, or it refuses the messages; as `encoded` does.
+        ConfigError: there is no template, it rejects the messages, or a prompt is invalid.
     """
     if (chat := chat or tokenizer.chat) is None:
         raise ConfigError.one(
             where,
             None,
-            "needs the chat template of a model's folder, and the tokenizer has none.",
-            f"Leave {where.rpartition(' ')[2]} out, or name the folder: tokenizer.kind=auto "
-            "tokenizer.path=FOLDER.",
+            "requires a chat template, but the tokenizer has none.",
+            f"Omit {where.rpartition(' ')[2]}, or set tokenizer.kind=auto and "
+            "tokenizer.path=FOLDER to a model folder with a chat template.",
         )
     for number, conversation in enumerate(conversations, first):
         for each in conversation.messages:
@@ -300,8 +306,8 @@ def encode_chats(
             raise ConfigError.one(
                 chat.path,
                 None,
-                f"must make a text of messages, and makes none of prompt {number + 1}.",
-                f"Correct the template, or leave {where.rpartition(' ')[2]} out.",
+                f"must return a text, but returns none for prompt {number + 1}.",
+                f"Correct the template, or omit {where.rpartition(' ')[2]}.",
             )
         found.append(_check_length(Prompt(number, said, ids), room))
     return found
@@ -313,9 +319,9 @@ def _check_length(prompt: Prompt, room: int) -> Prompt:
         raise ConfigError.one(
             f"prompt {prompt.number + 1}",
             repr(text[:40]) + ("..." if len(text) > 40 else ""),
-            f"has {size} tokens, control tokens included, and must leave room for one more: "
-            f"the model was trained on {room} (train.sequence_length).",
-            f"Shorten it, or set train.sequence_length={2 * size} to go beyond that.",
+            f"has {size} tokens including control tokens, but must have fewer than the sequence "
+            f"length of the model, {room} (train.sequence_length).",
+            f"Shorten the prompt, or set train.sequence_length={2 * size} to exceed that length.",
         )
     return prompt
 
@@ -331,16 +337,16 @@ def complete(
     stream: Callable[[str], object] = lambda text: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Completes the prompts, as many side by side as a batch has rows.
+    """Complete the prompts in batches.
 
-    Where a row is over the next prompt takes its place, or with stages the next batch begins when
-    all are. `write` is called with each completion, in the order of the prompts, as soon as it and
-    those before it are over; `stream` with new text of any row. At an interrupt, or when `stops`
-    says so, rows under way are written as they are.
+    The next prompt replaces a finished sequence. With pipeline stages, the next batch starts when
+    all sequences have finished. `write` receives the completions in the order of the prompts, each
+    as soon as it and its predecessors have finished. `stream` receives new text of any sequence. If
+    `stops` returns true or an interrupt occurs, unfinished completions are written.
 
     Raises:
-        NumbersError: the model gives numbers that are not finite.
-        KeyboardInterrupt: after the rows under way were written.
+        DivergenceError: the model returns values that are not finite.
+        KeyboardInterrupt: after the unfinished completions have been written.
     """
     size = batch_shape(prompts, limits, decoding.batch_multiple)
     every = [
@@ -365,7 +371,7 @@ def complete(
 
 
 def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
-    """The size of all batches."""
+    """Return the shape of all batches."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.max_length)
@@ -381,9 +387,9 @@ def _steps(
     size: DecodeShape,
     stream: Callable[[str], object],
 ) -> Generator[None]:
-    """Extends the rows of a batch by a token at a time, until all are over.
+    """Extend the sequences of a batch by one token per step until all have finished.
 
-    Rows are taken from those that wait.
+    The sequences come from the front of `waiting`.
     """
     batch = [waiting.popleft() for _ in range(min(size.batch_size, len(waiting)))]
     new: list[RefillPrompt] = []
@@ -423,12 +429,12 @@ def _append_token(
         raise DivergenceError(
             f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
             f"log-probability {logprob}\n"
-            "  the model's parameters give numbers that are not finite.\n"
-            "  Take an earlier step, or set model.compute_dtype=float32."
+            "  the model returns values that are not finite.\n"
+            "  Use an earlier step, or set model.compute_dtype=float32."
         )
     row.tokens.append(token)
     row.logprobs.append(logprob)
-    if token not in tokenizer.end_ids:  # which need not be a control token
+    if token not in tokenizer.end_ids:  # not necessarily a control token
         stream(row.streamed_text.add(token))
 
 

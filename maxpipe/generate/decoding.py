@@ -1,10 +1,9 @@
-"""Rows of tokens that go on: prompts in pieces of one size, then one token of each row at a time.
+"""Decoding: prefill of prompts in chunks of one size, then one token per sequence and step.
 
-Prompts are padded on the left, so that all rows end in one place of the cache and each is extended
-there. Padding is a segment of its own, which no token sees. One function computes pieces and single
-tokens alike; it is compiled once for each of the two sizes.
-
-The choice of a token from its logits: pure functions, each row by its own key.
+Prompts are padded on the left, so that all sequences end at the same cache slot. Padding is a
+separate segment that no token sees. The same function computes prefill chunks and single tokens; it
+is compiled once for each of the two sizes. Sampling is a pure function with one random key per
+sequence.
 """
 
 from __future__ import annotations
@@ -29,29 +28,30 @@ from maxpipe.parallel.sharding import BATCH_SPEC
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The steps follow each other in the order of these fields."""
+    """Sampling parameters. The steps are applied in the order of the fields."""
 
     repetition_penalty: float = 1.0
-    """Logits of tokens that the row already has are divided by it if they are positive, and
-    multiplied if not (arXiv:1909.05858). 1: as they are."""
+    """Penalty of tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
+    divided by it and negative ones are multiplied by it. 1 disables the penalty."""
     temperature: float = 1.0
-    """Logits are divided by it. 0: the most likely token, the first of equals."""
+    """Divisor of the logits. 0 selects the most likely token; ties go to the lowest id."""
     top_k: int = 0
-    """Only this many of the most likely tokens, and those as likely as the last. 0: all."""
+    """Number of most likely tokens to sample from, plus ties with the last one. 0 disables the
+    limit."""
     top_p: float = 1.0
-    """Only the most likely tokens that are together as likely as this (arXiv:1904.09751), and those
-    as likely as the last. 1: all."""
+    """Cumulative probability of the most likely tokens to sample from, plus ties with the last one
+    (arXiv:1904.09751). 1 disables the limit."""
     min_p: float = 0.0
-    """Only tokens at least this times as likely as the most likely one (arXiv:2407.01082)."""
+    """Minimum probability relative to the most likely token (arXiv:2407.01082)."""
 
 
 class SampleOutput(NamedTuple):
-    """A token of each row."""
+    """Sampled token of each sequence."""
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
-    """Log-probability in nats that the model gives the token: before penalty, temperature and the
-    rest. Not a number where the row's logits are not."""
+    """Log-probability in nats that the model assigns to the token, without penalty, temperature or
+    filters. NaN if the logits are NaN."""
 
 
 def sample(
@@ -60,11 +60,11 @@ def sample(
     keys: Key[Array, " B"],
     sampling: Sampling,
 ) -> SampleOutput:
-    """A token of each row, which depends on the row's logits, seen tokens and key alone."""
+    """Sample a token of each sequence, as a function of its logits, seen tokens and key only."""
     logits = logits.astype(jnp.float32)
     scores = logits
     if sampling.repetition_penalty != 1.0:
-        assert seen is not None, "a penalty needs the tokens that it is for"
+        assert seen is not None, "a repetition penalty requires the seen tokens"
         scores = apply_repetition_penalty(scores, seen, sampling.repetition_penalty)
     if sampling.temperature == 0.0:
         tokens = most_likely(scores)
@@ -76,10 +76,10 @@ def sample(
 
 
 def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The first of the highest scores; the last token where scores are not numbers.
+    """Return the first index of the maximum, or the last index if scores are NaN.
 
-    Two reductions of one number each: on CPU `argmax`, which reduces pairs, takes five times as
-    long.
+    Two reductions of single numbers are five times faster on CPU than `argmax`, which reduces
+    pairs.
     """
     last = scores.shape[-1] - 1
     is_best = scores == scores.max(axis=-1, keepdims=True)
@@ -87,9 +87,10 @@ def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
-    """Scores divided by the temperature, counted from the highest, which is 0.
+    """Divide scores by the temperature, relative to the highest score, which becomes 0.
 
-    So a tiny temperature, which may be 0 in float32, leaves the highest, and none overflows.
+    A temperature that underflows to 0 in float32 therefore keeps the highest score, without
+    overflow.
     """
     below = scores - scores.max(axis=-1, keepdims=True)
     return jnp.where(below == 0, 0.0, below / temperature)
@@ -98,14 +99,15 @@ def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[
 def apply_repetition_penalty(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float[Array, "B V"]:
-    """Logits with those of seen tokens made less likely by a penalty above 1."""
+    """Make seen tokens less likely if the penalty is above 1."""
     less = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, less, logits)
 
 
 def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Scores with `-inf` for tokens that top-k, top-p or min-p exclude; each looks at what the
-    one before has left. The most likely token always stays.
+    """Set the scores of tokens that top-k, top-p or min-p exclude to `-inf`.
+
+    Each filter is applied to the result of the previous one. The most likely token is always kept.
     """
     least = jnp.full(scores.shape[:-1], -jnp.inf)
     count = scores.shape[-1]
@@ -118,7 +120,7 @@ def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
             shares = jax.nn.softmax(ordered, axis=-1)
             before = jnp.cumsum(shares, axis=-1) - shares
             kept = jnp.where(before < sampling.top_p, ordered, jnp.inf)
-            # The first is kept even if `top_p` is smaller than what rounding leaves of it.
+            # The first token is kept even if `top_p` is below the rounding error.
             least = jnp.maximum(least, jnp.minimum(kept.min(axis=-1), ordered[:, 0]))
     if sampling.min_p > 0.0:
         best = scores.max(axis=-1)
@@ -127,7 +129,7 @@ def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
 
 
 def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key of each row for the token at its position: no batch or mesh changes it."""
+    """Return the key of each sequence for the token at its position, for any batch or mesh."""
     base = jax.random.key(seed)
 
     def key(row: Array, position: Array) -> Array:
@@ -139,22 +141,23 @@ def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> 
 Tree = Any
 
 _MAX_PREFILL_CHUNK = 512
-"""Tokens of a prompt that are computed at once: scores are this times the cache's room."""
+"""Maximum number of prompt tokens per prefill chunk. The scores of a chunk have the shape (this
+number, cache slots) per head."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
-"""Segments."""
+"""Segment ids of padding and text."""
 
 
 class DecodeState(NamedTuple):
-    """What the next token needs of all before it."""
+    """State of a batch between two tokens."""
 
     caches: Tree
     seen_tokens: Bool[Array, "B V"] | None
-    """Tokens of each row, where a repetition penalty asks for them."""
+    """Tokens of each sequence, if a repetition penalty needs them."""
 
 
 class SampledTokens(NamedTuple):
-    """The newest token of each row; with stages, of the rows of each microbatch."""
+    """Newest token of each sequence; with stages, `[microbatches, sequences]`."""
 
     tokens: Int[Array, "*rows"]
     logprobs: Float[Array, "*rows"]
@@ -162,7 +165,7 @@ class SampledTokens(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Prompts side by side, int32 `[B, T]`."""
+    """A batch of prompts, int32 `[B, T]`."""
 
     tokens: Any
     segment_ids: Any
@@ -170,22 +173,22 @@ class TokenBatch(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """Sizes that a batch is compiled for."""
+    """Sizes for which a batch is compiled."""
 
     batch_size: int
     prompt_length: int
-    """Tokens of the longest prompt, with padding."""
+    """Number of tokens of the longest prompt, including padding."""
     max_new_tokens: int
-    """Tokens that may follow."""
+    """Maximum number of generated tokens."""
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens of prompts that are computed at once."""
+        """Return the number of prompt tokens per prefill chunk."""
         return min(self.prompt_length, _MAX_PREFILL_CHUNK)
 
 
 class RefillPrompt(NamedTuple):
-    """A prompt that takes the place of a row that is over."""
+    """A prompt that replaces a finished sequence."""
 
     row: int
     prompt: Sequence[int]
@@ -196,14 +199,14 @@ Refill = Callable[[], Sequence[RefillPrompt]]
 
 
 def padded_length(longest: int) -> int:
-    """The size of prompts for a longest one: a power of two, or a multiple of the largest piece."""
+    """Return the padded prompt length: a power of two, or a multiple of the largest chunk."""
     if longest > _MAX_PREFILL_CHUNK:
         return -(-longest // _MAX_PREFILL_CHUNK) * _MAX_PREFILL_CHUNK
     return max(_MIN_PREFILL_CHUNK, 1 << (longest - 1).bit_length())
 
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
-    """The prompts at the right end of their rows; rows without a prompt are padding."""
+    """Pad prompts on the left; sequences without a prompt contain only padding."""
     found = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
@@ -214,18 +217,18 @@ def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBa
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
-    """The array, which every process has, on the devices."""
+    """Place an array that every process has on the devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
-    """Shapes with the shardings that arrays of them have."""
+    """Return shapes with the shardings of their arrays."""
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """A model's rows on a mesh without stages: rows over the batch axes, heads over tensor."""
+    """Decode engine on a mesh without stages: sequences over the batch axes, heads over tensor."""
 
     decoder: Decoder
     mesh: Mesh
@@ -233,11 +236,11 @@ class DecodeEngine:
     seed: int
 
     supports_refill = True
-    """Whether rows that are over can be replaced."""
+    """Whether finished sequences can be replaced."""
 
     @property
     def batch_multiple(self) -> int:
-        """What the number of rows is a multiple of."""
+        """Return the number that must divide the batch size."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
@@ -248,15 +251,16 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Tokens and log-probabilities `[B]` that follow, one of each row at a time.
+        """Yield the next tokens and log-probabilities `[B]`, one per sequence at a time.
 
         Args:
-            params: in network order, as `Decoder.by_layer` has them.
-            prompts: ids of each row, at least one.
-            numbers: of the rows: with the seed and a token's position they are its randomness.
-            size: of the batch, which has at least as many rows and tokens.
-            refill: asked after each token for rows whose place another prompt takes; the next
-                token of such a row is the first one behind its prompt. With it there is no end.
+            params: parameters in network order, as returned by `Decoder.by_layer`.
+            prompts: token ids of each sequence, at least one.
+            numbers: index of each sequence. Sampling keys derive from seed, index and position.
+            size: shape of the batch, with at least as many sequences and tokens.
+            refill: called after each token; returns prompts that replace finished sequences. The
+                next token of such a sequence follows its prompt. With `refill`, the generator
+                never ends.
         """
         with jax.set_mesh(self.mesh):
             given = np.zeros(size.batch_size, np.int32)
@@ -267,7 +271,7 @@ class DecodeEngine:
             left = size.max_new_tokens
             while left:
                 before, left = drawn, left - (refill is None)
-                if left:  # the next token is under way while this one is read
+                if left:  # the next token is computed while this one is read
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._decode_program(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
@@ -275,7 +279,7 @@ class DecodeEngine:
                     with jax.set_mesh(self.mesh):
                         kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
-            jax.block_until_ready(drawn)  # Python may end next
+            jax.block_until_ready(drawn)  # devices must be idle if Python exits next
 
     def _prefill(
         self,
@@ -285,7 +289,7 @@ class DecodeEngine:
         prompts: Sequence[Sequence[int]],
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens]:
-        """What is kept with the prompts, and the tokens behind them."""
+        """Return the state with the prompts and the tokens that follow them."""
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
@@ -304,9 +308,9 @@ class DecodeEngine:
         new: RefillPrompt,
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
-        """With another prompt in a row.
+        """Replace a sequence by another prompt.
 
-        It is computed in caches of its own, which end at the same place.
+        The prompt is computed in separate caches that end at the same slot.
         """
         width, rows = padded_length(len(new.prompt)), self.batch_multiple
         beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))
@@ -320,21 +324,21 @@ class DecodeEngine:
     def _place(self, rows: np.ndarray) -> Array:
         return place_replicated(rows, NamedSharding(self.mesh, BATCH_SPEC))
 
-    # The programs.
+    # Compiled programs.
 
     @cached_property
     def _decode_program(self) -> Any:
-        """(parameters, kept, row numbers, drawn) -> (kept, drawn), by one token."""
+        """Map (parameters, state, sequence indices, tokens) to (state, tokens) after one token."""
         return jax.jit(self._decode_token, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """(parameters, kept, row numbers, piece) -> (kept, drawn behind the piece)."""
+        """Map (parameters, state, sequence indices, chunk) to (state, next tokens)."""
         return jax.jit(self._extend_and_sample, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _init_program(self) -> Any:
-        """(size) -> room for the batch, on the mesh."""
+        """Map (size) to the empty state of a batch on the mesh."""
         return jax.jit(self._init_state, static_argnums=0, out_shardings=self._shardings[0])
 
     def _init_state(self, size: DecodeShape) -> DecodeState:
@@ -346,7 +350,7 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """(size, kept, tokens) -> room for rows that end where `kept` does, after these."""
+        """Map (size, state, tokens) to an empty state that ends at the same slot after `tokens`."""
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
             mine = self._init_state(size)
@@ -360,8 +364,9 @@ class DecodeEngine:
 
     @cached_property
     def _insert_program(self) -> Any:
-        """(kept, drawn, row numbers, another's kept and drawn, row, its number) -> the first
-        three, with the other's first row there.
+        """Map (state, tokens, indices, other state, other tokens, row, index) to the first three.
+
+        In the result, the first sequence of the other state replaces `row`.
         """
 
         def join(
@@ -384,7 +389,7 @@ class DecodeEngine:
 
     @cached_property
     def _shardings(self) -> Any:
-        """Of what is kept, and of what is drawn."""
+        """Return the shardings of state and tokens."""
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
             return NamedSharding(self.mesh, self.decoder.rules.spec(axes, "the cache"))
@@ -392,7 +397,7 @@ class DecodeEngine:
         axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all of it
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all values
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )
@@ -402,7 +407,7 @@ class DecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """The program of a token for devices that need not be there; parameters are abstract."""
+        """Lower the program of one token for absent devices; parameters are abstract."""
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
         given = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
@@ -423,7 +428,7 @@ class DecodeEngine:
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], piece: Any
     ) -> tuple[DecodeState, SampledTokens]:
         logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
-        # Whole rows of the vocabulary: what is drawn does not depend on how it is split.
+        # The vocabulary is replicated, so that sampling is independent of its sharding.
         logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
         seen = kept.seen_tokens
         if seen is not None:
@@ -436,5 +441,5 @@ class DecodeEngine:
 
 
 def is_axes(node: object) -> bool:
-    """Whether it is the logical axes of one array."""
+    """Return whether the node holds the logical axes of one array."""
     return type(node) is tuple

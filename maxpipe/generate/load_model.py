@@ -1,7 +1,7 @@
-"""Models to generate with: their tokenizer at once, and their parameters on a mesh when asked for.
+"""Models for generation: tokenizers are opened immediately, parameters are loaded on request.
 
-`open_model` opens that of a checkpoint or of a Hugging Face folder. Whatever else is an `Opened`
-can be generated with.
+`open_model` opens a checkpoint or a Hugging Face folder. Other implementations of `LazyModel` work
+as well.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ MessageCallback = Callable[[str], None]
 
 _USED_SECTIONS = ("run", "model", "adapter", "tokenizer", "runtime")
 _DIVISIBLE_BATCH_SIZE = 16 * math.lcm(*range(1, 17))
-"""A batch that the rules of training allow on every mesh: generation has rows of its own."""
+"""Batch size that satisfies the training rules on every mesh. Generation ignores it."""
 
 
 class LoadedModel(NamedTuple):
-    """A model that is ready."""
+    """A model with parameters on the mesh."""
 
     decoder: Decoder
     params: Any
-    """In network order, layers stacked by kind, on the mesh."""
+    """Parameters in network order, stacked by layer type, on the mesh."""
     mesh: Mesh
 
 
 class LazyModel(Protocol):
-    """A model before its parameters are read: mistakes in prompts are found first."""
+    """A model whose parameters are not loaded yet, so that invalid prompts fail early."""
 
     @property
     def name(self) -> str: ...
@@ -69,33 +69,33 @@ class LazyModel(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Tokens of a row that the model was trained on."""
+        """Return the sequence length of the model's training, in tokens."""
         ...
 
     @property
     def template_settings(self) -> Mapping[str, Any]:
-        """Values of `data.chat_template_kwargs` of the model's config."""
+        """Return the values of `data.chat_template_kwargs` in the model's config."""
         ...
 
     def load(self, say: MessageCallback) -> LoadedModel:
-        """Starts the devices and reads the parameters; `say` is called with progress messages."""
+        """Start the devices and load the parameters; `say` receives progress messages."""
         ...
 
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """The same, to generate with: the parameters are as the decoding takes them."""
+        """Start the devices and load the parameters in the layout of the returned decode engine."""
         ...
 
 
 def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
-    """A checkpoint or a Hugging Face folder, for its parameters alone.
+    """Open a checkpoint or a Hugging Face folder for inference.
 
-    `inputs` are files and overrides that change its own config: `mesh` for the devices,
-    `train.sequence_length` for the room, which is the folder's `max_position_embeddings`.
+    `inputs` are config files and overrides that change its config: `mesh` selects the devices, and
+    `train.sequence_length` overrides the folder's `max_position_embeddings`.
 
     Raises:
-        ConfigError: there is no such model, or the inputs do not fit it or its tokenizer.
+        ConfigError: the model does not exist, or the inputs or its tokenizer do not match.
         StorageError: the checkpoint is damaged.
     """
     chosen = open_address_or_folder(named, inputs, _generation_config)
@@ -106,13 +106,13 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
 
 @dataclass(frozen=True)
 class _Model:
-    """One with a config."""
+    """A model with a config."""
 
     name: str
     loaded: LoadedConfig
     tokenizer: Tokenizer
     params: Callable[[Steps], Any]
-    """In the form of checkpoints."""
+    """Parameters in checkpoint layout."""
 
     @property
     def template_settings(self) -> Mapping[str, Any]:
@@ -123,10 +123,10 @@ class _Model:
         return self.loaded.config.train.sequence_length
 
     def load(self, say: MessageCallback) -> LoadedModel:
-        """Starts the devices and reads the parameters.
+        """Start the devices and load the parameters.
 
         Raises:
-            ConfigError: the config does not fit the devices, or has stages.
+            ConfigError: the config does not match the devices, or has stages.
             StorageError: the checkpoint is damaged.
         """
         _check_no_stages(self.loaded.config)
@@ -136,7 +136,7 @@ class _Model:
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """The same for generation, on any mesh."""
+        """Load the parameters and build a decode engine, on any mesh."""
         parts, params = self._load_params(say)
         if parts.mesh.shape[STAGE] == 1:
             params = _unstack_layers(parts.decoder, params)
@@ -148,13 +148,13 @@ class _Model:
         return build_decode_engine(parts, sampling, seed), params
 
     def _load_params(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
-        """The parameters in network order, layers stacked by kind."""
+        """Return the parameters in network order, stacked by layer type."""
         config = self.loaded.config
         for each in self.loaded.warnings:
             say(f"warning: {each.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fit_mesh(self.loaded, self.name, say)
-        # Programs that generate and score leave shardings to the compiler.
+        # Programs for generation and scoring use automatic sharding.
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
         steps = steps_from_config(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
@@ -163,7 +163,7 @@ class _Model:
 
 
 def _unstack_layers(decoder: Decoder, params: Any) -> Any:
-    """`Decoder.by_layer`, a stack at a time: each is freed when its layers are by themselves."""
+    """Unstack layers like `Decoder.by_layer`, one stack at a time, and free each stack."""
     copied = jax.jit(list)
 
     def split(leaf: jax.Array) -> list[jax.Array]:
@@ -175,7 +175,10 @@ def _unstack_layers(decoder: Decoder, params: Any) -> Any:
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint's config counts here: mesh and pipeline were for training."""
+    """Return the parts of a checkpoint's config that apply to generation.
+
+    Mesh and pipeline are omitted, because they were for training.
+    """
     train = {
         "steps": 1,
         "batch_size": _DIVISIBLE_BATCH_SIZE,
@@ -192,7 +195,7 @@ def _check_no_stages(config: Config) -> None:
             raise ConfigError.one(
                 f"mesh.{key}",
                 size,
-                "must be 1: texts are scored without stages.",
+                "must be 1, because scoring does not support stages.",
                 f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
             )
 
@@ -202,13 +205,13 @@ def _check_processes(config: Config) -> None:
         raise ConfigError.one(
             "runtime.num_processes",
             config.runtime.num_processes,
-            "must be 1: one process generates, on all devices of its machine.",
-            "Leave it out.",
+            "must be 1, because generation uses one process with all devices of its machine.",
+            "Omit the key.",
         )
 
 
 def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
-    """The config with the user's mesh, or with all devices here on one axis."""
+    """Return the config with the user's mesh, or with all local devices on one axis."""
     if is_overridden(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
         return resolve_mesh(loaded).config
     config, count = loaded.config, jax.device_count()
@@ -226,6 +229,6 @@ def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
     raise ConfigError.one(
         "mesh",
         f"{pluralize(count, 'device')}",
-        "does not follow from the model: neither tensor nor fsdp divides its sizes.",
-        f"Set mesh.ici_data={count}, or sizes of axes that multiply to {count}.",
+        "cannot be selected automatically: neither tensor nor fsdp divides the model's sizes.",
+        f"Set mesh.ici_data={count}, or axis sizes with the product {count}.",
     )

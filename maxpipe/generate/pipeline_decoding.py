@@ -1,15 +1,14 @@
-"""Rows that go on while the layers are divided over stages: a ring that keeps turning.
+"""Pipelined decoding: microbatches circulate through a ring of stages.
 
-Rows are cut into as many microbatches as there are stages. In each tick every stage runs its layers
-for another microbatch and passes the result on; what leaves the last stage becomes a token, which
-enters the first stage in the next tick. No stage waits for another but while the ring fills, once
-for each piece of the prompts and once for all tokens. Each stage keeps what its own layers have
-seen; the vocabulary is divided over the stages, as in training.
+The batch is split into one microbatch per stage. In each tick, every stage runs its layers for a
+different microbatch and passes the result to the next stage. The last stage's output becomes a
+token, which enters the first stage in the next tick. Stages are idle only while the ring fills:
+once per prefill chunk, and once for all generated tokens. Each stage holds the caches of its
+layers. The vocabulary is sharded over the stages, as in training.
 
-Parameters of training as those of decoding, on the same mesh, with its stages.
-
-The order of layers on the ring of training serves its schedule; to decode, each stage has one run
-of layers. On a mesh without stages layers are by themselves.
+The module also converts training parameters to decode parameters on the same mesh. In training, the
+order of layers follows the schedule; in decoding, each stage has consecutive layers. On a mesh
+without stages, layers are unstacked.
 """
 
 from __future__ import annotations
@@ -63,30 +62,32 @@ from maxpipe.step.state import ParamLayout
 Tree = Any
 
 _SEQUENCE_SPEC = PartitionSpec(None, TOKEN_AXES)
-"""Of what is given for each row, `[M, B, ...]`. A token is too little to be divided over context:
-there, too, each device has rows of its own."""
+"""Spec of arrays `[M, B, ...]`. Single tokens cannot be sharded over context, so the context axis
+shards sequences too."""
 
 
 class RingState(NamedTuple):
-    """What the ring has between two ticks. Stages have parts of their own, or copies, along P."""
+    """State of the ring between two ticks. Along P, stages have separate parts or copies."""
 
     caches: Tree
-    """By kind, `[P, L, M, ...]`."""
+    """Caches by layer type, `[P, L, M, ...]`."""
     stage_inputs: Float[Array, "P B 1 D"]
-    """What each stage computes with next."""
+    """Input of each stage in the next tick."""
     newest_tokens: SampledTokens
-    """`[P, M, B]`: tokens on their way around the ring."""
+    """Tokens in the ring, `[P, M, B]`."""
     seen_tokens: Bool[Array, "P M B V"] | None
-    """Tokens of each row, where a repetition penalty asks for them."""
+    """Tokens of each sequence, if a repetition penalty needs them."""
 
 
 @dataclass(frozen=True)
 class PipelineDecodeEngine:
-    """A model's rows on a mesh with stages; rows over all axes but tensor, which has heads."""
+    """Decode engine on a mesh with stages. Heads are sharded over tensor, sequences over other
+    axes.
+    """
 
     decoder: Decoder
     layout: LayerLayout
-    """One chunk for each stage, none outside the ring."""
+    """Layout with one chunk per stage and no prologue layers."""
     specs: Tree
     """PartitionSpec of each parameter, stacked `[1, P, L, ...]`."""
     mesh: Mesh
@@ -94,11 +95,12 @@ class PipelineDecodeEngine:
     seed: int
 
     supports_refill = False
-    """Whether rows that are over can be replaced: the ring is filled once for a batch."""
+    """Whether finished sequences can be replaced. False, because the ring is filled only once per
+    batch."""
 
     @property
     def batch_multiple(self) -> int:
-        """What the number of rows is a multiple of."""
+        """Return the number that must divide the batch size."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
@@ -113,7 +115,7 @@ class PipelineDecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """As `Decoding.run`; `params` are stacked by the layout."""
+        """Implement `DecodeEngine.run`; `params` are stacked by the layout."""
         assert refill is None
         given = np.zeros(size.batch_size, np.int32)
         given[: len(numbers)] = numbers
@@ -127,36 +129,36 @@ class PipelineDecodeEngine:
                 turning, newest = self._prefill_program(params, turning, named, piece)
                 found = [newest]
         try:
-            # Behind turn n the first microbatch has token n, and the others have the one before.
+            # After turn n the first microbatch has token n, and the others have token n - 1.
             for number in range(size.max_new_tokens):
                 while len(found) < min(
                     number + 3, size.max_new_tokens + 1
-                ):  # one is under way meanwhile
+                ):  # one turn is computed ahead
                     with jax.set_mesh(self.mesh):
                         is_full = np.array(len(found) > 1)
                         turning, newest = self._decode_program(params, turning, named, is_full)
                     found.append(newest)
                 yield _join_microbatches(found[number], found[number + 1] if number else found[0])
         finally:
-            jax.block_until_ready(turning)  # Python may end next
+            jax.block_until_ready(turning)  # devices must be idle if Python exits next
 
     def _place(self, rows: np.ndarray) -> Array:
-        """`[rows, ...]` on the mesh as `[M, B, ...]`."""
+        """Place `[sequences, ...]` on the mesh as `[M, B, ...]`."""
         cut = rows.reshape(self._stages, -1, *rows.shape[1:])
         return place_replicated(cut, NamedSharding(self.mesh, _SEQUENCE_SPEC))
 
-    # The programs.
+    # Compiled programs.
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """(parameters, turning, row numbers, piece) -> (turning, newest behind the piece)."""
+        """Map (parameters, state, sequence indices, chunk) to (state, next tokens)."""
         return self._compiled(self._prefill, _SEQUENCE_SPEC)
 
     @cached_property
     def _decode_program(self) -> Any:
-        """(parameters, turning, row numbers, whether all stages have work) -> (turning, newest).
+        """Map (parameters, state, sequence indices, whether the ring is full) to (state, tokens).
 
-        As many ticks as there are stages: the next token of each row.
+        A turn has one tick per stage and produces the next token of each sequence.
         """
         return self._compiled(self._decode_turn, PartitionSpec())
 
@@ -187,7 +189,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _init_program(self) -> Any:
-        """(size) -> a ring that holds nothing yet."""
+        """Map (size) to the state of an empty ring."""
 
         def build(size: DecodeShape) -> RingState:
             stages, rows = self._stages, size.batch_size // self._stages
@@ -214,7 +216,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _specs(self) -> RingState:
-        """PartitionSpec of each array of the ring."""
+        """Return the PartitionSpec of each array of the state."""
         rules = self.decoder.rules
         table = dict(rules.table) | {"batch": TOKEN_AXES}
         rules = replace(rules, table=tuple(table.items()))
@@ -236,7 +238,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _weight_shardings(self) -> Tree:
-        """How each parameter is divided among the devices of a stage."""
+        """Return the sharding of each parameter over the devices of a stage."""
         return _map_specs(WeightSharding.from_spec, self.specs)
 
     @property
@@ -244,7 +246,7 @@ class PipelineDecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """The program of a turn for devices that need not be there; parameters are abstract."""
+        """Lower the program of one turn for absent devices; parameters are abstract."""
         rows = (self._stages, size.batch_size // self._stages)
         (at,) = jax.tree.leaves(self._on_mesh((_SEQUENCE_SPEC,)))
         named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
@@ -254,10 +256,10 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # On each stage, where dims P are gone.
+    # Computation on each stage, without the dims P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
-        """All microbatches move through: the ring fills, and empties again."""
+        """Run prefill for all microbatches: the ring fills and drains."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, carried: tuple[RingState, Array]) -> tuple[RingState, Array]:
@@ -282,7 +284,7 @@ class PipelineDecodeEngine:
     def _decode_turn(
         self, params: Tree, turning: RingState, numbers: Array, is_full: Array
     ) -> RingState:
-        """Each microbatch passes each stage once; where it is depends on the stage."""
+        """Run each microbatch through each stage once; stages start with different microbatches."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:
@@ -305,16 +307,16 @@ class PipelineDecodeEngine:
         return lax.fori_loop(0, stages, tick, turning)
 
     def _in_flight_tokens(self, newest: SampledTokens) -> Any:
-        """The tokens that are on their way, as a piece of one token."""
+        """Return the tokens in the ring as a chunk of one token."""
         tokens, positions = newest.tokens[..., None], newest.positions[..., None]
         return TokenBatch(tokens, jnp.full_like(tokens, TEXT), positions)
 
     def _layers(
         self, params: Tree, caches: Tree, x: Array, at: Array, works: Array, inputs: Tree
     ) -> tuple[Array, Tree]:
-        """This stage's layers for microbatch `at`; caches stay as they are unless it works."""
+        """Apply this stage's layers to microbatch `at`; caches are updated only if `works`."""
         layout, stage = self.layout, axis_index(STAGE)
-        # Where no stage has another kind, or fewer layers, there is nothing to branch on.
+        # With one layer type and equally many layers per stage, no branch is needed.
         alike = len(layout.ring_layer_types) == 1 and bool((layout.layer_at >= 0).all())
         layer_at, kind_at, place_at = (
             jnp.asarray(table[0])[stage]
@@ -359,7 +361,7 @@ class PipelineDecodeEngine:
         is_done: Array,
         behind: Any,
     ) -> RingState:
-        """The newest tokens with those of microbatch `at`, if it `is_done` with the last stage."""
+        """Update the tokens of microbatch `at` if it `is_done` with the last stage."""
         last = mark_varying(broadcast_from(y[:, -1:], STAGE, self._stages - 1))
         ends = {
             name: jax.tree.map(
@@ -387,12 +389,12 @@ class PipelineDecodeEngine:
         return turning._replace(newest_tokens=newest, seen_tokens=seen)
 
     def _next_stage_inputs(self, params: Tree, y: Array, entering: Int[Array, "B T"]) -> Array:
-        """What each stage computes with next: its neighbour's output, or tokens that enter."""
+        """Return the next input of each stage: its neighbor's output or entering tokens."""
         new = self._embed(params, entering)
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
     def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the table, of which each stage has a part."""
+        """Look up embeddings in the table, which is sharded over the stages."""
         scale, dtype = self.decoder.model.ends.embed_scale, self.decoder.config.compute_dtype
         table = Embedding(self._weight_shardings["embedding"], scale)
         held = table.prepare(params["embedding"], jnp.dtype(dtype))
@@ -402,7 +404,7 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities `[rows]`: of the first microbatch, and of the others."""
+    """Join the first microbatch of one turn and the others of the next, `[sequences]`."""
 
     def joined(first: Array, others: Array) -> np.ndarray:
         return np.concatenate([np.asarray(first)[:1], np.asarray(others)[1:]]).reshape(-1)
@@ -411,7 +413,7 @@ def _join_microbatches(
 
 
 def _from_first_device(leaf: Array, spec: PartitionSpec) -> Array:
-    """The array, which counts the same for all rows unless it is split over them."""
+    """Copy the array from the first device, unless it is sharded over sequences."""
     if TOKEN_AXES in spec:
         return leaf
     for axis in TOKEN_AXES:
@@ -427,9 +429,9 @@ AnyDecodeEngine = DecodeEngine | PipelineDecodeEngine
 
 
 def decode_param_layout(partition: ParamLayout) -> ParamLayout:
-    """The same model on the same devices, with one chunk for each stage.
+    """Return a layout of the same model on the same devices, with one chunk per stage.
 
-    Caches grow and tokens are picked by index: the compiler chooses shardings.
+    Sharding is automatic, because caches grow and tokens are selected by index.
     """
     decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
     cut = balance_layers(layer_costs(decoder.model, 1), stages)
@@ -438,7 +440,7 @@ def decode_param_layout(partition: ParamLayout) -> ParamLayout:
 
 
 def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> AnyDecodeEngine:
-    """What generates with parameters as `prepared` makes them for the same partition."""
+    """Build the decode engine for parameters from `to_decode_params` with the same layout."""
     if parts.mesh.shape[STAGE] == 1:
         return DecodeEngine(parts.decoder, parts.mesh, sampling, seed)
     return PipelineDecodeEngine(
@@ -447,13 +449,13 @@ def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> An
 
 
 def to_decode_params(parts: ParamLayout, params: Tree) -> Tree:
-    """Parameters in network order, layers stacked by kind -> as `decoding_of` takes them."""
+    """Convert parameters in network order, stacked by layer type, for `build_decode_engine`."""
     staged = parts.mesh.shape[STAGE] > 1
     return parts.stack(params) if staged else parts.decoder.by_layer(params)
 
 
 def decode_param_shardings(parts: ParamLayout) -> Tree:
-    """Of what `prepared` makes."""
+    """Return the shardings of the result of `to_decode_params`."""
     if parts.mesh.shape[STAGE] > 1:
         return parts.shardings(parts.specs)
     specs, layers = parts.split_layer_types(parts.saved_specs), {}

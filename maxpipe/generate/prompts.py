@@ -1,4 +1,7 @@
-"""Prompts and conversations in files: a line each, or a JSON object a line. No jax."""
+"""Prompt and conversation files: one line or one JSON object per prompt.
+
+The module does not import jax.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from maxpipe.io import files
 from maxpipe.io.typed_json import parse_json
 
 MAX_BYTES = 1 << 28
-"""Of a file."""
+"""Maximum size of a file in bytes."""
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
 def read_prompts(path: str | Path, where: str) -> list[str]:
-    """The prompts in a file; `where` names it in errors.
+    """Read the prompts in a file; `where` names the file in errors.
 
     Raises:
-        ConfigError: it cannot be read, or holds none, or a line is not a prompt.
+        ConfigError: the file cannot be read or is empty, or a line is not a prompt.
     """
     return parse_prompts(_read_file(path, where), where, is_json=str(path).endswith(_JSON))
 
 
 def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
-    """The conversations in a file: that of each object of JSON lines, or a user's line each.
+    """Read the conversations in a file, from JSON lines or from one user message per line.
 
     Raises:
-        ConfigError: as `read`, and where a line's messages are none.
+        ConfigError: see `read_prompts`; or a line has no valid messages.
     """
     raw = _read_file(path, where)
     if not str(path).endswith(_JSON):
@@ -37,14 +40,14 @@ def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
 
 
 def user_chat(text: str) -> ChatInput:
-    """A conversation that begins with this."""
+    """Return a conversation with one user message."""
     return ChatInput([{"role": "user", "content": text}])
 
 
 def _conversation(line: bytes, where: str) -> ChatInput:
     try:
         found = parse_json(line, dict[str, Any])
-        from maxpipe.data.prompts import chat_of  # numpy: not for every command line
+        from maxpipe.data.prompts import chat_of  # deferred, because it imports numpy
 
         if "messages" not in found and isinstance(found.get("prompt"), str):
             found = {**found, "prompt": [*user_chat(found["prompt"]).messages]}
@@ -65,13 +68,13 @@ def _read_file(path: str | Path, where: str) -> bytes:
         raise ConfigError.one(
             where,
             None,
-            f"must be a file that can be read: {error.strerror or error}.",
-            "Name a text file with a prompt a line, or JSON lines with `prompt` in each.",
+            f"must be a readable file: {error.strerror or error}.",
+            "Set a text file with one prompt per line, or JSON lines with `prompt` in each.",
         ) from error
 
 
 def parse_prompts(raw: bytes, where: str, *, is_json: bool = False) -> list[str]:
-    """The prompts in the content of a file; see `read`."""
+    """Parse the prompts in the content of a file. See `read_prompts`."""
     lines = _lines(raw, where)
     return [parse_prompt(line, f"{where}, line {place}", is_json=is_json) for place, line in lines]
 
@@ -80,22 +83,22 @@ def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
     lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if not lines:
         raise ConfigError.one(
-            where, None, "holds no prompt: each line that is not blank is one.", "Write some."
+            where, None, "must have at least one line that is not blank.", "Write a prompt."
         )
     return lines
 
 
 def parse_prompt(line: bytes, where: str, *, is_json: bool = False) -> str:
-    """The prompt in a line; see `read`."""
+    """Parse the prompt in a line. See `read_prompts`."""
     try:
         if not is_json:
             return line.decode()
         found = parse_json(line, dict[str, Any]).get("prompt")
         if isinstance(found, str):
             return found
-        raise ValueError("it has no text `prompt`")
-    except ValueError as error:  # that of an encoding, too
-        rule = "must be an object with a text `prompt`" if is_json else "must be UTF-8"
+        raise ValueError("the object has no string `prompt`")
+    except ValueError as error:  # includes encoding errors
+        rule = "must be an object with a string `prompt`" if is_json else "must be UTF-8"
         raise ConfigError.one(
-            where, None, f"{rule}: {error}.", "Correct the line, or take it out."
+            where, None, f"{rule}: {error}.", "Correct the line, or remove it."
         ) from error

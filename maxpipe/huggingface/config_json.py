@@ -1,4 +1,4 @@
-"""The `model` section of a config.json, and the way back. No jax."""
+"""Conversion between the `model` section and `config.json`, without jax."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ _MAX_BYTES = 1 << 24
 _MAX_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
-# Of every config.json of transformers; they say nothing about the logits of the model itself.
+# Keys of every config.json that do not affect the model's logits.
 _IGNORED_KEYS = frozenset(
     {"architectures", "model_type", "transformers_version", "_name_or_path", *_DTYPES}
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}
     | {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"}
     | {"id2label", "label2id", "problem_type", "is_encoder_decoder", "torchscript", "is_decoder"}
-    | {"original_max_position_embeddings"}  # settled together with the rotary parameters
+    | {"original_max_position_embeddings"}  # handled with the rotary parameters
     | {"cache_implementation", "unsloth_fixed", "unsloth_version", "cross_attention_hidden_size"}
 )
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a config.json describes."""
+    """Content of a `config.json`."""
 
     table: HuggingFace
     section: dict[str, Any]
-    """Keys of `model` that it decides, the family's in a dict of their own."""
+    """Values of the `model` section, with those of the family in a nested dict."""
     exported_keys: dict[str, Any]
-    """Its keys that an export has again."""
+    """Values that an export copies unchanged."""
     unknown: tuple[str, ...]
-    """Its keys that nothing here reads."""
+    """Unknown keys, which are ignored."""
     whole: Whole | None = None
-    """The larger model of which it is a part."""
+    """The larger model that contains this model."""
     differences: tuple[str, ...] = ()
-    """A line for each value that it states twice, differently."""
+    """Messages about duplicate values that differ."""
 
     @property
     def config(self) -> ModelConfig:
-        """As a model of this release, all other keys at their defaults."""
+        """Return the model config of this release, with other keys at their defaults."""
         return model_of(self.section, FILE)
 
 
 def read_description(folder: Path) -> ModelDescription:
-    """What a folder's config.json describes.
+    """Read the `config.json` of a folder.
 
     Raises:
-        ConfigError: it cannot be read, or describes a model that no family computes.
+        ConfigError: the file cannot be read, or no family supports the model.
     """
     path = folder / FILE
     try:
@@ -72,13 +72,13 @@ def read_description(folder: Path) -> ModelDescription:
             str(path),
             None,
             f"must be the config of a Hugging Face model: {reason}.",
-            "Give the folder that save_pretrained has written, or a snapshot of the hub.",
+            "Use a folder written by save_pretrained, or a snapshot of the hub.",
         ) from error
     table, whole, family = _table(path, content)
     if whole is not None:
         inner = content.get(whole.section)
         if not isinstance(inner, dict):
-            rule = f"must be an object: {whole.architecture} has its language model's config there."
+            rule = f"must be an object with the language model's config of {whole.architecture}."
             raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
     try:
         found = normalize(content, table, whole)
@@ -91,7 +91,7 @@ def read_description(folder: Path) -> ModelDescription:
         *outer, key = name.split(".")
         (section[family] if outer else section)[key] = value
     if ours["num_layers"] > _MAX_LAYERS:
-        rule = f"must be at most {_MAX_LAYERS}: no model has more layers."
+        rule = f"must be at most {_MAX_LAYERS}, the maximum number of layers."
         raise ConfigError.one(f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY)
     known = table.names() | _IGNORED_KEYS
     kept = {
@@ -100,22 +100,22 @@ def read_description(folder: Path) -> ModelDescription:
         if isinstance(row, Kept) and row.theirs in content
     }
     unknown = (*(name for name in content if name not in known), *found.unread)
-    model_of(section, str(path))  # every rule about a model
+    model_of(section, str(path))  # checks every rule of the model
     return ModelDescription(table, section, kept, unknown, whole, tuple(found.differences))
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
-    """The config of a `model` section.
+    """Return the config of a `model` section.
 
     Raises:
-        ConfigError: it breaks a rule.
+        ConfigError: the section violates a rule.
     """
-    # Any length and any tokenizer will do.
+    # The other sections can have any valid values.
     others = {"train": {"steps": 1}, "tokenizer": {"kind": "huggingface", "path": FILE}}
     return load([], {**others, "model": section}, where).config.model
 
 
-_COPY = "Copy config.json again from where the folder came from."
+_COPY = "Copy config.json again from the source of the folder."
 
 
 def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole | None, str]:
@@ -137,14 +137,14 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
     raise ConfigError.one(
         f"{path}: architectures",
         json.dumps(names)[:200],
-        f"must be one of {', '.join(sorted(known))}, alone in a list, or null with the model_type "
-        "of one of them.",
-        f"Did you mean {guess}?" if guess else "Give the folder of one of these models.",
+        f"must be a list with one of {', '.join(sorted(known))}, or null with the model_type of "
+        "one of them.",
+        f"Did you mean {guess}?" if guess else "Use the folder of one of these models.",
     )
 
 
 def _is_base(names: Any, found: tuple[HuggingFace, Whole | None, str]) -> bool:
-    """Whether no class is named, or the one without the output projection, as AutoModel saves."""
+    """Return whether no class is named, or the base class that AutoModel saves."""
     table, whole, _ = found
     last = (whole or table).architecture
     base = last.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
@@ -161,7 +161,7 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
             raise _conversion_error(str(path), table, unlike) from unlike
         except (TypeError, ZeroDivisionError, OverflowError) as error:
             given = {name: content.get(name) for name in row.names}
-            rule = f"must be as {table.architecture} writes it: {error}."
+            rule = f"must have the format of {table.architecture}: {error}."
             raise ConfigError.one(str(path), json.dumps(given)[:200], rule, _COPY) from error
     return ours
 
@@ -172,29 +172,29 @@ def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigE
         json.dumps(unlike.value)[:200],
         unlike.rule,
         unlike.action
-        or f"This model is another than {table.architecture} as maxpipe computes it: give one "
-        "without that, or train it where it came from.",
+        or f"maxpipe does not support this variant of {table.architecture}: use a model without "
+        "this setting, or train it with its original software.",
     )
 
 
 def _coerce(key: str, value: Any) -> Any:
-    """The value in the type of our key: a whole number may stand for a float."""
+    """Convert a value to the type of our key; integers are valid floats."""
     kind = KEYS[key]
     if kind is float and type(value) is int:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():
         return int(value)
     if kind in (int, float, bool) and type(value) is not kind:
-        names = {int: "a whole number", float: "a number", bool: "true or false"}
+        names = {int: "an integer", float: "a number", bool: "true or false"}
         raise Unlike(key, value, f"must be {names[kind]}.")
     return value
 
 
-# The way back.
+# Conversion to config.json.
 
 
 def values(config: ModelConfig) -> dict[str, Any]:
-    """A model's values by key below `model`."""
+    """Return a model's values by key below `model`."""
     own = FAMILIES[config.family].section() if config.own is None else config.own
     inner = family_section(config.family)
     return {name: getattr(config, name) for name in names_in("model")} | {
@@ -203,10 +203,10 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """The class of transformers that computes a model, and what the tables say of its config.json.
+    """Return the equivalent class of transformers, and its config.json values for a model.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no class is equivalent.
     """
     ours = values(config)
     family = FAMILIES[config.family]
@@ -219,16 +219,16 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
                 unlike.key,
                 unlike.value,
                 f"{unlike.rule.rstrip('.')} in a folder of {table.architecture}.",
-                "A model with this value has no Hugging Face form: keep it as a checkpoint of "
-                "maxpipe.",
+                "A model with this value cannot be converted to the Hugging Face format: keep it "
+                "as a checkpoint of maxpipe.",
             )
     if last is not None:
         raise last
     raise ConfigError.one(
         "model.family",
         config.family,
-        "has no Hugging Face form.",
-        f"Families that have one: {', '.join(_exportable_families())}.",
+        "has no Hugging Face format.",
+        f"Families with a Hugging Face format: {', '.join(_exportable_families())}.",
     )
 
 
@@ -239,7 +239,7 @@ def _exportable_families() -> Iterator[str]:
 def to_json(
     table: HuggingFace, said: Mapping[str, Any], kept: Ours, dtype: str, defaults: Ours
 ) -> str:
-    """config.json: what the table says, `kept` of an imported one, else `defaults`."""
+    """Return config.json from table values, and the kept keys of `kept` or else `defaults`."""
     others = {
         row.theirs: found[row.theirs]
         for found in ({**defaults, **kept},)
@@ -247,6 +247,6 @@ def to_json(
         if isinstance(row, Kept) and row.theirs in found
     }
     about = {"architectures": [table.architecture], "model_type": table.model_type}
-    # Releases of readers know the one or the other.
+    # Different releases of transformers read different keys.
     types = dict.fromkeys(_DTYPES, dtype)
     return json.dumps({**about, **types, **others, **said}, indent=2) + "\n"

@@ -1,8 +1,7 @@
-"""From a checkpoint to a Hugging Face folder.
+"""Export of a checkpoint to a Hugging Face folder.
 
-Files are made in full size first. Then each of our parameters is read once, in the parts in which
-it is stored, and the tensors that are in it are written to where they belong: never is more than
-one part in memory, whatever the size of the model.
+Files are allocated in full size first. Each parameter is then read once, in its stored slabs, and
+written to the tensors that contain it. Peak memory is one slab per thread, for any model size.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ from maxpipe.models.registry import describe
 from maxpipe.optim.state_spec import EMA
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Values of `--dtype`, and what files call them."""
+"""Values of `--dtype` and their names in safetensors files."""
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file, unless one tensor is larger: what transformers 4 takes."""
+"""Maximum file size in bytes, unless one tensor is larger. transformers 4 supports this size."""
 
 _Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Types and shapes by name."""
+"""Types and shapes by tensor name."""
 
 _PARAMS, _EMA_PREFIX = "params.", f"optimizer.{EMA}."
 BOS_KEY, EOS_KEY, PAD_KEY = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -75,21 +74,21 @@ _MAX_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class _ExportedCheckpoint:
-    """A checkpoint, and its run's config."""
+    """A checkpoint and its run's config."""
 
     name: str
     path: epath.Path
     facts: CheckpointMetadata
     config: Config
     average: bool
-    """Whether its averages are meant."""
+    """Whether to export the averaged parameters (EMA)."""
     tokenizer_folders: tuple[Path, ...]
-    """Folders that may hold tokenizer and generation files, the first wins."""
+    """Folders with tokenizer and generation files, in order of precedence."""
     adapters: CheckpointAdapters | None
-    """Of a checkpoint of adapters these and their base."""
+    """Adapters and their base, if the checkpoint holds adapters."""
 
     def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> LazyArray:
-        """One of the parameters of the whole model; in the checkpoint it has its full name."""
+        """Open a parameter of the merged model; `full_name` is its name in the checkpoint."""
         if self.adapters is not None:
             return self.adapters.array(name, shape)
         return readable_array(self.path, full_name)
@@ -103,13 +102,12 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     report: ProgressCallback = ignore_progress,
 ) -> None:
-    """Writes config.json, safetensors files, and the tokenizer's files if there are any.
+    """Write config.json, safetensors files, and the tokenizer's files if they exist.
 
-    `dtype` is one of `TYPES`; None gives the type in which the weights were imported, or that in
-    which they are stored.
+    `dtype` is one of `TYPES`. None uses the type of the imported weights, or the stored type.
 
     Raises:
-        ConfigError: the model has no such form, or `out` is there.
+        ConfigError: the model has no Hugging Face format, or `out` exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
     chosen = _open_checkpoint(address)
@@ -117,7 +115,7 @@ def export(
     table, said = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
     if model.mtp_heads and not any(name.startswith("ahead.") for name in both.slices):
-        say("left out: the heads that predict further ahead, which only training uses")
+        say("left out: the multi-token prediction heads, which are only for training")
     types = _types(chosen, both, dtype)
     say(f"{chosen.name}: {table.architecture}, checking its files")
     target = expand_path(out, _OUT).absolute()
@@ -138,16 +136,16 @@ def export(
 
 
 def export_adapters(address: Address, out: str, dtype: str | None, say: MessageCallback) -> None:
-    """Writes the adapters of a checkpoint alone, in PEFT's format.
+    """Write only the adapters of a checkpoint, in PEFT format.
 
     Raises:
-        ConfigError: it has none, or the format has none like them, or `out` is there.
+        ConfigError: there are no adapters, PEFT does not support them, or `out` exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
     chosen = _open_checkpoint(address)
     if chosen.adapters is None:
-        rule = "has no adapters: its run trained a whole model."
-        raise address.error(rule, "Leave --adapter out.")
+        rule = "has no adapters, because its run trained a complete model."
+        raise address.error(rule, "Omit --adapter.")
     model = chosen.config.model
     table, _ = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
@@ -158,7 +156,7 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
             modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
     except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-    say(f"wrote {target}: adapters of {pluralize(len(modules), 'module')} in PEFT's format")
+    say(f"wrote {target}: adapters of {pluralize(len(modules), 'module')} in PEFT format")
     if base is None:
         address_of_base = chosen.adapters.base_record["address"]
         say(
@@ -168,7 +166,7 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
 
 
 def _loadable_base(adapters: CheckpointAdapters) -> str | None:
-    """Return the folder or hub id of the base that PEFT loads, None if there is none."""
+    """Return the folder or hub id of the base for PEFT, or None if PEFT cannot load the base."""
     base = adapters.base
     if isinstance(base, HuggingFaceFolder):
         return hub_id(base.folder) or str(base.folder.absolute())
@@ -185,7 +183,7 @@ _OUT = "command line: OUT"
 def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
     folder = CheckpointFolder(os.path.join(address.home, CHECKPOINTS))
     if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # says so
+        open_run(address.run_dir, address.where, address.parent)  # raises an error
     step = resolve_step(folder, address)
     path = folder / step
     try:
@@ -193,7 +191,7 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
             facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need their documents
+        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need documents
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.address_at(step)).config
         prefix = _EMA_PREFIX if address.average else _PARAMS
@@ -215,18 +213,18 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
     return StorageError(
         f"{path}: cannot be exported\n"
         f"  {reason}.\n"
-        "  Take another step (`maxpipe checkpoints list RUN`), or bring the files of this one back."
+        "  Use another step (`maxpipe checkpoints list RUN`), or restore the files of this step."
     )
 
 
 @contextlib.contextmanager
 def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
-    """Meanwhile every byte is checked, where there is a manifest.
+    """Verify every byte in the background, if the checkpoint has a manifest.
 
-    What is decoded is compared with what was saved in any case.
+    Decoded arrays are always compared with the saved digests.
 
     Raises:
-        StorageError: a file is damaged, or cannot be reached.
+        StorageError: a file is damaged or cannot be reached.
     """
     over = threading.Event()
 
@@ -249,7 +247,7 @@ def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
 
 
 def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) -> dict[str, str]:
-    """Type of each tensor, as files call it."""
+    """Return the type of each tensor, by its name in safetensors files."""
     exact = {
         piece.tensor: TYPES["float32"]
         for name, pieces in both.slices.items()
@@ -264,9 +262,9 @@ def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) 
     try:
         origin = check_type(said, Origin)
         if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
-            raise ValueError("it has an unknown type")
+            raise ValueError("the type is unknown")
     except ValueError as error:
-        raise _damaged(chosen.path, f"what it says of its import is wrong: {error}") from error
+        raise _damaged(chosen.path, f"the record of its import is invalid: {error}") from error
     return {name: origin["dtypes"].get(name, origin["dtype"]) for name in both.tensors}
 
 
@@ -278,7 +276,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Tensors by file, in network order."""
+    """Group tensors by file, in network order."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
@@ -305,7 +303,7 @@ def _write_tensors(
     here: Path,
     report: ProgressCallback,
 ) -> list[str]:
-    """Writes all weights, and the index if they are in several files; returns the files' names."""
+    """Write all weights, and the index if there are several files. Returns the file names."""
     total = sum(
         math.prod(shape) * dtype.itemsize
         for group in files.values()
@@ -348,13 +346,13 @@ def _write_param(
     writers: Mapping[str, SafetensorsWriter],
     written: ByteProgress,
 ) -> None:
-    """One of our parameters into the files of its tensors, and compared with what was saved."""
+    """Write one parameter to the files of its tensors, and compare it with its saved digest."""
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
         array = contents.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
         if array.shape != shape:
-            raise DamagedError(f"array {full_name} has another shape than its config says")
+            raise DamagedError(f"array {full_name} does not have the shape from the config")
         found, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
         def put(region: writer.Region) -> None:
@@ -394,30 +392,30 @@ def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarra
         raise ConfigError.one(
             "command line: --dtype",
             str(dtype),
-            f"cannot hold {name}: its largest value is {np.abs(values).max():g}, and that of "
-            f"{dtype} is {float(ml_dtypes.finfo(dtype).max):g}.",
-            "Take --dtype bfloat16 or --dtype float32.",
+            f"cannot store {name}: its largest value is {np.abs(values).max():g}, but the maximum "
+            f"of {dtype} is {float(ml_dtypes.finfo(dtype).max):g}.",
+            "Use --dtype bfloat16 or --dtype float32.",
         )
     return cast
 
 
 def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The imported config.json, of which some keys travel along."""
+    """Return the imported config.json; an export copies some of its keys."""
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
             return parse_json(read(folder / FILE, _MAX_BYTES), dict[str, Any])
     return {}
 
 
-# Template and control tokens.
+# Chat template and control tokens.
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """What a run was trained with.
+    """Tokenizer and chat format with which a run was trained.
 
-    `tokenizer` is None where it cannot be opened, and `is_run` is False of weights that were
-    imported and not trained.
+    `tokenizer` is None if it cannot be opened. `is_run` is False for imported weights without
+    training.
     """
 
     tokenizer: Tokenizer | None
@@ -425,7 +423,7 @@ class TrainedTokenizer:
     is_run: bool
 
     def in_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of a config.json or generation_config.json that differ from its content."""
+        """Return the changed keys of a config.json or generation_config.json."""
         tokenizer = self.tokenizer
         if not self.is_run or tokenizer is None:
             return {}
@@ -443,11 +441,11 @@ class TrainedTokenizer:
         return found
 
     def write(self, here: Path, copied: Sequence[str], say: MessageCallback) -> None:
-        """Changes the files in an export's folder.
+        """Update the files in the folder of an export.
 
         Raises:
-            ConfigError: one that was copied cannot be read.
-            OSError: one cannot be written.
+            ConfigError: a copied file cannot be read.
+            OSError: a file cannot be written.
         """
         has_generation = _GENERATION in copied
         content = _read_json(here / _GENERATION) if has_generation else {}
@@ -457,18 +455,18 @@ class TrainedTokenizer:
         if self.conversation is None or (template := self.conversation["template"]) is None:
             return
         if not copied:
-            say("left out: the chat template, as the export has no tokenizer files")
+            say("left out: the chat template, because the export has no tokenizer files")
             return
         if self._has(template):
             return
         write(here / _TEMPLATE, template.encode())
-        for name in (_SETTINGS, _TEMPLATE_JSON):  # readers of earlier releases look there
+        for name in (_SETTINGS, _TEMPLATE_JSON):  # earlier releases read these files
             if name in copied:
                 _write_json(here / name, _read_json(here / name) | {"chat_template": template})
-        say(f"{_TEMPLATE}: the chat template that the run was trained with")
+        say(f"{_TEMPLATE}: the chat template of the run's training")
 
     def _has(self, template: str) -> bool:
-        """Whether the tokenizer's folder has this template."""
+        """Return whether the tokenizer's folder has this template."""
         chat = self.tokenizer.chat if self.tokenizer else None
         return chat is not None and chat.template == template
 
@@ -478,7 +476,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return parse_json(read(path, _MAX_BYTES), dict[str, Any])
     except (OSError, ValueError) as error:
         rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
-        raise ConfigError.one(path.name, None, rule, "Correct it beside tokenizer.path.") from error
+        action = "Correct the file next to tokenizer.path."
+        raise ConfigError.one(path.name, None, rule, action) from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -487,12 +486,12 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> TrainedTokenizer:
-    """What the run was trained with, as its checkpoint records it."""
+    """Return the tokenizer and the chat format that a checkpoint records."""
     data = chosen.facts.data
     try:
         conversation = parse_chat_spec(data)
     except ValueError as error:
-        raise _damaged(chosen.path, f"its record of conversations is wrong: {error}") from error
+        raise _damaged(chosen.path, f"the record of the chat format is invalid: {error}") from error
     try:
         tokenizer = open_tokenizer(chosen.config.tokenizer)
         if tokenizer.min_embedding_rows <= (rows := chosen.config.model.vocab_size):
@@ -504,10 +503,7 @@ def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> Tra
 
 
 def _defaults(config: Config, kept: Mapping[str, Any], trained: TrainedTokenizer) -> dict[str, Any]:
-    """What the imported config.json does not say, or where there was none.
-
-    Length of training, and ids of the tokenizer.
-    """
+    """Return values for keys that the imported config.json lacks: length and token ids."""
     length = {"max_position_embeddings": config.train.sequence_length}
     if EOS_KEY in kept:
         return length

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a checkpoint that holds weights alone."""
+"""Import of a Hugging Face folder to a checkpoint of weights only."""
 
 from __future__ import annotations
 
@@ -40,31 +40,32 @@ from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
 
 FOLDER = "huggingface"
-"""Folder beside the checkpoint with config.json and the files that travel along."""
+"""Folder next to the checkpoint with config.json and tokenizer files."""
 
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of a checkpoint's data position."""
 
 _SLAB_BYTES = 1 << 24
-"""Larger blocks of memory are given back to the system after each use, which then clears them."""
+"""Slab size in bytes. The system would reclaim larger memory blocks after each use, and clear them
+before the next use."""
 
 
 class Origin(TypedDict):
-    """What an export needs to give the same bits again."""
+    """Record of an import, with which an export reproduces the same bits."""
 
     dtype: str
-    """As safetensors files call it: the type of most tensors."""
+    """Type of most tensors, by its name in safetensors files."""
     dtypes: dict[str, str]
-    """Of those with another one, by name."""
+    """Types of the other tensors, by tensor name."""
     folder: NotRequired[str]
-    """Absolute path of the imported folder, or the hub id whose snapshot it was."""
+    """Absolute path of the imported folder, or the hub id of its snapshot."""
 
 
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
 
 
 def hub_id(folder: Path) -> str | None:
-    """Return the hub id of a folder in the hub's cache, None for other folders."""
+    """Return the hub id of a folder in the hub's cache, or None for other folders."""
     found = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
     return f"{found[1]}/{found[2]}" if found else None
 
@@ -72,12 +73,12 @@ def hub_id(folder: Path) -> str | None:
 def import_folder(
     folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
 ) -> None:
-    """Writes `<out>/checkpoints/0`, a config.yml that starts from it, and what travels along.
+    """Write `<out>/checkpoints/0`, a config.yml that starts from it, and tokenizer files.
 
-    `say` is called with lines for the user, `report` with megabytes.
+    `say` receives lines for the user, and `report` receives progress in megabytes.
 
     Raises:
-        ConfigError: the folder cannot be used, or `out` is there.
+        ConfigError: the folder cannot be used, or `out` exists.
         StorageError: `out` cannot be written.
     """
     source = open_folder(folder)
@@ -119,7 +120,7 @@ def import_folder(
             report,
         )
         section = to_dict(saved)["model"]
-        del section["param_dtype"]  # that of runs
+        del section["param_dtype"]  # runs use their default
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
@@ -131,7 +132,7 @@ _OUT = "command line: --out"
 
 
 def describe_source(source: HuggingFaceFolder) -> list[str]:
-    """What a user should know of a folder that is used."""
+    """Return lines for the user that describe a folder."""
     table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
     lines = [
@@ -143,18 +144,17 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
         more = (
             f" and {len(source.unused_tensors) - 3} more" if len(source.unused_tensors) > 3 else ""
         )
-        lines.append(f"left out, as this model does not use them: {names}{more}")
+        lines.append(f"left out, because this model does not use them: {names}{more}")
     if source.num_missing_mtp_layers:
         lines.append(
-            f"{FILE} says of {pluralize(source.num_missing_mtp_layers, 'layer')} to predict "
-            "further ahead, "
-            "and the folder has none: the model starts without (model.mtp_heads=0)"
+            f"{FILE} declares {pluralize(source.num_missing_mtp_layers, 'multi-token prediction layer')}, "
+            "but the folder has none: the model starts without them (model.mtp_heads=0)"
         )
     lines += normalize_config.lines(source.description.differences)
     if unknown := source.description.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "
-            "are not read"
+            "are ignored"
         )
     return lines
 
@@ -166,7 +166,7 @@ def _write(
     target: Path,
     report: ProgressCallback,
 ) -> None:
-    """The checkpoint. `target` is where it will be."""
+    """Write the checkpoint. `target` is its final location."""
     folder.mkdir()
     state = _state(source)
     total = sum(one.nbytes for one in leaves_by_name(state).values())
@@ -174,11 +174,11 @@ def _write(
     try:
         writer.save(CheckpointFolder(folder), facts, state, written.add)
     except SaveVerificationError as error:
-        raise unwritable_error(target, OSError(f"{error}, when it was read back")) from error
+        raise unwritable_error(target, OSError(f"{error} during verification")) from error
 
 
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
-    """The parameters as a checkpoint holds them, in the types of the files."""
+    """Return the parameters in checkpoint layout, with the types of the files."""
     tree: dict[str, Any] = {}
     for name, shape in source.mapping.shapes.items():
         *outer, last = name.split(".")
@@ -196,17 +196,17 @@ def _state(source: HuggingFaceFolder) -> dict[str, Any]:
 def _tokenizer(
     here: Path, later: Path, copied: list[str], rows: int, say: MessageCallback
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The tokenizer's section, and its entry in a fingerprint of data."""
+    """Return the tokenizer section, and its entry in a data fingerprint."""
     section = {"kind": "auto", "path": str(later)}
     if _TOKENIZER not in copied and not vocabularies(here):
         names = f"{_TOKENIZER} or tokenizer.model"
-        say(f"no {names} in the folder: put one into {later}, or set tokenizer.path")
+        say(f"no {names} in the folder: add one to {later}, or set tokenizer.path")
         return section, {}
     try:
         config = TokenizerConfig(kind="auto", path=str(here))
         return section, {"tokenizer": fit_tokenizer(open_tokenizer(config), rows).fingerprint()}
     except ConfigError as error:
-        say(f"the tokenizer was copied, and cannot be used yet: {error.problems[0].rule}")
+        say(f"the tokenizer was copied but cannot be used yet: {error.problems[0].rule}")
         return section, {}
 
 
@@ -214,7 +214,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
-    """What `maxpipe train` needs besides data and its length."""
+    """Return a config for `maxpipe train` that lacks only data and its length."""
     family = section["family"]
     own = section.pop(family, {})
     return "\n".join(

@@ -1,9 +1,8 @@
-"""A model's parameters as tensors of a Hugging Face folder, by the family's table.
+"""Mapping of a model's parameters to Hugging Face tensors, by the table of its family.
 
-Copies between arrays whose dims lie in memory in different orders, block by block.
-
-numpy copies such arrays along one of the two orders, with a cache miss for each element of the
-other: 0.2 GB/s for a matrix of bfloat16, and 1.6 GB/s in blocks that fit the cache.
+The module also copies between arrays with different memory order, in blocks. A direct numpy copy of
+a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
+the cache, the copy reaches 1.6 GB/s.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class AxisMapping:
-    """How the dims of an array of ours lie in a tensor of theirs, and which is in its name."""
+    """Mapping from our dims to a tensor's dims; one of our dims may be part of the tensor name."""
 
     param_dims: tuple[str, ...]
     hf_dims: tuple[tuple[str, ...], ...]
 
     @cached_property
     def index_dim(self) -> str:
-        """The dim that counts tensors; empty if there is none."""
+        """Return the dim that is part of the tensor name; empty if there is none."""
         rest = {*self.param_dims} - {each for group in self.hf_dims for each in group}
         assert len(rest) <= 1, f"{self} leaves out several dims"
         return next(iter(rest), "")
 
     @cached_property
     def remaining_dims(self) -> tuple[str, ...]:
-        """The other ones of ours."""
+        """Return our other dims."""
         return tuple(each for each in self.param_dims if each != self.index_dim)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor, by the sizes of our dims."""
+        """Return the tensor's shape for the sizes of our dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         return tuple(math.prod(size[each] for each in group) for group in self.hf_dims)
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:
-        """An array of ours, without the dim in the name."""
+        """Convert our array, without the dim in the name, to the tensor's layout."""
         size = dict(zip(self.remaining_dims, array.shape, strict=True))
         flat = [each for group in self.hf_dims for each in group]
         turned = array.transpose([self.remaining_dims.index(each) for each in flat])
         return turned.reshape([math.prod(size[each] for each in group) for group in self.hf_dims])
 
     def to_param(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        """The way back; `sizes` are those of all our dims."""
+        """Convert a tensor to our layout; `sizes` are those of all our dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         flat = [each for group in self.hf_dims for each in group]
         split = tensor.reshape([size[each] for each in flat])
@@ -65,77 +64,80 @@ class AxisMapping:
 
 @lru_cache
 def parse_axis_mapping(text: str) -> AxisMapping:
-    """Of `d n h -> (n h) d`."""
+    """Parse a pattern such as `d n h -> (n h) d`."""
     left, _, right = text.partition("->")
     groups = re.findall(r"\(([^)]*)\)|(\S+)", right)
     return AxisMapping(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
 
 
 class InterleavedSlice(NamedTuple):
-    """Of a tensor's last dim each `every`-th entry, from `number` on."""
+    """Every `every`-th entry of a tensor's last dim, starting with `number`."""
 
     number: int = 0
     every: int = 1
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """These entries, a view."""
+        """Return a view of these entries."""
         return tensor[..., self.number :: self.every]
 
 
 class TensorSlice(NamedTuple):
-    """Rows of a tensor of theirs, which are one part of a parameter of ours."""
+    """Rows of a tensor that hold one part of a parameter."""
 
     tensor: str
     first: int
-    """The first of the tensor's rows."""
+    """First row in the tensor."""
     shape: tuple[int, ...]
-    """Of these rows."""
+    """Shape of these rows."""
     at: Index
-    """Of the parameter as it is in checkpoints."""
+    """Index of the part in the parameter's checkpoint layout."""
     axis_mapping: AxisMapping
     sizes: tuple[int, ...]
-    """Of the parameter's dims, layers left out."""
+    """Sizes of the parameter's dims, without layers."""
     interleave: InterleavedSlice = InterleavedSlice()
     stacked: int = 0
-    """How many blocks of rows the tensor has along a leading dim of its own; 0 without that dim."""
+    """Number of blocks of rows along a separate leading dim of the tensor; 0 without this dim."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one of the tensor's rows."""
+        """Return the shape of one row of the tensor."""
         return (*self.shape[1:-1], self.shape[-1] * self.interleave.every) if self.shape[1:] else ()
 
     @property
     def outer_dim(self) -> int:
-        """The dim of the parameter that is the outer one of these rows."""
+        """Return the dim of the parameter that is the outermost dim of the rows."""
         return self.axis_mapping.param_dims.index(
             next(each for group in self.axis_mapping.hf_dims for each in group)
         )
 
     @property
     def is_divisible(self) -> bool:
-        """Whether parts of that dim are rows of their own: a matrix with one row has none."""
+        """Return whether slices of that dim are separate rows. A tensor with one row has none."""
         return bool(self.axis_mapping.hf_dims[0])
 
     @property
     def outer_remaining_dim(self) -> int:
-        """The same among the dims of an array of ours without that in the name."""
+        """Return the index of that dim among our dims without the dim in the name."""
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """From, to: where that part of the lead dim is, or all if it has no rows of its own."""
+        """Return the (first, end) rows of a slice of the lead dim, or all rows if not divisible."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
     def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
-        """The tensor's rows of that part of the lead dim, in the order of our dims."""
+        """Convert the tensor's rows of a slice of the lead dim to our layout."""
         sizes = list(self.sizes)
         sizes[self.outer_dim] = part.stop - part.start
         return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
-        """Of the tensor, of which as many rows are known; all of them if lanes share them."""
+        """Return the shape of the tensor, given its known number of rows.
+
+        If parts are interleaved, each part has all rows.
+        """
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
         if self.interleave.every > 1:
@@ -145,22 +147,22 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Both sides of a model."""
+    """Mapping between the parameters and the tensors of a model."""
 
     slices: Mapping[str, tuple[TensorSlice, ...]]
-    """By our name, as in checkpoints."""
+    """Slices by our name in checkpoints."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By our name, layers of a kind stacked."""
+    """Shapes by our name, with stacked layers."""
     params: Mapping[str, Param]
-    """By our name, without the layers' dim."""
+    """Parameters by our name, without the layer dim."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shapes by their name, in network order, copies included."""
+    """Shapes by tensor name in network order, including copies."""
     copied_slices: Mapping[str, tuple[TensorSlice, ...]]
-    """By our name pieces that the tensors have once more; an import may lack them."""
+    """Slices by our name of duplicate tensors, which may be missing in an import."""
 
     @property
     def originals(self) -> Mapping[str, str]:
-        """Each tensor that is a copy, and the one that it is a copy of."""
+        """Map each duplicate tensor to its original."""
         return {
             piece.tensor: self.slices[name][0].tensor
             for name, pieces in self.copied_slices.items()
@@ -169,21 +171,21 @@ class TensorMapping:
 
 
 _MAX_SLICES = 100_000
-"""Of a parameter: layers, times experts."""
+"""Maximum number of slices of a parameter (layers times experts)."""
 
 
 def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> TensorMapping:
-    """The parameters of a model, but for heads that predict further ahead and are not in the table.
+    """Map the parameters of a model, without multi-token prediction heads that the table lacks.
 
     Raises:
-        ValueError: it has more than `most` tensors.
+        ValueError: the model has more than `most` tensors.
     """
     names = {row.ours for row in table.tensors}
     assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # rows or lanes of a tensor, or of a block of it, that are taken
+    sizes: dict[str, int] = {}  # rows or interleaved parts that are assigned, by tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
@@ -197,7 +199,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
                 raise ValueError(f"one parameter is in more than {count} matrices")
             found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
-                raise ValueError(f"it has more than {most} tensors")
+                raise ValueError(f"the model has more than {most} tensors")
     shapes = {
         name: (*([stacks[name]] if name in stacks else []), *param.shape)
         for name, param in params.items()
@@ -209,7 +211,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
-    """Rows of one block of each tensor that stacks blocks along a leading dim."""
+    """Return the rows per block of each tensor that stacks blocks along a leading dim."""
     found: Counter[str] = Counter()
     if any(_is_stacked(row) for row in table.tensors):
         for _, param, row, layer, _ in _in_network_order(model, table):
@@ -221,7 +223,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
 
 
 def _is_stacked(row: Tensor) -> bool:
-    """Whether the dim that other layouts have in the name is a leading one of the tensor."""
+    """Return whether the expert dim, part of the name in other layouts, is a leading tensor dim."""
     return bool(parse_axis_mapping(row.dims).index_dim) and "{expert}" not in row.theirs
 
 
@@ -229,14 +231,14 @@ _LAYERS, _MTP_PREFIX = "layers.", "ahead."
 
 
 def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
-    """Heads ahead that the table has."""
+    """Return the multi-token prediction layers, if the table has them."""
     return model.ends.mtp_layers if table.mtp_tensors else None
 
 
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Copies by our name; of a tied table those of both its uses."""
+    """Return the copies by our name; a tied table has the copies of both uses."""
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
     for number in range(heads.num_heads if heads else 0):
@@ -254,7 +256,7 @@ _EMBEDDING = "embedding"
 def _in_network_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
-    """(our name, parameter, row, layer, its place among those of its kind)."""
+    """Yield (our name, parameter, row, layer, index among the layers of its type)."""
     rows = {row.ours: row for row in table.tensors}
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}
@@ -284,7 +286,7 @@ def _in_network_order(
 
 
 def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Param, Tensor]]:
-    """(name, parameter, row), by rows of the table, so that parts of a tensor come in its order."""
+    """Yield (name, parameter, row) in table order, so that parts of a tensor are in order."""
     left = {".".join(key): param for key, param in kind.params.items()}
     for name, row in rows.items():
         if (param := left.pop(name, None)) is not None:
@@ -329,9 +331,9 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """(where in an array of that region, which part of the piece's array of ours); None: nowhere.
+    """Return the index into an array of the region, and the slices of the piece; None if disjoint.
 
-    A region has for each dim of the parameter the indices that are wanted.
+    A region holds, for each dim of the parameter, the requested indices.
     """
     inside: list[int | slice] = []
     taken: list[slice] = []
@@ -347,23 +349,23 @@ def intersect(
 
 
 def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, ...]:
-    """The shape of parts of a parameter that read whole rows of tensors, few of them at a time.
+    """Return the shape of slabs of a parameter that read complete tensor rows, few at a time.
 
-    A part has at most `most` elements, unless a single row has more.
+    A slab has at most `most` elements, unless a single row has more.
     """
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # of the lead dim
+    rows = max(1, most * shape[lead] // math.prod(found))  # rows of the lead dim
     if piece.is_divisible:
-        found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # in parts of nearly one size
+        found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):
         found[dim] = max(1, min(shape[dim], most // math.prod(found)))
     return tuple(found)
 
 
 def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
-    """The shape of parts of whole rows of tensors that reads each chunk of a parameter once."""
+    """Return the shape of slabs of complete tensor rows that read each stored chunk once."""
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     return tuple(
@@ -373,25 +375,25 @@ def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> t
 
 
 def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
-    """The dims that count tensors, and the outer one of a tensor's rows."""
+    """Return the dims that select tensors, and the outermost dim of a tensor's rows."""
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
     return counting, len(shape) - len(piece.sizes) + piece.outer_dim
 
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Parameters of all tensors."""
+    """Return the number of parameters of all tensors."""
     return sum(map(math.prod, shapes.values()))
 
 
 _BLOCK = 256
-"""Elements of a block along both of its dims."""
+"""Number of elements of a block along each of its two dims."""
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, both of one shape, cast to the target's type."""
+    """Assign `target[...] = source` for arrays of equal shape, with a cast to the target's type."""
     assert target.shape == source.shape
     if target.dtype == source.dtype:
-        # Plain numbers: of other types numpy keeps other threads waiting.
+        # Integer views, because numpy holds the GIL for other types.
         plain = np.dtype(f"u{target.dtype.itemsize}")
         target, source = target.view(plain), source.view(plain)
     target, source = _merge_contiguous_dims(target, source)
@@ -405,7 +407,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """The transposed `source`; in both the last dim is the one that is dense in memory."""
+    """Transpose `source` in blocks; in both arrays the last dim is contiguous."""
     for row in range(0, source.shape[0], _BLOCK):
         for column in range(0, source.shape[1], _BLOCK):
             block = source[row : row + _BLOCK, column : column + _BLOCK].astype(target.dtype)
@@ -413,7 +415,7 @@ def _transpose(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both with the dims in one that lie behind each other in both, and at least two."""
+    """Merge dims that are contiguous in both arrays; the result has at least two dims."""
     sizes: list[int] = []
     steps: list[tuple[int, int]] = []
     for size, *step in zip(target.shape, target.strides, source.strides, strict=True):
@@ -430,5 +432,5 @@ def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.n
 
 
 def _fastest(array: np.ndarray) -> int:
-    """The dim whose elements are nearest in memory."""
+    """Return the dim with the smallest stride."""
     return min(range(array.ndim), key=lambda dim: (array.shape[dim] == 1, array.strides[dim]))

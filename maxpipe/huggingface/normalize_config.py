@@ -1,6 +1,6 @@
-"""Values that a config.json states twice: which statement counts, as in transformers 5.
+"""Resolution of duplicate values in a config.json, with the precedence of transformers 5.
 
-Rows of a family's table then read each value in one place.
+Table rows then read each value from one place.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from maxpipe.models.huggingface_tables import Period
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _TYPES = Twice("dtype", "torch_dtype")
 _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
-"""Types of rotary positions that read the original length."""
+"""Rotary types that read the original length."""
 
 _HETEROGENEOUS = "per_layer_config"
-"""Key of every class of transformers that changes single layers."""
+"""Key of every class of transformers that overrides the config of single layers."""
 
 
 @dataclass
 class NormalizedConfig:
-    """A config.json in which each value is stated once."""
+    """A config.json without duplicate values."""
 
     content: dict[str, Any]
     differences: list[str] = field(default_factory=list)
-    """A line for each value that was stated twice, differently."""
+    """Messages about duplicate values that differed."""
     unread: list[str] = field(default_factory=list)
     """Paths of values that neither transformers nor maxpipe reads."""
 
     def first_stated(self, *statements: tuple[str, Any], default: Any = None) -> Any:
-        """Return the first value that is stated, and note the others that differ from it."""
+        """Return the first value that is not None, and record other values that differ."""
         said = [(path, value) for path, value in statements if value is not None]
         if not said:
             return default
@@ -43,7 +43,7 @@ class NormalizedConfig:
         return used
 
     def note_unread(self, path: str, used: Any, other: str, value: Any) -> None:
-        """Note a statement that transformers does not read if it differs from what it uses."""
+        """Record a value that transformers ignores if it differs from the used one."""
         if value is not None and used is not None:
             self._note(path, used, other, value)
 
@@ -56,10 +56,10 @@ class NormalizedConfig:
 
 
 def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> NormalizedConfig:
-    """Return the content of a config.json with each value in the place where rows read it.
+    """Return the content of a config.json with each value where table rows read it.
 
     Raises:
-        Unlike: it states something that no family computes.
+        Unlike: a value is not supported by any family.
     """
     found = NormalizedConfig(dict(content))
     if whole is not None:
@@ -68,7 +68,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
         raise Unlike(
             _HETEROGENEOUS,
             found.content[_HETEROGENEOUS],
-            "must be null: layers that differ so are not computed.",
+            "must be null: such differences between layers are not supported.",
         )
     for twice in (_TYPES, *table.duplicate_keys):
         _merge_duplicate(found, twice)
@@ -91,7 +91,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
 def _select_language_model(
     found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
 ) -> None:
-    """Take the section of the language model, whose keys count; embeddings are tied outside."""
+    """Select the section of the language model, which has precedence except for weight tying."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
         found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
@@ -118,7 +118,7 @@ def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
 
 
 def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
-    """Return the parameters of rotary positions, with base, type and lengths among them."""
+    """Return the rotary parameters, including base, type and lengths."""
     content = found.content
     scaling, where = an_object(content, "rope_scaling"), "rope_parameters"
     if row.layers:
@@ -162,7 +162,7 @@ def _drop_nulls(said: Theirs) -> dict[str, Any]:
 def _rope_from_scaling(
     found: NormalizedConfig, scaling: dict[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_scaling`, which counts as a whole; base and type may be stated in both."""
+    """Return `rope_scaling`, which replaces `rope_parameters`; both may have base and type."""
     mine = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
     outside = {"rope_theta": found.content.get("rope_theta")} | _drop_nulls(mine)
     for name, value in parameters.items():
@@ -177,7 +177,7 @@ def _rope_from_scaling(
 def _rope_of_layer_type(
     found: NormalizedConfig, row: Rotary, scaling: Theirs
 ) -> tuple[dict[str, Any], str]:
-    """Return the parameters of one type of layers; those of `rope_scaling` count before them."""
+    """Return the rotary parameters of one layer type; `rope_scaling` takes precedence."""
     parameters = an_object(found.content, "rope_parameters")
     inner = parameters.get(row.layers)
     said = (
@@ -205,7 +205,7 @@ def _rope_of_layer_type(
 def _lengths(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: str
 ) -> None:
-    """The original length, and a factor that follows from two lengths."""
+    """Set the original length, and the factor that follows from two lengths."""
     content = found.content
     length = content.get(_LENGTH) or row.default_max_positions or None
     if kind not in _LENGTH_SCALING_TYPES:
@@ -230,10 +230,14 @@ def _lengths(
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
-    """Raise Unlike if YaRN's factor is absent: transformers computes it only where it is null."""
+    """Check that YaRN has a factor. transformers computes it only if it is null.
+
+    Raises:
+        Unlike: the factor is missing.
+    """
     objects = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if kind == "yarn" and any(objects) and not any("factor" in said for said in objects):
-        rule = "is required with rope_type = 'yarn', in transformers too."
+        rule = "is required with rope_type = 'yarn'; transformers requires it too."
         action = (
             f"Set {where}.factor to the published factor, or to null if it is "
             f"{_LENGTH} / {_ORIGINAL}."
@@ -248,15 +252,19 @@ def _are_numbers(*values: Any) -> bool:
 def _drop_unread(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: Any
 ) -> None:
-    """Drop what the type does not read. Raises Unlike if that turns another part of a head."""
+    """Drop parameters that the type does not use.
+
+    Raises:
+        Unlike: an unused partial rotary factor would change the model.
+    """
     rows = (
         (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
     )
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
-        return  # an error of the row itself
+        return  # the row raises an error
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
-        rule = f"must be 1 in this model with rope_type = {kind!r}: whole heads turn."
+        rule = f"must be 1 with rope_type = {kind!r}: partial rotation is not supported."
         raise Unlike(f"{where}.{_SHARE}", said[_SHARE], rule)
     for name in said.keys() - known:
         if name != _SHARE and name not in _ALWAYS_SET:
@@ -265,7 +273,7 @@ def _drop_unread(
 
 
 _ALWAYS_SET = (_ORIGINAL, "factor")
-"""Set here for all types that stretch, read by some."""
+"""Parameters that are set here for all scaling types, but used by some only."""
 
 
 def _is_name(kind: Any) -> bool:
@@ -278,6 +286,6 @@ def _shown(value: Any) -> str:
 
 
 def lines(found: Sequence[str], most: int = 8) -> list[str]:
-    """Return the first few differences, and how many more there are."""
-    more = [f"and {len(found) - most} more values that are stated twice"] * (len(found) > most)
+    """Return the first differences, and a line with the number of others."""
+    more = [f"and {len(found) - most} more duplicate values that differ"] * (len(found) > most)
     return [*found[:most], *more]

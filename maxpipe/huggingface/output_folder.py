@@ -1,9 +1,4 @@
-"""Folders that appear complete or not at all, and the files that travel with weights.
-
-What imports and exports tell their caller while they work.
-
-What a user names as a model: a run, one of its checkpoints, or a Hugging Face folder. No jax.
-"""
+"""Atomic output folders, tokenizer files, progress callbacks and model addresses, without jax."""
 
 from __future__ import annotations
 
@@ -31,10 +26,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files of tokenizers and of generation. No other name is copied, but for these:"""
+"""Files of tokenizers and generation. Only these and vocabularies are copied."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
-"""Of SentencePiece and tiktoken, which have no fixed names."""
+"""Names of SentencePiece and tiktoken vocabularies, which vary."""
 
 _MAX_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
@@ -44,23 +39,23 @@ _REMOVE_TIMEOUT_SECONDS = 3.0
 
 @contextlib.contextmanager
 def atomic_folder(path: str, option: str) -> Iterator[Path]:
-    """A new folder beside `path`, which gets that name when all that is done has succeeded.
+    """Create a folder next to `path` and rename it to `path` after the body succeeds.
 
-    After an error or Ctrl-C it is removed; after a kill the next command for this path does that.
+    An error or Ctrl-C removes the folder. After a kill, the next command for this path removes it.
 
     Raises:
-        ConfigError: there is something with that name.
-        StorageError: nothing can be written there.
+        ConfigError: the path exists.
+        StorageError: the folder cannot be written.
     """
     given = expand_path(path, option)
     if not path.strip() or "\0" in path or url_scheme(path):
-        rule = "must be a folder on this machine that does not exist yet."
-        raise ConfigError.one(option, path or "''", rule, "Name one, such as ./model.")
+        rule = "must be a new folder on this machine."
+        raise ConfigError.one(option, path or "''", rule, "Set a path such as ./model.")
     where = given.absolute()
     check_outside_checkpoints(where, option)
     if os.path.lexists(where):
-        rule = "is there already, and nothing is overwritten."
-        raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
+        rule = "must not exist, because nothing is overwritten."
+        raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
     prefix = f".{where.name}."
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -75,8 +70,8 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
         partial.chmod(0o777 & ~umask)
         os.fsync(held)
         if os.path.lexists(where):
-            rule = "was made by somebody else meanwhile, and nothing is overwritten."
-            raise ConfigError.one(option, path, rule, "Give another name, or delete it first.")
+            rule = "was created by another process; nothing is overwritten."
+            raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
         partial.rename(where)
     except OSError as error:
         raise unwritable_error(where, error) from error
@@ -86,22 +81,22 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
 
 
 def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Return a new folder and its descriptor, which has the lock of a living process."""
+    """Return a new folder and its descriptor, which holds the lock of this process."""
     while True:
         partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
         with contextlib.suppress(FileNotFoundError):
             held = os.open(partial, os.O_RDONLY)
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Without a lock it was a leftover to another process that began at the same time.
+            # Until it was locked, another process could remove it as a leftover.
             if os.path.lexists(partial):
                 return partial, held
             os.close(held)
 
 
 def _remove(folder: Path) -> None:
-    """Removes it, even if threads of a library still write into it for a moment after Ctrl-C.
+    """Remove a folder, even if threads of a library still write to it shortly after Ctrl-C.
 
-    A second Ctrl-C does not end it.
+    A second Ctrl-C does not interrupt the removal.
     """
     end = time.monotonic() + _REMOVE_TIMEOUT_SECONDS
     with _ignore_interrupts():
@@ -113,7 +108,7 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Ctrl-C has no effect inside; only the main thread is interrupted at all."""
+    """Ignore Ctrl-C inside. Only the main thread receives interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,14 +120,14 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """The error for a folder that cannot be written. Nothing of it is left."""
+    """Return the error for a folder that cannot be written. No files remain."""
     return StorageError.unwritable(
-        where, error, "Free space, or name a folder that can be written. Nothing was left behind."
+        where, error, "Free space, or use a writable folder. All partial files were removed."
     )
 
 
 def _remove_leftovers(folder: Path, prefix: str) -> None:
-    """What killed processes have left."""
+    """Remove the folders of killed processes."""
     with os.scandir(folder) as entries:
         left = [
             each.path
@@ -154,13 +149,13 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 def copy_tokenizer_files(
     source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
 ) -> list[str]:
-    """Copies those of these files that are there, and vocabularies; returns their names.
+    """Copy the named files that exist, and vocabularies. Returns the names of the copies.
 
-    What is in `target` already is left as it is.
+    Existing files in `target` are kept.
 
     Raises:
-        ConfigError: one cannot be read, or is a link out of the folder.
-        OSError: one cannot be written.
+        ConfigError: a file cannot be read, or is a link that leaves the folder.
+        OSError: a file cannot be written.
     """
     copied = []
     for name in dict.fromkeys((*names, *vocabularies(source))):
@@ -173,7 +168,7 @@ def copy_tokenizer_files(
             continue
         except OSError as error:
             rule = f"cannot be copied: {error.strerror or error}."
-            action = "Copy it again from where it came from, or move it away."
+            action = "Copy the file again from its source, or move it away."
             raise ConfigError.one(str(source / name), None, rule, action) from error
         write(target / name, content)
         copied.append(name)
@@ -181,40 +176,43 @@ def copy_tokenizer_files(
 
 
 def _check_inside(folder: Path, path: Path) -> None:
-    """Raises ConfigError for a link to elsewhere: with an export anything could be published.
+    """Check that a file is not a link that leaves the folder, so that no other files are published.
 
-    Links of a download cache lead to its `blobs`, beside the `snapshots` that the folder is in.
+    Links to `blobs` of the hub's cache, next to the folder's `snapshots`, are allowed.
+
+    Raises:
+        ConfigError: the link leaves the folder.
     """
     if not path.is_symlink():
         return
     real, whole = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     blobs = whole.parent.parent / "blobs"
     if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
-        rule = f"is a link to {real}, out of the folder: what is there would be copied."
-        raise ConfigError.one(str(path), None, rule, "Copy the file itself there, if it is meant.")
+        rule = f"must not link to {real} outside the folder: that file would be copied."
+        raise ConfigError.one(str(path), None, rule, "Replace the link by a copy, if intended.")
 
 
 def vocabularies(folder: Path) -> list[str]:
-    """The first few names of files of SentencePiece and tiktoken in a folder."""
+    """Return the names of up to `_MAX_VOCABULARIES` vocabulary files in a folder."""
     found = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
     return found[:_MAX_VOCABULARIES]
 
 
 MessageCallback = Callable[[str], None]
-"""Takes a line for the user."""
+"""Function that receives a line for the user."""
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Takes a task, and how many megabytes of how many are done."""
+"""Function that receives a task, the megabytes done and the total megabytes."""
 
 _MEGABYTE = 10**6
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Shows nothing."""
+    """Ignore progress."""
 
 
 class ByteProgress:
-    """A count of bytes to which several threads add."""
+    """Byte counter for several threads."""
 
     def __init__(self, task: str, total: int, report: ProgressCallback):
         self._task, self._total, self._report = task, total, report
@@ -222,7 +220,7 @@ class ByteProgress:
         self.add(0)
 
     def add(self, count: int) -> None:
-        """Adds what was done."""
+        """Add completed bytes and report progress."""
         with self._lock:
             self._done += count
             self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
@@ -231,13 +229,14 @@ class ByteProgress:
 def resolve_model(
     text: str, *, average: bool = False, where: str = "", runs: str = ""
 ) -> Address | Path:
-    """The address of a run or checkpoint, or the path of a Hugging Face folder.
+    """Return the address of a run or checkpoint, or the path of a Hugging Face folder.
 
-    `hf:DIR` is one, and so is a folder with a config.json: that of a run is YAML. `average`: the
-    averaged parameters are meant. `where` and `runs` are those of `parse`.
+    `hf:DIR` and folders with a config.json are Hugging Face folders; the config of a run is YAML.
+    `average` selects the averaged parameters (EMA). `where` and `runs` are passed to
+    `parse_address`.
 
     Raises:
-        ConfigError: it is none of them, or a folder, which has no averages.
+        ConfigError: the text is invalid, or averages of a folder are requested.
     """
     folder = folder_of(text)
     if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
@@ -245,6 +244,6 @@ def resolve_model(
     if folder is None:
         return dataclasses.replace(parse_address(text, where, runs), average=average)
     if average:
-        rule = "is a Hugging Face folder, which holds no averages."
-        raise ConfigError.one("command line: --average", text, rule, "Leave --average out.")
+        rule = "must be a run or checkpoint: a Hugging Face folder has no averages."
+        raise ConfigError.one("command line: --average", text, rule, "Omit --average.")
     return expand_path(folder, where) if where else expand_path(folder)

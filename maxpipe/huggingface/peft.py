@@ -1,11 +1,9 @@
-"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+"""Export of adapters: merged with their base, or alone in PEFT format.
+
+PEFT uses `adapter_config.json` and `adapter_model.safetensors`. The base is read from its address
+during training. Matrices with adapters and quantized matrices are merged one layer at a time.
 
 Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
-
-Checkpoints of adapters, to be exported: their base and they as one, or they alone.
-
-The base is read from where training read it. Of each matrix that has an adapter, or is held in few
-bits, one layer is put together at a time.
 """
 
 from __future__ import annotations
@@ -46,17 +44,17 @@ from maxpipe.parallel.lora_weight import LoraWeight
 
 
 class LazyArray(NamedTuple):
-    """An array on disk, or one that is made of several."""
+    """An array on disk, or one that is computed from several."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk_shape: tuple[int, ...]
-    """Shape of what is good to read at a time."""
+    """Shape of one efficient read."""
     read: Callable[[Region], np.ndarray]
 
 
 def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
-    """An array of a checkpoint."""
+    """Open an array of a checkpoint."""
     array = contents.open_array(path, name)
     shape = tuple(array.shape)
     part = tuple(array.chunk_layout.read_chunk.shape or shape)
@@ -66,19 +64,19 @@ def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
 
 
 def read_all(array: LazyArray) -> np.ndarray:
-    """All of it."""
+    """Read the complete array."""
     return array.read(tuple(slice(0, size) for size in array.shape))
 
 
 class MatrixLocation(NamedTuple):
-    """Of a matrix: its kind of layer, and (part, name) there."""
+    """Layer type of a matrix, and its (part, name) in a layer."""
 
     kind: Kind
     key: tuple[str, str]
 
 
 def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
-    """By their names in checkpoints the matrices of layers, as they are without adapters."""
+    """Return the locations of the layers' matrices, without adapters, by name in checkpoints."""
     return {
         name: MatrixLocation(kind, key)
         for each, kind in model.layer_types.items()
@@ -89,12 +87,12 @@ def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
 
 @dataclass(frozen=True)
 class CheckpointAdapters:
-    """Adapters of a checkpoint, and the base that they belong to."""
+    """Adapters of a checkpoint, and their base."""
 
     path: epath.Path
-    """Of the checkpoint."""
+    """Path of the checkpoint."""
     prefix: str
-    """Of the names of its trained parameters."""
+    """Prefix of the names of its trained parameters."""
     config: Config
     base_record: AdapterBase
     _sums: dict[str, digests.ArrayDigest] = field(default_factory=dict)
@@ -104,7 +102,12 @@ class CheckpointAdapters:
     def of(
         cls, path: epath.Path, prefix: str, config: Config, data: Mapping[str, Any]
     ) -> CheckpointAdapters:
-        """Raises ValueError or KeyError: the checkpoint does not say which base it belongs to."""
+        """Return the adapters of a checkpoint.
+
+        Raises:
+            ValueError: the record of the base is invalid.
+            KeyError: the checkpoint does not record its base.
+        """
         return cls(path, prefix, config, check_type(data[BASE], AdapterBase))
 
     @cached_property
@@ -113,7 +116,7 @@ class CheckpointAdapters:
 
     @cached_property
     def base(self) -> HuggingFaceFolder | epath.Path:
-        """A Hugging Face folder, or that of a step."""
+        """Open the base, a Hugging Face folder or the folder of a step."""
         address = self.base_record["address"]
         if (folder := folder_of(address)) is not None:
             return open_folder(folder, "base")
@@ -122,10 +125,10 @@ class CheckpointAdapters:
         return steps / resolve_step(steps, found)
 
     def factor(self, name: str, end: str) -> np.ndarray:
-        """Of the matrix of that name, for all layers.
+        """Return one adapter factor of a matrix for all layers.
 
         Raises:
-            Damaged: it cannot be decoded.
+            DamagedError: the array cannot be decoded.
         """
         full_name = f"{self.prefix}{name}{end}"
         return contents.call_detecting_damage(
@@ -133,7 +136,7 @@ class CheckpointAdapters:
         )
 
     def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
-        """One of the base's arrays in the type of training, whose sum is taken while it is read."""
+        """Open an array of the base in the type of training. Reads update its digest."""
         source, place = self.base, matrix_locations(self._model).get(name)
         exact = place.kind.declared[place.key].own_dtype if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
@@ -157,7 +160,7 @@ class CheckpointAdapters:
         return LazyArray(shape, dtype, part, counted)
 
     def array(self, name: str, shape: tuple[int, ...]) -> LazyArray:
-        """One of the parameters of the model that both are."""
+        """Open a parameter of the merged model."""
         base, place = self._base(name, shape), matrix_locations(self._model).get(name)
         if place is None or not (is_held(*place) or place.key in place.kind.adapters):
             return base
@@ -195,14 +198,18 @@ class CheckpointAdapters:
         return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merge()
 
     def check(self) -> None:
-        """Raises ConfigError if what was read of the base is not what adapters were trained on."""
+        """Check that the base has the weights with which the adapters were trained.
+
+        Raises:
+            ConfigError: the digests differ.
+        """
         if (found := combine_digests(self._sums)) != self.base_record["digest"]:
             raise ConfigError.one(
                 "base",
                 self.base_record["address"],
-                "must hold the weights that the adapters were trained beside: their digest was "
-                f"{self.base_record['digest'][:16]}, and this is {found[:16]}.",
-                "Bring the base back as it was.",
+                "must hold the weights with which the adapters were trained: their digest was "
+                f"{self.base_record['digest'][:16]}, but this digest is {found[:16]}.",
+                "Restore the original base.",
             )
 
 
@@ -212,7 +219,7 @@ _PEFT_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magn
 
 
 class _Matrix(NamedTuple):
-    """A module of theirs, which is one layer's matrix of ours."""
+    """A module of transformers that is one layer's matrix."""
 
     name: str
     module: str
@@ -229,13 +236,13 @@ def write_adapters(
     dtype: str,
     base: str | None,
 ) -> list[str]:
-    """Writes both files, and returns the modules that have an adapter.
+    """Write both files and return the modules with an adapter.
 
-    `model` has adapters; `both` are its parameters without them. `base` is the folder or hub id of
-    the base, None to write the address of its checkpoint.
+    `model` has adapters; `both` maps its parameters without them. `base` is the folder or hub id of
+    the base. None writes the address of its checkpoint.
 
     Raises:
-        ConfigError: the format has no such adapter.
+        ConfigError: PEFT does not support an adapter.
     """
     matrices = list(_matrices(model, both))
     tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, matrices)}
@@ -267,9 +274,9 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
                 raise ConfigError.one(
                     "command line: --adapter",
                     None,
-                    f"{name} is one of several matrices in {piece.tensor} there, which PEFT gives "
-                    "one adapter.",
-                    "Leave --adapter out: the export is then the merged model.",
+                    f"{name} shares the tensor {piece.tensor} with other matrices, for which PEFT "
+                    "supports only one adapter.",
+                    "Omit --adapter to export the merged model.",
                 )
             module = piece.tensor.removesuffix(_WEIGHT)
             yield _Matrix(name, module, layer, piece, place)
@@ -278,7 +285,7 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Our dims in the order of theirs, of what goes in and of what comes out."""
+    """Return our input dims and output dims in tensor order, and whether they match the matmul."""
     summed, ours = place.kind.adapters[place.key].num_contracted_dims, piece.axis_mapping.param_dims
     outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)
     return inner, outer, set(inner) == set(range(summed))
@@ -335,7 +342,7 @@ def _config(
 
 
 def _names(modules: list[str], both: TensorMapping) -> list[str]:
-    """Last parts of the modules' names where all that have one are meant, else whole names."""
+    """Return the last parts of module names if they are unambiguous, else full names."""
     last = lambda name: name.rpartition(".")[2]  # noqa: E731
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
     mine, found = set(modules), dict[str, None]()

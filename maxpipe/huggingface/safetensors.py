@@ -1,7 +1,8 @@
-"""Safetensors files: headers of strangers are checked before anything is read, writing is by parts.
+"""Safetensors files: validated reading and incremental writing.
 
-An own reader, because a tensor is then read into one array and nothing else (the package's numpy
-interface has no bfloat16), a header with a name twice is refused, and so is one with a hole.
+A custom reader reads a tensor into a single array. The package's numpy interface lacks bfloat16.
+The reader also rejects headers with duplicate names or gaps between tensors, because folders come
+from untrusted sources.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -30,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types of weights by their names in files."""
+"""Types of weights by name in files."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {
@@ -39,34 +40,34 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
 }
-"""Bits of an element of every type of the format."""
+"""Bits per element of every type of the format."""
 
 _LENGTH = struct.Struct("<Q")
-_MAX_HEADER_BYTES = 100_000_000  # of the format
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _MAX_DIMS = 16
-"""No weight of a published model has more than 6 dims."""
+"""Maximum number of dims. Weights of published models have at most 6 dims."""
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor is in its file."""
+    """Location of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """First byte, counted from the end of the header."""
+    """Offset of the first byte from the end of the header."""
     end: int
 
 
 class SafetensorsReader:
-    """One file. Each read opens it again: a folder may have hundreds."""
+    """Reader of one file. Each read opens the file, because a folder may have hundreds of files."""
 
     def __init__(self, path: Path):
-        """Reads and checks the header.
+        """Read and check the header.
 
         Raises:
-            ConfigError: it is no such file.
+            ConfigError: the file is not a valid safetensors file.
         """
         self.path = path
         try:
@@ -82,12 +83,13 @@ class SafetensorsReader:
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
     ) -> np.ndarray:
-        """A tensor, or those rows of it.
+        """Read a tensor or a range of its rows.
 
-        Rows are entries of its first dim, or of this shape: leading dims are then counted together.
+        Rows are entries of the first dim. With a `row_shape`, leading dims are merged into one row
+        dim.
 
         Raises:
-            ConfigError: the file ends too early, or cannot be read.
+            ConfigError: the file ends too early or cannot be read.
         """
         entry = self.entries[name]
         dtype, shape, begin = DTYPES[entry.dtype], entry.shape, entry.begin
@@ -111,17 +113,17 @@ class SafetensorsReader:
 
 
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
-    """The error for a file that is not what it should be."""
+    """Return the error for an invalid file."""
     return ConfigError.one(
         str(path),
         None,
         f"cannot be used as a safetensors file: {reason}.",
-        "Copy it again from where it came from, and compare sizes or digests there.",
+        "Copy the file again from its source, and compare sizes or digests.",
     )
 
 
 def quote_name(name: str) -> str:
-    """A tensor's name in a message, quoted and cut."""
+    """Return a tensor's name for messages, quoted and truncated."""
     return repr(name if len(name) <= 100 else f"{name[:97]}...")
 
 
@@ -130,15 +132,15 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         size = os.fstat(stream.fileno()).st_size
         first = stream.read(_LENGTH.size)
         if len(first) < _LENGTH.size:
-            raise ValueError(f"it has {size} bytes, fewer than its header")
+            raise ValueError(f"the file has {size} bytes, fewer than a header")
         (length,) = _LENGTH.unpack(first)
         if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {length:,} bytes, at most 100 million are read")
+            raise ValueError(f"the header size is {length:,} bytes, but the limit is 100 million")
         if length > size - _LENGTH.size:
-            raise ValueError(f"its header claims {length:,} bytes, and the file has {size:,}")
+            raise ValueError(f"the header size is {length:,} bytes, but the file has {size:,}")
         text = stream.read(length)
     start = _LENGTH.size + length
-    parse_json(text, dict[str, Any])  # its bounds; below only to see names that come twice
+    parse_json(text, dict[str, Any])  # enforces limits; the next line detects duplicate names
     content = json.loads(text, object_pairs_hook=_unique)
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict):
@@ -152,32 +154,32 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"its header has {quote_name(name)} twice")
+            raise ValueError(f"the header has {quote_name(name)} twice")
         found[name] = value
     return found
 
 
 def _entry(name: str, value: Any) -> TensorEntry:
     def refuse(reason: str) -> ValueError:
-        return ValueError(f"its header says of {quote_name(name)} {reason}")
+        return ValueError(f"the header entry of {quote_name(name)} {reason}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise refuse("other things than dtype, shape and data_offsets")
+        raise refuse("must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise refuse(f"the unknown type {quote_name(str(dtype))}")
+        raise refuse(f"has the unknown type {quote_name(str(dtype))}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMS:
-        raise refuse(f"a shape of {len(shape):,} dims, at most {_MAX_DIMS} are read")
+        raise refuse(f"has {len(shape):,} dims, but at most {_MAX_DIMS} are allowed")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise refuse("a shape or offsets that are not lists of whole numbers from 0 to 2**63 - 1")
+        raise refuse("must have lists of integers from 0 to 2**63 - 1 as shape and offsets")
     begin, end = offsets
     bits = _BITS[dtype]
-    for size in sorted(shape):  # a size of 0 first
+    for size in sorted(shape):  # zero sizes come first
         bits *= size
         if bits >= 2**66:
-            raise refuse(f"a shape of more than 2**63 bytes, {shape}")
+            raise refuse(f"has a shape of more than 2**63 bytes, {shape}")
     if 8 * (end - begin) != bits:
-        raise refuse(f"{end - begin} bytes, and {dtype} {shape} takes {bits / 8:g}")
+        raise refuse(f"has {end - begin} bytes, but {dtype} {shape} needs {bits / 8:g}")
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
@@ -188,26 +190,26 @@ def _are_sizes(found: object) -> bool:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Tensors fill the file: without overlaps, holes or ends outside."""
+    """Check that tensors fill the file without overlaps, gaps or ends outside."""
     place = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
         if entry.begin != place:
-            words = "overlaps the one before" if entry.begin < place else "leaves a hole before it"
+            words = "overlaps the previous tensor" if entry.begin < place else "follows a gap"
             raise ValueError(f"the tensor {quote_name(name)} {words}")
         place = entry.end
     if place != size:
         words = "is longer" if size > place else "ends too early"
-        raise ValueError(f"it {words}: its tensors take {place:,} bytes, and it has {size:,}")
+        raise ValueError(f"the file {words}: tensors need {place:,} bytes, but it has {size:,}")
 
 
 class SafetensorsWriter:
-    """One file, of which all names, types and shapes are known before; its rows in any order."""
+    """Writer of one file with known names, types and shapes. Rows are written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
-        """Makes the file in full size.
+        """Create the file in full size.
 
         Raises:
-            OSError: there is no space for it.
+            OSError: there is not enough space.
         """
         place = 0
         header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -233,18 +235,18 @@ class SafetensorsWriter:
             raise
 
     def dtype(self, name: str) -> np.dtype:
-        """Of a tensor."""
+        """Return the type of a tensor."""
         return DTYPES[self._entries[name].dtype]
 
     def write(
         self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
     ) -> None:
-        """Rows of a tensor, from `row` on.
+        """Write rows of a tensor, starting with `row`.
 
-        Of their last dim each `every`-th entry, from `number` on.
+        `number` and `every` select interleaved entries of the last dim.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the rows cannot be written.
         """
         entry = self._entries[name]
         dtype = DTYPES[entry.dtype]
@@ -253,7 +255,7 @@ class SafetensorsWriter:
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if every > 1:
-            # The other entries may have been written before.
+            # The other entries may already have been written.
             there = np.empty(shape, dtype)
             _read(self._file, _bytes(there), place)
             there[..., number::every] = values
@@ -279,12 +281,12 @@ class SafetensorsWriter:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """The memory of an array without gaps."""
+    """Return the memory of a contiguous array."""
     return memoryview(array.reshape(-1).view(np.uint8).data)
 
 
 def _reserve(file: int, size: int) -> None:
-    """A disk that is too small is known before anything is computed."""
+    """Allocate the file, so that a full disk is detected before any computation."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -295,7 +297,7 @@ def _read(file: int, view: memoryview, place: int) -> None:
     while view:
         data = os.pread(file, len(view), place)
         if not data:
-            raise OSError(errno.EIO, "the file has become shorter")
+            raise OSError(errno.EIO, "the file was truncated")
         view[: len(data)] = data
         view, place = view[len(data) :], place + len(data)
 

@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder: which file has a tensor, and regions of our parameters.
+"""Weights of a Hugging Face folder: tensor lookup and reading of parameter regions.
 
-Nothing is held in memory but headers: a region is put together from the rows of tensors that it
-needs, read a block at a time.
+Only headers stay in memory. A region is assembled from the tensor rows that it needs, one block at
+a time.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from maxpipe.models.registry import describe
 HEAD, EMBEDDING = tensor_layouts.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
-"""In front of a folder in `checkpoint.restore_from`."""
+"""Prefix of a folder in `checkpoint.restore_from`."""
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
-"""Keys of a model without heads that predict further ahead."""
+"""Model keys of a model without multi-token prediction heads."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
-"""More tensors than these are not looked for."""
+"""Maximum number of missing tensors. A mapping with more missing tensors is aborted."""
 _UNKNOWN_LENGTH = 2048
-"""Tokens of a row, where config.json does not say."""
+"""Sequence length in tokens, if config.json has none."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -54,67 +54,72 @@ class _Index(TypedDict):
 
 
 def folder_of(text: str) -> str | None:
-    """The folder of `hf:DIR`; None of another address."""
+    """Return the folder of `hf:DIR`, or None for another address."""
     return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder whose tensors are those of the model that its config.json describes."""
+    """A folder whose tensors match the model in its config.json."""
 
     folder: Path
     description: ModelDescription
     config: ModelConfig
     mapping: TensorMapping
     unused_tensors: tuple[str, ...]
-    """Names of tensors that are not the model's, and known not to be."""
+    """Names of known tensors that do not belong to the model."""
     num_missing_mtp_layers: int
-    """Layers that predict further ahead, of which config.json says and no tensor is there."""
+    """Number of multi-token prediction layers that config.json declares but the folder lacks."""
     _files: Mapping[str, SafetensorsReader]
-    """By the table's name of a tensor."""
+    """Readers by the table's tensor name."""
     _names: Mapping[str, str]
-    """The same, the name in the file."""
+    """Tensor names in the files by the table's tensor name."""
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Type of each tensor of an export, by its name there; copies only if they are here."""
+        """Return the type of each tensor of an export by name.
+
+        Duplicate tensors are included only if the folder has them.
+        """
         both = map_tensors(describe(self.config), self.description.table)
         found: dict[str, str] = {}
         for name, pieces in both.slices.items():
             here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
             for piece in pieces:
                 dtype = self._entry(here[_layer_and_expert(piece)]).dtype
-                # Of two types that one tensor will have: the one that holds the numbers of both.
+                # If a fused tensor would have two types, float32 holds the values of both.
                 found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
         copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
         return found | copies
 
     @property
     def dtype(self) -> str:
-        """The type of most."""
+        """Return the most common type."""
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
     def model_dtypes(self) -> dict[str, str]:
-        """Keys of `model`: weights are kept as they are stored; float32 is computed in that."""
+        """Return the `model` types: weights keep their type, and float32 models compute in
+        float32.
+        """
         if self.dtype == "F32":
             return {"param_dtype": "float32", "compute_dtype": "float32"}
         return {"param_dtype": "bfloat16" if self.dtype == "BF16" else "float32"}
 
     @property
     def sequence_length(self) -> int:
-        """The longest row that config.json says the model was made for."""
+        """Return the maximum sequence length in config.json."""
         most = self.description.exported_keys.get("max_position_embeddings")
         return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
 
     def stored_dtype(self, name: str) -> np.dtype:
-        """The type that holds all numbers of one of our parameters."""
+        """Return a type that holds all values of one of our parameters."""
         types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
     @property
     def num_files(self) -> int:
-        """Files that hold them."""
+        """Return the number of files with tensors of the model."""
         return len({reader.path for reader in self._files.values()})
 
     def _entry(self, name: str):
@@ -123,12 +128,12 @@ class HuggingFaceFolder:
     def read_region(
         self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
     ) -> np.ndarray:
-        """That part of one of our parameters, layers stacked, in network order.
+        """Read a region of one of our parameters, with stacked layers in network order.
 
-        With a `vocab_size` larger than the folder's the new rows are the mean of its own.
+        With a `vocab_size` larger than the folder's, new rows are the mean of the existing ones.
 
         Raises:
-            ConfigError: a file cannot be read, or a number is NaN or infinite.
+            ConfigError: a file cannot be read, or a value is NaN or infinite.
         """
         sizes = list(self.mapping.shapes[name])
         axes = self.mapping.params[name].axes
@@ -152,7 +157,7 @@ class HuggingFaceFolder:
         return found
 
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
-        """Reads that part of the piece's array of ours, some rows at a time."""
+        """Read a slice of the piece in our layout, some rows at a time."""
         dim = piece.outer_remaining_dim
         wanted = taken[dim]
         for part, ours in self._blocks(piece, wanted):
@@ -163,7 +168,7 @@ class HuggingFaceFolder:
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
     def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
-        """(part of the lead dim, the piece's array there), as much as is good to have at a time."""
+        """Yield (slice of the lead dim, the piece's array) in blocks of limited size."""
         width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
         if not piece.is_divisible:
@@ -189,7 +194,7 @@ class HuggingFaceFolder:
         found[tuple(new)] = mine.astype(found.dtype)
 
     def _mean(self, name: str, dim: int) -> np.ndarray:
-        """Of all entries along that dim."""
+        """Return the mean over the dim."""
         if name not in self._means:
             (piece,) = self.mapping.slices[name]
             assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
@@ -208,26 +213,25 @@ class HuggingFaceFolder:
             raise ConfigError.one(
                 f"{self._files[name].path}: {self._names[name]}",
                 None,
-                f"holds {pluralize(bad, 'value')} that are NaN or infinite, with which nothing can "
-                "go on.",
-                "Copy the file again, or take the weights from before they went wrong.",
+                f"must be finite, but has {pluralize(bad, 'value')} that are NaN or infinite.",
+                "Copy the file again, or use an earlier version of the weights.",
             )
 
     def check_copies(self) -> None:
-        """That tensors that are there twice are the same, bit for bit.
+        """Check that duplicate tensors are bitwise equal.
 
         Raises:
-            ConfigError: one is another.
+            ConfigError: a copy differs.
         """
         for copy, original in self.mapping.originals.items():
             if copy in self._files and not self._is_same(copy, original):
                 raise ConfigError.one(
                     f"{self._files[copy].path}: {self._names[copy]}",
                     None,
-                    f"must be {self._names[original]}, bit for bit: layers that predict further "
-                    "ahead share it.",
-                    f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to leave these "
-                    "layers out.",
+                    f"must be bitwise equal to {self._names[original]}, which multi-token "
+                    "prediction layers share.",
+                    f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to omit these "
+                    "layers.",
                 )
         if HEAD not in self._files or HEAD in self.mapping.tensors:
             return
@@ -235,12 +239,12 @@ class HuggingFaceFolder:
             raise ConfigError.one(
                 f"{self._files[HEAD].path}: {self._names[HEAD]}",
                 None,
-                "must be the embedding's table, bit for bit: config.json says that both are tied.",
-                f"Set tie_word_embeddings to false in {self.folder / FILE} if both are meant.",
+                "must be bitwise equal to the embedding table, because config.json ties both.",
+                f"Set tie_word_embeddings to false in {self.folder / FILE} if they are separate.",
             )
 
     def _is_same(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same bits; both have the same shape."""
+        """Return whether two tensors of one shape are bitwise equal."""
         count, width = self.mapping.tensors[other]
         step = max(1, _BLOCK_ELEMENTS // width)
         for first in range(0, count, step):
@@ -252,15 +256,15 @@ class HuggingFaceFolder:
 
 
 def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
-    """Which layer and expert a piece is of: the same in all layouts."""
+    """Return the layer and expert of a piece, which are the same in all layouts."""
     return tuple(index for index in piece.at if isinstance(index, int))
 
 
 def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFolder:
-    """A folder, of which every header is checked. `where` names what gave it.
+    """Open a folder and check all headers. `where` names the option in errors.
 
     Raises:
-        ConfigError: it holds something else, or other tensors than its config.json says.
+        ConfigError: the folder has no model, or its tensors do not match its config.json.
     """
     path = expand_path(folder, where)
     if not folder.strip() or "\0" in folder or not os.path.isdir(path):
@@ -268,7 +272,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model first, and give its folder.",
+            "Download the model, and set its folder.",
         )
     if not (path / FILE).exists() and (error := tensor_layouts.adapter_error(path)) is not None:
         raise error
@@ -312,9 +316,10 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
 
 
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
-    """What is said of a folder without layers ahead if it has none, and their number.
+    """Remove multi-token prediction layers from the description if the folder has none.
 
-    transformers leaves them out when it saves, and their number in config.json.
+    Also returns their number. transformers drops these layers when it saves, but not their number
+    in config.json.
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
@@ -324,10 +329,10 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
 
 
 def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> frozenset[str]:
-    """Patterns of the tensors of layers ahead that are there and of which config.json does not say.
+    """Return patterns of multi-token prediction tensors that config.json does not declare.
 
-    A layer is one of them if it has what only they have, so that a number of layers that is too
-    small for the folder is still found.
+    A layer counts only if it has tensors of multi-token prediction. A wrong number of layers in
+    config.json is therefore still detected.
     """
     first = said.config.num_layers + said.config.mtp_heads
     found = set[str]()
@@ -340,7 +345,7 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
 
 
 def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
-    """By its name in the files."""
+    """Map each tensor name in the files to its reader."""
     if (folder / SINGLE).exists():
         reader = SafetensorsReader(folder / SINGLE)
         return dict.fromkeys(reader.entries, reader)
@@ -351,29 +356,29 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
         raise tensor_layouts.missing_weights_error(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        rule = f"must say which file has which tensor: {reason}."
-        raise ConfigError.one(str(path), None, rule, "Copy it again.") from error
+        rule = f"must map each tensor to a file: {reason}."
+        raise ConfigError.one(str(path), None, rule, "Copy the file again.") from error
     listed = content["weight_map"]
     for name in dict.fromkeys(listed.values()):
         if not _FILE_NAME.fullmatch(name):
-            rule = "must name files of this folder only: NAME.safetensors."
+            rule = "must have file names in this folder only: NAME.safetensors."
             action = "Do not use this folder: no tool writes such names."
             raise ConfigError.one(str(path), quote_name(name), rule, action)
         if not (folder / name).exists():
-            rule = f"names {name}, and {folder} has no such file."
-            raise ConfigError.one(str(path), None, rule, "Download the files that are missing.")
+            rule = f"must name existing files, but {folder} has no {name}."
+            raise ConfigError.one(str(path), None, rule, "Download the missing files.")
     files = {name: SafetensorsReader(folder / name) for name in dict.fromkeys(listed.values())}
     found: dict[str, SafetensorsReader] = {}
     for name, reader in files.items():
         for tensor in reader.entries:
             if listed.get(tensor) != name:
-                there = f"in {listed[tensor]}" if tensor in listed else "nowhere"
-                rule = f"says that {quote_name(tensor)} is {there}, and {name} has it."
-                raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+                there = f"to {listed[tensor]}" if tensor in listed else "to no file"
+                rule = f"must map {quote_name(tensor)} to {name}, but maps it {there}."
+                raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
             found[tensor] = reader
     if lacking := [name for name in listed if name not in found]:
-        rule = f"says that {listed[lacking[0]]} has {quote_name(lacking[0])}, and it does not."
-        raise ConfigError.one(str(path), None, rule, "Copy the folder again, whole.")
+        rule = f"maps {quote_name(lacking[0])} to {listed[lacking[0]]}, which lacks this tensor."
+        raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
     return found
 
 
@@ -388,12 +393,12 @@ def _check_entries(
         where = f"{reader.path}: {names[name]}"
         if entry.dtype not in DTYPES:
             rule = f"must be of type {' or '.join(DTYPES)}."
-            action = "Give weights that are not quantised."
+            action = "Use weights that are not quantized."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise tensor_layouts.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: HuggingFaceFolder) -> int:
-    """Parameters of the model, a tied table once."""
+    """Return the number of parameters of the model; a tied table counts once."""
     return sum(math.prod(shape) for shape in source.mapping.shapes.values())

@@ -1,10 +1,9 @@
-"""Other layouts of a folder's tensors, found by the names that its files hold.
+"""Alternative tensor layouts of a folder, detected by tensor names.
 
 The family's table has the layout of published folders. Training and serving tools save the same
-numbers under other prefixes, with projections fused, or with all experts in one tensor
-(`save_original_format=False` of transformers 5).
-
-Errors for folders whose tensors do not match config.json, with the layout that they have.
+weights with other prefixes, with fused projections, or with all experts in one tensor
+(`save_original_format=False` of transformers 5). Errors for folders that do not match config.json
+name the detected layout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from maxpipe.models.huggingface import HuggingFace, Tensor
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-"""Modules that torch puts around others anywhere in a name."""
+"""Wrapper modules of torch, anywhere in a name."""
 
 _ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
 _BODY = re.compile(rf"{_ROOTS}((?:embed_tokens|layers|norm|rotary_emb)\..*)", re.DOTALL)
@@ -34,7 +33,7 @@ _FUSED = (
     (("gate_proj", "up_proj"), "gate_up_proj"),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
-"""Modules, and the one that has their rows one after the other."""
+"""Modules, and the fused module that concatenates their rows."""
 
 _STACKED = (
     (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
@@ -42,14 +41,14 @@ _STACKED = (
     (("gate",), ("gate_proj", "gate_proj.weight")),
     (("up",), ("up_proj", "up_proj.weight")),
 )
-"""Parameters of experts, and tensors that have those of all experts: `[E, 2F, D]`, `[E, D, F]`."""
+"""Expert parameters, and tensors that stack all experts: `[E, 2F, D]`, `[E, D, F]`."""
 
 _RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
-"""Modules that transformers 5 has renamed."""
+"""Modules that transformers 5 renamed."""
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor without the prefixes that tools put in front of it."""
+    """Return the name of a tensor without the prefixes that tools add."""
     name = _WRAPPERS.sub("", name)
     if body := _BODY.fullmatch(name):
         return f"model.{body[1]}"
@@ -59,7 +58,7 @@ def canonical(name: str) -> str:
 
 
 def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
-    """Return the table with the rows of those tensors that `names` holds in another layout."""
+    """Return the table with rows adapted to the layout of the tensors in `names`."""
     present = {_pattern(name) for name in names}
     rows = {row.ours: row for row in table.tensors}
     rows |= _renamed_rows(rows, present)
@@ -72,12 +71,14 @@ _Rows = dict[str, Tensor]
 
 
 def _pattern(name: str) -> str:
-    """Return a name, or a table's template of names, without the numbers of layers and experts."""
+    """Return a tensor name, or a template, without layer and expert indices."""
     return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)", "#", name)
 
 
 def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the other rows if the files have all their tensors and none that they replace."""
+    """Return the alternative rows if the files have all their tensors and none of the replaced
+    ones.
+    """
     wanted = {_pattern(row.theirs) for row in other.values()}
     replaced = {_pattern(rows[name].theirs) for name in other} - wanted
     return other if wanted <= present and not replaced & present else {}
@@ -135,71 +136,71 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\..*", re.DOTALL)
 ADAPTER_CONFIG = "adapter_config.json"
 HEAD = "lm_head.weight"
 
-_TRANSFORMERS_ACTION = "Give the folder of the same model that transformers reads."
+_TRANSFORMERS_ACTION = "Use a folder of the same model in the format of transformers."
 
 _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     (
         r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.",
         "has adapters of PEFT that are not merged into the weights",
-        'Merge them with PEFT, model.merge_and_unload().save_pretrained("NEW"), and give NEW.',
+        'Merge them with PEFT, model.merge_and_unload().save_pretrained("NEW"), and use NEW.',
     ),
     (
         r"\.(qweight|qzeros|g_idx)$",
-        "has weights quantised by GPTQ or AWQ",
-        "Give the folder of these weights before they were quantised: no tool restores them.",
+        "has weights quantized by GPTQ or AWQ",
+        "Use a folder with unquantized weights: no tool restores these.",
     ),
     (
         r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
         r"|\w+_blocks|\w+_scales)$|\.quant_state\.",
-        f"has quantised weights, and its {FILE} has no quantization_config",
-        f"Put back the {FILE} that was published with these weights: maxpipe then prints a command "
-        "that dequantises them.",
+        f"has quantized weights, but its {FILE} has no quantization_config",
+        f"Restore the {FILE} that was published with these weights: maxpipe then prints a command "
+        "that dequantizes them.",
     ),
     (
         r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
-        "has the names of Meta's and Mistral's own releases, whose queries and keys are ordered "
+        "has the tensor names of Meta's and Mistral's releases, which order queries and keys "
         "differently",
         _TRANSFORMERS_ACTION,
     ),
     (
         r"^(blk\.\d+\.|token_embd\.)",
-        "has the names of a GGUF file",
+        "has the tensor names of a GGUF file",
         _TRANSFORMERS_ACTION,
     ),
     (
         r"(query_key_value|linear_qkv|\.wqkv|\.c_attn)\.",
-        "has queries, keys and values of each group of heads in one tensor, as Megatron and GPT-2 "
-        "have them",
+        "has queries, keys and values of each group of heads in one tensor, as in Megatron and "
+        "GPT-2",
         _TRANSFORMERS_ACTION,
     ),
     (
         r"^(score|classifier)\.",
-        "is of a classifier: it has a projection to labels",
-        "Give a folder of a language model, saved from AutoModelForCausalLM.",
+        "has the output projection of a classifier",
+        "Use a folder of a language model that AutoModelForCausalLM saved.",
     ),
     (
         r"(^|\.)v_head\.",
-        "has a value head (v_head), as TRL saves models for PPO",
-        'Save its language model alone with TRL, model.pretrained_model.save_pretrained("NEW"), '
-        "and give NEW.",
+        "has a value head (v_head), as in PPO models of TRL",
+        'Save only its language model with TRL, model.pretrained_model.save_pretrained("NEW"), '
+        "and use NEW.",
     ),
 )
-"""Names that show what a folder is, what to say of it, and what to do."""
+"""Name patterns that identify the origin of a folder, with a rule and an action each."""
 
 
 def tensor_mismatch_error(
     folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError:
-    """Return the error for tensors that are missing or too many; `surplus` are names in files."""
+    """Return the error for missing or unexpected tensors; `surplus` are names in the files."""
     for pattern, rule, action in _KNOWN_MISMATCHES:
         if names := [name for name in surplus if re.search(pattern, name)]:
             return _error(folder, f"{rule}: {format_names(names)}.", action)
     config = folder / FILE
     if [*missing] == [HEAD] and not surplus:
-        rule = f"has no {HEAD}, and {FILE} says tie_word_embeddings = false."
+        rule = f"has no {HEAD}, but {FILE} sets tie_word_embeddings = false."
         action = (
-            f"If the embedding's table is the output projection too, set tie_word_embeddings to "
-            f"true in {config}; else save the model from AutoModelForCausalLM, with its projection."
+            "If the embedding table is also the output projection, set tie_word_embeddings to "
+            f"true in {config}. Otherwise, save the model with AutoModelForCausalLM."
         )
         return _error(folder, rule, action)
     if error := _layers(folder, said, missing, surplus):
@@ -212,12 +213,12 @@ def tensor_mismatch_error(
     if surplus:
         of = f"has {pluralize(len(surplus), 'tensor')} that {FILE} does not describe"
         parts.append(f"{of}: {format_names(surplus)}")
-        action = f"Give the {FILE} that was saved with these weights: this one is of another model."
+        action = f"Use the {FILE} that was saved with these weights: this file is of another model."
     if missing and surplus:
         action = (
-            "If the same weights are here under names of another tool, load them with that tool "
-            f"and save them with save_pretrained of transformers; else give the {FILE} that was "
-            "saved with them."
+            "If a tool saved these weights with other names, load them with that tool "
+            f"and save them with save_pretrained of transformers. Otherwise, use the {FILE} "
+            "that was saved with them."
         )
     return _error(folder, f"{'; it '.join(parts)}.", action)
 
@@ -225,7 +226,7 @@ def tensor_mismatch_error(
 def _layers(
     folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError | None:
-    """Return the error if whole layers at the end are missing or too many, and nothing else."""
+    """Return an error if exactly the last layers are missing or unexpected, else None."""
     numbers = [int(m[1]) if (m := _LAYER.fullmatch(name)) else -1 for name in (*missing, *surplus)]
     said_count = said.config.num_layers
     if -1 in numbers or (missing and surplus):
@@ -243,69 +244,69 @@ def _layers(
         if min(numbers) < said_count or len(surplus) < 4 * (count - said_count):
             return None
     rule = (
-        f"has {pluralize(count, 'layer')} of weights, and {FILE} says num_hidden_layers = "
+        f"has {pluralize(count, 'layer')} of weights, but {FILE} sets num_hidden_layers = "
         f"{said_count}."
     )
     return _error(folder, rule, f"Set num_hidden_layers to {count} in {folder / FILE}.")
 
 
 def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
-    """Return the error for two names of one tensor."""
+    """Return the error for two tensors with equivalent names."""
     rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
-    return _error(folder, rule, "Save the model again without one of them.")
+    return _error(folder, rule, "Save the model again with only one of them.")
 
 
 def missing_tensors_error(folder: Path, count: int) -> ConfigError:
     """Return the error for a config.json of a much larger model."""
-    rule = f"has {pluralize(count, 'tensor')}, and {FILE} describes a model of far more."
-    return _error(folder, rule, f"Give the {FILE} that was saved with these weights.")
+    rule = f"has {pluralize(count, 'tensor')}, but {FILE} describes a much larger model."
+    return _error(folder, rule, f"Use the {FILE} that was saved with these weights.")
 
 
 def adapter_error(folder: Path) -> ConfigError | None:
-    """Return the error for a folder with an adapter of PEFT instead of a model."""
+    """Return the error for a folder with a PEFT adapter instead of a model."""
     if not (folder / ADAPTER_CONFIG).exists():
         return None
-    rule = f"is an adapter of PEFT ({ADAPTER_CONFIG}), which holds no model."
+    rule = f"is an adapter of PEFT ({ADAPTER_CONFIG}) without a model."
     return _error(
         folder,
         rule,
         "Merge it into its base with peft, torch and transformers: "
         "python -c 'from peft import AutoPeftModelForCausalLM as M; "
         'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
-        '.save_pretrained("NEW")\', and give NEW.',
+        '.save_pretrained("NEW")\', and use NEW.',
     )
 
 
 def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
-    """Return the error for a folder without the files that hold weights."""
+    """Return the error for a folder without weight files."""
     if (error := adapter_error(folder)) is not None:
         return error
     names = sorted(each.name for each in folder.iterdir())
-    rule = f"must hold {single}, or {index} and the files that it names."
+    rule = f"must contain {single}, or {index} and the files that it lists."
     action = "Download the model's safetensors files."
     others = [name for name in names if name.endswith(".safetensors")]
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     packed = [name for name in names if name.endswith(".gguf")]
     if len(others) == 1 and not re.search(r"-of-0*(?!1\.)[1-9]\d*\.", others[0]):
-        rule += f" {others[0]} has another name."
-        action = f"Rename it to {single}, or download {index} too."
+        rule += f" The folder has {others[0]} instead."
+        action = f"Rename the file to {single}, or also download {index}."
     elif others:
-        rule += f" {others[0]} and {pluralize(len(others) - 1, 'other file')} are there."
-        action = f"Download {index}, too."
+        rule += f" The folder has {others[0]} and {pluralize(len(others) - 1, 'other file')}."
+        action = f"Also download {index}."
     elif pickled:
-        rule += f" {pickled[0]} is pickled: reading it can run any code, so maxpipe does not."
+        rule += f" {pickled[0]} is pickled: it can run any code, so maxpipe does not read it."
         action = (
-            "Convert it where you trust it: python -c 'from transformers import "
+            "If you trust the file, convert it: python -c 'from transformers import "
             'AutoModelForCausalLM as M; M.from_pretrained("DIR").save_pretrained("NEW")\''
         )
     elif packed:
-        rule += f" {packed[0]} is of llama.cpp, which maxpipe does not read."
-        action = "Download the safetensors files that it was made from."
+        rule += f" {packed[0]} is a file of llama.cpp, which maxpipe does not read."
+        action = "Download the safetensors files from which it was made."
     return _error(folder, rule, action)
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first few names, quoted, and how many more there are."""
+    """Return the first names, quoted, and the number of others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(quote_name, names[:_SHOWN])) + more
 
@@ -313,16 +314,16 @@ def format_names(names: Sequence[str]) -> str:
 def wrong_shape(
     folder: Path, where: str, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]
 ) -> ConfigError:
-    """Return the error for a tensor of another shape than config.json says."""
-    action = f"Give the {FILE} that was saved with these weights."
+    """Return the error for a tensor whose shape does not match config.json."""
+    action = f"Use the {FILE} that was saved with these weights."
     of_vocabulary = name in (HEAD, "model.embed_tokens.weight")
     if of_vocabulary and shape[1:] == wanted[1:]:
         action = (
             f"If tokens were added or removed, set vocab_size to {shape[0]} in {folder / FILE}."
         )
     if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
-        action = "Its last two dims are swapped: save it in the layout of transformers."
-    rule = f"must have the shape {_shape(wanted)} that {FILE} says."
+        action = "Swap the last two dims of the tensor: save it in the layout of transformers."
+    rule = f"must have the shape {_shape(wanted)} from {FILE}."
     return ConfigError.one(where, _shape(shape), rule, action)
 
 

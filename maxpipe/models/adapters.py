@@ -1,8 +1,9 @@
-"""Adapters: which matrices of a model get a low-rank change, and what of the base is held how.
+"""Low-rank adapters of a model's matrices, and quantization of its frozen base.
 
-A matrix W of `K x N` with an adapter becomes `W + scale * A @ B`, of which only A and B are
-trained. They are parameters beside W, with W's logical axes and one for the rank: stacking,
-sharding, the optimizer and forecasts know no difference. No jax.
+A matrix W of `K x N` with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
+and B are parameters next to W with the logical axes of W and one axis for the rank. Stacking,
+sharding, the optimizer and forecasts therefore need no special case. The module does not import
+jax.
 
 Sources: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314.
 """
@@ -22,18 +23,19 @@ Key = tuple[str, str]
 """(part, name) of a parameter."""
 
 RANK = "lora"
-"""Logical axis of the rank, and of dims of size 1."""
+"""Logical axis of the rank and of dims of size 1."""
 DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
-"""Behind a matrix' name: its change's factors, its columns' lengths, and scales of its numbers."""
+"""Suffixes of a matrix name for the adapter factors, the column magnitudes and the quantization
+scales."""
 BLOCK = 64
-"""Numbers that share a scale in 4 bits, if their count can be divided so."""
+"""Number of values that share a scale in nf4, if it divides the dim."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
-"""Logical axes of the inside of a layer, the first that a matrix has is that of its scales."""
+"""Logical axes inside a layer. Scales run along the first of them that a matrix has."""
 
 
 def with_adapters(model: Model, config: AdapterConfig) -> Model:
-    """The model with everything frozen, and changes beside the matrices that `targets` match."""
+    """Return the model with all parameters frozen and adapters for the matrices in `targets`."""
     targets = _targets(model, config)
 
     def adapted(name: str, kind: Kind) -> Kind:
@@ -53,17 +55,17 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
 
 
 def adaptable(kind: Kind) -> list[Key]:
-    """Matrices of a layer that can have a change: those of which activations see only a product."""
+    """Return the matrices of a layer that support an adapter: those that only one matmul uses."""
     return [key for key, param in kind.declared.items() if summed(param)]
 
 
 def summed(param: Param) -> int:
-    """Over how many of a matrix' first dims its product sums; 0 of what has more uses than one."""
+    """Return the number of leading dims that the matmul contracts, or 0 for other uses."""
     return param.num_contracted_dims or param.linear
 
 
 def names_of_adaptable(model: Model) -> list[str]:
-    """Their names in checkpoints."""
+    """Return the names in checkpoints of the matrices that support an adapter."""
     return [
         names_in_layers(model, name)[key]
         for name, kind in model.layer_types.items()
@@ -72,13 +74,13 @@ def names_of_adaptable(model: Model) -> list[str]:
 
 
 def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
-    """By their names in checkpoints those that get a change, as the model declares them."""
+    """Return the matrices with an adapter by name in checkpoints, as the model declares them."""
     targets = _targets(model, config)
     return {name: param for name, param in declared(model).items() if name in targets}
 
 
 def unmatched(model: Model, config: AdapterConfig) -> list[str]:
-    """Targets that no parameter's name matches."""
+    """Return the targets that match no parameter name."""
     return without_match(model, config.targets)
 
 
@@ -88,7 +90,7 @@ def _targets(model: Model, config: AdapterConfig) -> set[str]:
 
 
 def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
-    """The factors of a matrix' change; the first is drawn as PEFT draws it, the second is 0."""
+    """Yield the adapter's parameters: the first factor as in PEFT, the second with zeros."""
     part, name = key
     inside, outside = param.dims[: summed(param)], param.dims[summed(param) :]
     rank = (config.rank, RANK)
@@ -99,11 +101,11 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
         yield (part, name + LENGTH), Param(outside, Made(key), decays=False, own_dtype="float32")
 
 
-# How a frozen matrix is held.
+# Quantization of the frozen matrices.
 
 
 def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
-    """In place of each matrix of a layer its numbers in few bits, and beside it their scales."""
+    """Yield the quantized values and the scales that replace each matrix of a layer."""
     if base == "default":
         return
     for (part, name), param in kind.declared.items():
@@ -121,23 +123,24 @@ def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
 
 
 def dim_of_scales(param: Param) -> int | None:
-    """Along which dim of a matrix numbers share scales; None of what is no matrix of many numbers.
+    """Return the dim along which the values of a matrix share scales, or None if it is not
+    quantized.
 
-    It is one that no fsdp divides: scales are divided as the numbers are.
+    The dim is one that fsdp does not shard, so scales are sharded in the same way as values.
     """
     if not isinstance(param.init, Normal) or not param.axes[-1]:
-        return None  # the latter are taps of convolutions
+        return None  # axes without a name are the taps of convolutions
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
     return next(axes, None)
 
 
 def block_size(size: int) -> int:
-    """Numbers of such a dim that share a scale in 4 bits."""
+    """Return the number of values along a dim of `size` that share a scale in nf4."""
     return math.gcd(size, BLOCK)
 
 
 def factors_of(kind: Kind) -> dict[Key, Param]:
-    """Both factors of each change of a layer."""
+    """Return both factors of each adapter of a layer."""
     return {
         (part, name + end): kind.params[part, name + end]
         for part, name in kind.adapters
@@ -146,9 +149,10 @@ def factors_of(kind: Kind) -> dict[Key, Param]:
 
 
 def residuals_of_changes(kind: Kind) -> Held:
-    """What differentiating the changes of a layer's matrices keeps besides their inputs.
+    """Return the residuals that differentiating a layer's adapters saves, without their inputs.
 
-    Between both factors; with lengths the product that they stretch, with dropout a mask.
+    They are the activations between both factors, the product before its magnitudes (DoRA), and the
+    dropout masks.
     """
     found = Held()
     for (part, name), adapter in kind.adapters.items():
@@ -160,12 +164,12 @@ def residuals_of_changes(kind: Kind) -> Held:
 
 
 def is_held(kind: Kind, key: Key) -> bool:
-    """Whether a matrix is held in few bits."""
+    """Return whether a matrix is quantized."""
     part, name = key
     return (part, name + SCALE) in kind.stored
 
 
 def base_of(params: Mapping[Key, Any]) -> list[Key]:
-    """Those of a layer that are no adapter's."""
+    """Return the parameters of a layer that do not belong to an adapter."""
     ends = (DOWN, UP, LENGTH)
     return [key for key in params if not key[1].endswith(ends)]

@@ -1,7 +1,4 @@
-"""Settings of the model: the sections `model` and `adapter` of a config.
-
-What the range of a number in a config is.
-"""
+"""Config sections `model` and `adapter`, and bounds of numeric config values."""
 
 from __future__ import annotations
 
@@ -16,121 +13,126 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The decoder: a stack of layers of a model family."""
+    """Config of the decoder, a stack of layers of one model family."""
 
     family: str = "llama"
-    """Family of the model. Keys that only one family reads are in the section of its name, such as
-    `model.llama`."""
+    """Name of the model family. The section with the family's name, such as `model.llama`, holds
+    the keys that only this family uses."""
     num_layers: int
-    """Number of decoder layers. Needs not be a multiple of stages x repeats."""
+    """Number of decoder layers. It can be any number, not only a multiple of stages x repeats."""
     d_model: int
     """Width of the residual stream."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int
-    """Number of key/value heads. Query heads share them evenly."""
+    """Number of key/value heads. Must divide `model.num_heads`."""
     head_dim: int = field(metadata=renamed_from("head_size"))
-    """Size of one attention head. Even, because rotary embedding turns pairs."""
+    """Size of one attention head. Must be even, because rotary embeddings rotate pairs of
+    entries."""
     d_mlp: int
     """Hidden width of the gated MLP."""
     vocab_size: int
-    """Number of token ids. At least the tokenizer's vocabulary."""
+    """Number of token ids, at least the vocabulary size of the tokenizer."""
     tied_embeddings: bool = False
-    """Use the embedding table as the output projection as well."""
+    """Use the embedding table as the output projection."""
     mtp_heads: int = field(default=0, metadata=renamed_from("heads_ahead"))
-    """Heads beside the ordinary one that predict the tokens 1, 2, ... places further ahead, in
-    training only (multi-token prediction). They share the output projection."""
+    """Number of multi-token prediction heads. Head k predicts the token k places after the ordinary
+    target. The heads share the output projection and are used in training only."""
     mtp_kind: Literal["projection", "layer"] = field(
         default="projection", metadata=renamed_from("ahead")
     )
-    """What each of them has of its own: `projection`, a square matrix; or `layer`, a whole layer of
-    the kind of the last one behind a projection of the head before it and of the embedding of the
-    next token, as in DeepSeek-V3. Read when `model.mtp_heads` is not 0."""
+    """Architecture of each multi-token prediction head. `projection` adds one square matrix.
+    `layer` adds one transformer layer of the last layer's type, as in DeepSeek-V3. Its input is a
+    projection of the previous head's output and the next token's embedding. Ignored unless
+    `model.mtp_heads` is set."""
     mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
-    """What the mean of their losses counts in the objective. Read when `model.mtp_heads` is not
-    0."""
+    """Weight of the mean multi-token prediction loss in the objective. Ignored unless
+    `model.mtp_heads` is set."""
     rope_theta: float = 10000.0
-    """Base of the rotary embedding's wavelengths."""
+    """Base of the wavelengths of the rotary embedding."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square in RMS normalisation."""
+    """Epsilon that RMS normalization adds to the mean square."""
     dropout: float = 0.0
-    """Fraction of each residual branch's outputs set to zero in training."""
+    """Fraction of the outputs of each residual branch set to zero in training."""
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
-    """Implementation of attention: `xla` and `blockwise` run everywhere, the second without an
-    array of all scores; `cudnn` on NVIDIA GPUs; `splash` on TPUs, in sequences of whole blocks of
-    128 tokens. `auto` takes the best for device, model and sequence length; a run says at its start
-    what that is."""
+    """Attention implementation. `xla` and `blockwise` run on every platform; `blockwise` never
+    stores all scores. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and requires sequence
+    lengths that are multiples of 128. `auto` selects the best implementation for the device, the
+    model and the sequence length; a run prints the selection at its start."""
     compute_dtype: Dtype = "bfloat16"
-    """Type of activations and of weights inside a matmul."""
+    """Type of activations, and of weights in matmuls."""
     matmul: Literal["default", "int8", "fp8"] = "default"
-    """What projections of attention, MLPs and experts multiply: numbers of `model.compute_dtype`;
-    or 8-bit numbers with scales, of each token its own: `int8`, or `fp8`, e4m3 with
-    cotangents in e5m2. Embedding, router, loss head and the products inside of attention stay in
-    `model.compute_dtype`; so do projections of linear attention and into latents."""
+    """Number format of the projections in attention, MLPs and experts. `default` uses
+    `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
+    `fp8` uses e4m3, and e5m2 for cotangents. The embedding, the router, the output heads, the
+    score and value matmuls of attention, linear attention and projections to latents always use
+    `model.compute_dtype`."""
     matmul_parts: Literal["all", "mlp"] = "all"
-    """Which products `model.matmul` is for: all that it names, or those of MLPs and experts alone.
-    Projections of attention are as wide as the model: to round what they multiply takes about as
-    long as faster products save. Read when `model.matmul` is not `default`."""
+    """Projections that `model.matmul` quantizes: `all`, or only those of MLPs and experts (`mlp`).
+    Quantizing the inputs of attention projections takes about as long as the faster matmuls save.
+    Ignored if `model.matmul` is `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
-    """What has a scale in weights: each output of a product, or the whole matrix, which is then the
-    same 8-bit matrix forward and backward. `block`: blocks of 128 x 128, and of 128 along the sum
-    in activations, with powers of two as scales; what they stand for is multiplied in
-    `model.compute_dtype`, so that it says what such a format does to a loss and is not faster.
-    Read when `model.matmul` is not `default`."""
+    """Granularity of the weight scales. `channel` uses one scale per output channel. `tensor` uses
+    one scale per matrix, so forward and backward share the same 8-bit matrix. `block` uses
+    power-of-two scales for blocks of 128 x 128 weights and of 128 activations along the contracted
+    dim. `block` only simulates the format: it multiplies dequantized values in
+    `model.compute_dtype` and is not faster. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
-    """What products that make gradients of weights multiply: numbers of `model.compute_dtype`, or
-    the same 8-bit numbers as others do. Read when `model.matmul` is not `default`."""
+    """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
+    `same` uses the format of `model.matmul`. Ignored if `model.matmul` is `default`."""
     param_dtype: Dtype = "float32"
-    """Type of stored parameters and of the optimizer's state."""
+    """Type of stored parameters and of the optimizer state."""
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Parameters that are not trained: patterns over the names in checkpoints, such as `embedding`
-    or `layers.attention.*`. With several kinds of layers those names hold the kind: in a `moe`
-    model with dense layers `layers.experts.*` are whole layers of the kind `experts`, attention
-    and norms included, and `layers.experts.experts.*` the router and the experts in them alone.
-    They keep their values, and have neither gradients nor optimizer state. A run goes on with the
-    same ones frozen; `checkpoint.restore=weights` starts with others."""
+    """Patterns of the names of frozen parameters, such as `embedding` or `layers.attention.*`.
+    Frozen parameters keep their values and have no gradients or optimizer state. In models with
+    several layer types, names include the layer type. In a `moe` model with dense layers,
+    `layers.experts.*` matches complete layers of the type `experts`, including attention and norms;
+    `layers.experts.experts.*` matches only their routers and experts. A resumed run must freeze the
+    same parameters. To freeze others, start a run with `checkpoint.restore=weights`."""
     own: Any = None
-    """The section of the family. None: its defaults."""
+    """Section of the family. None uses its defaults."""
     adapter: Any = None
-    """The section `adapter` of a config that has adapters."""
+    """Section `adapter` of the config. None if the config has no adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """Low-rank changes of a frozen model's matrices, which are trained in place of it."""
+    """Config of low-rank adapters, which are trained while the model is frozen."""
 
     rank: int = 0
-    """Rank of each change (LoRA, arXiv:2106.09685): of a matrix W of `K x N` the product of a
-    `K x rank` and a `rank x N` matrix. 0 trains the model itself."""
+    """Rank of each adapter (LoRA, arXiv:2106.09685). A matrix of `K x N` is updated by the product
+    of a `K x rank` and a `rank x N` matrix. 0 trains the model without adapters."""
     kind: Literal["lora", "dora"] = "lora"
-    """`lora` adds the change to the matrix. `dora` norms each column of the sum besides, and
-    multiplies it with a length that is trained, too (arXiv:2402.09353)."""
+    """Adapter type. `lora` adds the product to the matrix. `dora` also normalizes each column of
+    the sum and multiplies it by a trained magnitude (arXiv:2402.09353)."""
     alpha: float = 16.0
-    """Changes are multiplied with `alpha / rank`."""
+    """Numerator of the adapter scale, which is `alpha / rank`."""
     scale_by: Literal["rank", "root"] = "rank"
-    """`root` multiplies them with `alpha / sqrt(rank)` (rsLoRA, arXiv:2312.03732)."""
+    """Denominator of the adapter scale: `rank`, or the square root of the rank with `root` (rsLoRA,
+    arXiv:2312.03732)."""
     dropout: float = 0.0
-    """Fraction of the inputs of changes set to zero in training."""
+    """Fraction of the adapters' inputs set to zero in training."""
     targets: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Matrices that get a change: patterns over their names in checkpoints, as in `model.frozen`,
-    such as `layers.attention.*`. Empty: all that can have one, the projections of attention and of
-    MLPs. Embeddings, norms, routers and experts that are chosen by one have none."""
+    """Patterns of the names of matrices with an adapter, such as `layers.attention.*`. The syntax
+    is that of `model.frozen`. An empty list selects all supported matrices: the projections of
+    attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )
-    """How the frozen matrices of layers are held: in `model.param_dtype`; in `int8`, with a scale
-    for each row; or in `nf4`, 4 bits with a scale for each 64 numbers (QLoRA, arXiv:2305.14314).
-    They are gathered as they are held and multiplied in `model.compute_dtype`."""
+    """Storage format of the frozen matrices of layers. `default` uses `model.param_dtype`,
+    `int8` uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
+    arXiv:2305.14314). Matrices are gathered in this format and multiplied in
+    `model.compute_dtype`."""
 
 
 LARGEST = 3.4e38
-"""What devices compute with are float32 numbers: more is infinite."""
+"""Upper limit of config values. Devices compute in float32, where larger values are infinite."""
 SMALLEST = 1.2e-38
-"""Less is zero there."""
+"""Lower limit of positive config values. Smaller values are zero in float32."""
 
 
 class Bound(NamedTuple):
-    """A range of one number; `example` is a value inside it."""
+    """Range of a numeric config value. `example` is a value inside the range."""
 
     key: str
     example: float
@@ -140,7 +142,8 @@ class Bound(NamedTuple):
     low_is_inside: bool = True
     high_is_inside: bool = True
     axis: str = ""
-    """Logical axis of the dims of this size: it is a multiple of the devices that split them."""
+    """Logical axis of the dims with this size. The size must be a multiple of the devices that
+    shard this axis."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

@@ -1,6 +1,7 @@
-"""Parameters and floating-point operations of a model, from its description.
+"""Parameter and FLOP counts of a model description.
 
-No jax: the same numbers serve planning, the start-up screen, the MFU and the cut into chunks.
+The module does not import jax. Planning, the start-up screen, MFU and the layer partition use the
+same counts.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ from maxpipe.models.spec import Kind, Matmul, Model, Param, Products, Scores
 
 
 def size(param: Param) -> int:
-    """Entries of a parameter."""
+    """Return the number of entries of a parameter."""
     return math.prod(param.shape)
 
 
 def layer_params(kind: Kind) -> int:
-    """Parameters of one layer of this kind."""
+    """Return the number of parameters of one layer of this type."""
     return sum(map(size, counted(kind).values()))
 
 
 def total(model: Model, of: Callable[[Param], float]) -> float:
-    """The sum of a number over all parameters, heads ahead included; a tied table counts once."""
+    """Sum `of` over all parameters, including multi-token prediction heads.
+
+    A tied embedding table counts once.
+    """
     layers = (model.layer_types[kind] for kind in model.layers)
     kinds = (param for kind in layers for param in counted(kind).values())
     return sum(map(of, (*model.ends.params.values(), *kinds)))
 
 
 def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
-    """Parameters of a layer with the dims that they have in products, however they are held."""
+    """Return the parameters of a layer with their dims in matmuls, regardless of quantization."""
     held = {name: param for name, param in kind.declared.items() if name in kind.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
@@ -44,13 +48,16 @@ def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
 
 @lru_cache(maxsize=64)
 def num_params(model: Model) -> int:
-    """Parameters of the whole model, heads ahead included; a tied table counts once."""
+    """Return the number of parameters, including multi-token prediction heads.
+
+    A tied embedding table counts once.
+    """
     return int(total(model, size))
 
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Of them, those that one token uses: all but the experts that it is not sent to."""
+    """Return the number of parameters that one token uses, without unselected experts."""
     unused = sum(
         size(part.params[each.param]) * (1.0 - each.needed)
         for kind in model.all_layers
@@ -63,16 +70,16 @@ def active_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def num_trained(model: Model) -> int:
-    """Parameters that are trained."""
+    """Return the number of trained parameters."""
     return int(total(model, lambda param: size(param) if param.trainable else 0))
 
 
 @lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Matmul operations that one token's forward pass needs in training, a multiply-add counting 2.
+    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts 2.
 
-    Of the attention matrix the half before the diagonal counts, and of that what a window leaves;
-    of weights those that a token uses.
+    Attention counts only the causal half of the scores, limited to the window. Weights count only
+    if the token uses them.
     """
     layers = sum(
         _matmul_weights(model.layer_types[kind], needed=True)
@@ -84,9 +91,9 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Forward and backward, nothing recomputed: what MFU counts (PaLM, arXiv:2204.02311).
+    """Return the FLOPs of forward and backward without recomputation, the basis of MFU.
 
-    The backward's half that makes gradients of weights is not needed for frozen ones.
+    Weight gradients of frozen parameters are not counted. Source: PaLM, arXiv:2204.02311.
     """
     ends = model.ends
     frozen = sum(_frozen_weights(model.layer_types[kind], {}) for kind in model.layers)
@@ -104,10 +111,10 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
-    """Operations of each layer's forward for one token, as computed, in network order.
+    """Return the computed FLOPs of each layer's forward pass per token, in network order.
 
-    What the automatic cut into chunks balances. It follows from the model alone, so that the
-    layout is the same on every device and mesh.
+    The automatic layer partition balances these costs. They depend on the model only, so the
+    partition is the same on every device and mesh.
     """
     pairs = scored_pairs(sequence_length) / sequence_length
     of_kind = {
@@ -124,7 +131,7 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
-    """(part, name) -> share of a parameter's entries that is multiplied with each token."""
+    """Map (part, name) to the fraction of the parameter's entries that is multiplied per token."""
     found = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for each in part.operations:
@@ -144,7 +151,7 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
 
 
 def _products(kind: Kind, *, needed: bool) -> float:
-    """Multiply-adds of a token's activations with each other, scores left out."""
+    """Return the multiply-adds per token between activations, without scores."""
     return sum(
         each.heads * (each.needed if needed else each.computed)
         for part in kind.parts.values()
@@ -154,7 +161,10 @@ def _products(kind: Kind, *, needed: bool) -> float:
 
 
 def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> float:
-    """Of those that a token uses, entries that are not trained, as the kind or `is_frozen` says."""
+    """Return the number of frozen weights per token.
+
+    `is_frozen` overrides the layer type's own setting.
+    """
     return sum(
         size(part.params[each.param]) * each.needed
         for name, part in kind.parts.items()
@@ -165,7 +175,7 @@ def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> fl
 
 
 def _heads(kind: Kind) -> float:
-    """Sum of the sizes of all heads that are scored."""
+    """Return the sum of the sizes of all attention heads."""
     return sum(
         each.heads * each.head_dim
         for part in kind.parts.values()
@@ -175,7 +185,7 @@ def _heads(kind: Kind) -> float:
 
 
 def _attention(model: Model, layer: int, tokens: int) -> float:
-    """Multiply-adds of a layer's scores and mixing that one token needs."""
+    """Return the multiply-adds per token that a layer's attention needs."""
     kind = model.layer_types[model.all_layers[layer]]
     return sum(
         2 * each.heads * each.head_dim * _visible(tokens, _window(model, each, layer))
@@ -190,21 +200,21 @@ def _window(model: Model, scores: Scores, layer: int) -> float:
 
 
 def _visible(tokens: int, window: float) -> float:
-    """Keys that a query sees on average."""
+    """Return the mean number of keys that a query attends to."""
     if not 0 < window < tokens:
         return tokens // 2
     return window - window**2 / (2 * tokens)
 
 
 def _projected(model: Model) -> int:
-    """Entries of the output projection, for each head; a tied table is one as well."""
+    """Return the entries of the output projection (or tied table), counted once per head."""
     ends = model.ends
     heads = 0 if ends.mtp is None else ends.mtp.num_heads
     return (1 + heads) * size(ends.head or ends.embedding)
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Entries of the matrices that heads ahead have besides layers, by name."""
+    """Return the sizes of the matrices of multi-token prediction heads outside layers, by name."""
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -213,14 +223,14 @@ def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
 
 
 _KERNEL_LANES = 128
-"""Kernels want multiples of this number of tokens."""
+"""Kernels require multiples of this number of tokens."""
 
 
 def tokens_before(windows: Iterable[int], run: int) -> int:
-    """How many tokens in front of `run` next to each other their queries may see, of those that
-    other devices have: as many as the largest window says, `run` for all.
+    """Return the number of preceding tokens that a run of `run` tokens needs from other devices.
 
-    `windows` are those of all layers, 0 for none.
+    The result follows from the largest window; without a window it is `run`. `windows` has one
+    entry per layer, 0 for no window.
     """
     sizes = [*windows] or [0]
     if 0 in sizes:
@@ -231,12 +241,15 @@ def tokens_before(windows: Iterable[int], run: int) -> int:
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8
-"""Queries whose scores plain attention holds at once, and into how many blocks it cuts a
-sequence at most; a block skips its future's keys."""
+"""Default number of queries in a block of plain attention, and the maximum number of blocks per
+sequence. Each block skips the keys after its last query."""
 
 
 def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
-    """(start, stop) of each block of queries; it scores the keys up to `stop`. 0 chooses."""
+    """Return (start, stop) of each block of queries. A block scores the keys before `stop`.
+
+    `block` 0 selects the block size automatically.
+    """
     block = block or max(QUERY_BLOCK, tokens // MAX_BLOCKS)
     if tokens % block:
         block = tokens
@@ -244,16 +257,15 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 
 
 _BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
-"""Queries and keys whose scores blockwise attention holds at once, at most, by the fewest
-tokens of a sequence. On CPUs 128 needs the least processor time, and 256 the least by the clock,
-as several cores share it (`benchmarks/attention.md`). Several blocks have a multiple of `_LANES`
-tokens."""
+"""Block sizes of blockwise attention by minimum sequence length. On CPUs, 128 needs the least
+processor time and 256 the least wall time, because several cores share the work
+(`benchmarks/attention.md`). With several blocks, the block size is a multiple of `_LANES`."""
 
 
 def even_blocks(tokens: int, block: int = 0) -> int:
-    """Size of the blocks into which blockwise attention cuts tokens, of about the same size.
+    """Return the block size with which blockwise attention splits a sequence into even blocks.
 
-    `block` is the largest allowed, 0 for the usual one. The last block may be partly empty.
+    `block` is the maximum size; 0 selects the default. The last block may be padded.
     """
     block = block or next(size for least, size in _BLOCKS if tokens >= least)
     count = -(-tokens // block)
@@ -265,26 +277,25 @@ _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
 
 
 def packed_documents(tokens: int) -> int:
-    """Documents of a row, on average over rows, that cuDNN's kernels are given at most; 1 for none.
+    """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
 
-    Its backward works on the gradients of a whole row for each of them: more for shorter documents
-    would take much memory, and for very long rows even a few would.
+    The backward pass works on the gradients of a full sequence for each document. More documents
+    would need too much memory, as would even a few in very long sequences.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
-"""Queries of a block, and tokens of a row at most, where blockwise attention has no loops: on CPUs
-0.6 of the processor time with 256 tokens (`benchmarks/attention.md`)."""
+"""Block size and maximum sequence length of the unrolled blockwise attention. On CPUs it takes 0.6
+of the processor time with 256 tokens (`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(
     tokens: int, windows: Sequence[int] = (0,), size: int = _UNROLLED_BLOCK
 ) -> tuple[tuple[int, int, int], ...]:
-    """(first key, start, stop) of blocks of queries without loops; none for long rows.
+    """Return (first key, start, stop) of unrolled query blocks; empty for long sequences.
 
-    A block scores the keys from the first that it sees under the largest window, 0 for none, to its
-    own end.
+    A block scores the keys from the first key in the largest window (0 for no window) to `stop`.
     """
     if tokens > _UNROLLED_TOKENS:
         return ()
@@ -296,7 +307,9 @@ def unrolled_blocks(
 
 
 def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
-    """Pairs of query and key of a sequence that plain attention scores, or one by blocks."""
+    """Return the number of (query, key) pairs per sequence that plain or blockwise attention
+    scores.
+    """
     if by_blocks and (unrolled := unrolled_blocks(tokens)):
         return sum((stop - start) * (stop - first) for first, start, stop in unrolled)
     if by_blocks:
@@ -307,5 +320,5 @@ def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
 
 
 def scored_keys(tokens: int) -> int:
-    """Keys of a sequence that plain attention's blocks of queries score, of all blocks."""
+    """Return the number of keys that plain attention scores, summed over its query blocks."""
     return sum(stop for _, stop in query_blocks(tokens))

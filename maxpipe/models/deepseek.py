@@ -1,4 +1,4 @@
-"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention, and experts."""
+"""DeepSeek V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437): latent attention and experts."""
 
 from __future__ import annotations
 
@@ -32,41 +32,44 @@ from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
 
 _EPSILON = 1e-6
-"""Of the norms of latents, whatever that of layers is: as in the released code."""
+"""Epsilon of the latent norms. As in the released code, it is independent of
+`model.norm_epsilon`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepseekConfig(RoutedConfig):
-    """Keys of DeepSeek models only. `model.head_dim` is that of queries and keys, what turns
-    included.
+    """Keys that only DeepSeek models use. `model.head_dim` is the size of queries and keys,
+    including the rotated entries.
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Size of the vector of a token that keys and values of all heads are made of; with what turns
-    of a key it is all that is kept of the token when text is generated."""
+    """Size of the key-value latent of a token. All heads' keys and values are projected from it.
+    The decoding cache stores only this latent and the rotated key entries."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Size of the vector of a token that queries are made of. 0: of the layer's input."""
+    """Size of the query latent of a token. 0 projects queries from the layer's input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
-    """Entries of a head that turn with the position, the last ones. Even. Of keys one vector is for
-    all heads."""
+    """Number of rotated entries of a head, the last ones. Must be even. All heads share the rotated
+    entries of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Size of a head's values."""
+    """Size of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Factor by which the context is longer than the original one (YaRN). 1: it is that one."""
+    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )
-    """Length of the original context. Read when `model.deepseek.rope_factor` is not 1."""
+    """Original context length in tokens. Ignored unless `model.deepseek.rope_factor` is above
+    1."""
     mscale: float = 0.0
-    """With a longer context what turns gets `1 + 0.1 mscale log(rope_scaling)` times as long,
-    divided by the same of `mscale_all_dim`. If one of them is 0: with 1 for `mscale` alone."""
+    """YaRN scale of the rotated entries. They are multiplied by `1 + 0.1 mscale log(rope_scaling)`
+    and divided by the same expression with `mscale_all_dim`. If either key is 0, they are
+    multiplied by `1 + 0.1 log(rope_scaling)`."""
     mscale_all_dim: float = 0.0
-    """With a longer context all scores are multiplied by the square of
-    `1 + 0.1 mscale_all_dim log(rope_scaling)`."""
+    """YaRN scale of the attention scores. They are multiplied by the square of `1 + 0.1
+    mscale_all_dim log(rope_scaling)`."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Two kinds of layers, `dense` and `experts`; without dense layers one."""
+    """Return a model with the layer types `dense` and `experts`, or only `experts`."""
     own = own_keys(config, DeepseekConfig)
 
     def longer(mscale: float) -> float:
@@ -103,16 +106,16 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if config.num_kv_heads != config.num_heads:
         yield RuleViolation(
             "model.num_kv_heads",
-            f"must be model.num_heads ({config.num_heads}) with model.family=deepseek: each head "
-            "has keys and values of its own.",
+            f"must be model.num_heads ({config.num_heads}) with model.family=deepseek, because "
+            "each head has separate keys and values.",
             f"Set model.num_kv_heads={config.num_heads}.",
         )
     if own.qk_rope_head_dim % 2 or own.qk_rope_head_dim >= config.head_dim:
         largest = max(2, (config.head_dim - 1) // 2 * 2)
         yield RuleViolation(
             "model.deepseek.qk_rope_head_dim",
-            f"must be even and less than model.head_dim ({config.head_dim}): the last entries of "
-            "a head turn in pairs, the others do not.",
+            f"must be even and less than model.head_dim ({config.head_dim}), because only the "
+            "last entries of a head are rotated, in pairs.",
             f"Set model.deepseek.qk_rope_head_dim={min(largest, max(2, own.qk_rope_head_dim // 2 * 2))}, or a "
             "larger model.head_dim.",
         )
@@ -123,50 +126,50 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """The two parts of queries and keys; further keys only say the same again."""
+    """Sizes of the rotated and the other entries of queries and keys.
+
+    The last two keys are redundant.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Four."""
         return ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Their sum, and what turns."""
+        """Return the head size and the number of rotated entries."""
         rest, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
         for name, size in zip(self.names[2:], (rest + turned, turned), strict=True):
             if theirs.get(name, size) != size:
-                raise Unlike(name, theirs[name], f"must be {size}, as other keys say.")
+                raise Unlike(name, theirs[name], f"must be {size} to match the other keys.")
         return {"head_dim": rest + turned, "deepseek.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
-        """The way back."""
         turned = ours["deepseek.qk_rope_head_dim"]
         return {self.names[0]: ours["head_dim"] - turned, self.names[1]: turned}
 
 
 @dataclass(frozen=True)
 class _GroupsOfV2:
-    """Groups are there by the name of the method."""
+    """Expert groups of V2, which `topk_method` enables."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Three."""
         return ("topk_method", "n_group", "topk_group")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """One group for `greedy`."""
+        """Return the number of groups and the groups per token; 1 for `greedy`."""
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
-            rule = "must be 'greedy' or 'group_limited_greedy': nothing else is computed."
+            rule = "must be 'greedy' or 'group_limited_greedy': other values are not supported."
             raise Unlike(self.names[0], method, rule)
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
-            raise Unlike(self.names[1], None, "must be there, and topk_group, with groups.")
+            raise Unlike(self.names[1], None, "is required with groups, as is topk_group.")
         names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
-        """The method follows from the number."""
+        """Return the keys; the method follows from the number of groups."""
         counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
@@ -174,10 +177,9 @@ class _GroupsOfV2:
 
 @dataclass(frozen=True)
 class _Shared(Key):
-    """Shared experts, without which the class of transformers cannot be built."""
+    """Number of shared experts. The class of transformers requires at least one."""
 
     def write(self, ours: Ours) -> Theirs:
-        """The number."""
         if not ours[self.ours]:
             raise Unlike(f"model.{self.ours}", 0, "must be at least 1.")
         return super().write(ours)
@@ -185,21 +187,21 @@ class _Shared(Key):
 
 @dataclass(frozen=True)
 class _LayersAhead:
-    """Number of layers behind the network, for training only."""
+    """Number of multi-token prediction layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of published folders, and of transformers."""
+        """Return the key of published folders and the key of transformers."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Heads, of a layer each."""
+        """Return the number of heads and their architecture."""
         said = (theirs.get(name) for name in self.names)
         count = next((each for each in said if each is not None), 0)
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
-        """The number, unless heads are something else."""
+        """Return the number of layers, which is 0 for projection heads."""
         count = ours["mtp_heads"] if ours["mtp_kind"] == "layer" else 0
         return dict.fromkeys(self.names, count)
 
@@ -214,7 +216,7 @@ _YARN = (
 
 
 def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
-    """Keys of both classes; numbers are defaults of transformers."""
+    """Return the keys of both classes. The numbers are defaults of transformers."""
     return (
         *(row for row in sizes if "head_dim" not in row.names),
         _HeadSizes(),
@@ -341,13 +343,13 @@ FAMILY = Family(
     bounds=(
         *moe.BOUNDS,
         Bound("kv_lora_rank", 512, 1, axis="latent"),
-        Bound("q_lora_rank", 0, 0, why="0 takes the layer's input", axis="latent"),
+        Bound("q_lora_rank", 0, 0, why="0 projects from the layer's input", axis="latent"),
         Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
         Bound("v_head_dim", 128, 1, axis="head_dim"),
-        Bound("rope_factor", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 1),
-        Bound("mscale", 1.0, 0, 1e6, "0 takes 1"),
-        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 leaves scores as they are"),
+        Bound("mscale", 1.0, 0, 1e6, "0 uses 1"),
+        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables the score scale"),
     ),
     rules=_rules,
     metric_parts=(Experts,),

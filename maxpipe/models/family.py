@@ -1,6 +1,6 @@
-"""What several families make of the generic keys of `model`.
+"""Interface of a model family, and helpers that several families share.
 
-What the file of a model family declares, and the keys that it alone reads. No jax.
+The module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from maxpipe.models.spec import Branch, Dims, Ends, Kind, Model, Normal, Param, 
 
 
 def residual_gain(config: ModelConfig) -> float:
-    """Of projections that write to the residual stream: keeps its variance near 1."""
+    """Return the initialization gain of projections to the residual stream.
+
+    The gain keeps the variance of the residual stream near 1.
+    """
     return (2 * config.num_layers) ** -0.5
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Attention of the generic sizes; `options` are further fields of `Attention`."""
+    """Return attention with the generic sizes; `options` are further fields of `Attention`."""
     return Attention(
         config.d_model,
         config.num_heads,
@@ -38,14 +41,14 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """The gated MLP of the generic width; `options` are further fields of `GatedMLP`."""
+    """Return the gated MLP of the generic width; `options` are further fields of `GatedMLP`."""
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 
 
 def ends(config: ModelConfig, norm: Part, **options: Any) -> Ends:
-    """An embedding, and an output projection of its own unless embeddings are tied.
+    """Return the embedding, final norm and output projection.
 
-    `options` are further fields of `Ends`.
+    Tied embeddings have no separate output projection. `options` are further fields of `Ends`.
     """
     width, vocab = (config.d_model, "embed"), (config.vocab_size, "vocab")
 
@@ -69,9 +72,10 @@ def alike(
     values: Mapping[str, tuple[float, ...]] | None = None,
     **of_ends: Any,
 ) -> Model:
-    """A model of one kind of layer: attention and a gated MLP, normed `before`, `after` or both.
+    """Return a model with one layer type: attention and a gated MLP.
 
-    `scale` is that of both branches, `of_ends` are further fields of `Ends`.
+    `before` and `after` select the norms of each branch. `scale` is the scale of both branches.
+    `of_ends` are further fields of `Ends`.
     """
     parts = {"attention": mixing, "mlp": gated_mlp(config, function=function)}
     branches = tuple(
@@ -83,7 +87,7 @@ def alike(
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
-    """Rotary positions of a context that is `factor` times as long (arXiv:2309.00071).
+    """Return YaRN positions for a context `factor` times as long (arXiv:2309.00071).
 
     `options` are further fields of `Rope`.
     """
@@ -92,47 +96,47 @@ def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> R
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
-    """A per-layer value that does not differ by layer."""
+    """Return a per-layer value that is the same for all layers."""
     return (value,) * config.num_layers
 
 
 def embeddings_are_tied(config: ModelConfig) -> Iterator[RuleViolation]:
-    """The rule of families whose released models all share one table."""
+    """Yield a violation unless embeddings are tied, as in all released models of the family."""
     if not config.tied_embeddings:
         yield RuleViolation(
             "model.tied_embeddings",
-            f"must be true with model.family={config.family}: its output projection is the "
-            "embedding's table.",
+            f"must be true with model.family={config.family}, because the output projection is "
+            "the embedding table.",
             "Set model.tied_embeddings=true.",
         )
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: a file in `maxpipe.models`."""
+    """A model family, defined by a module in `maxpipe.models`."""
 
     name: str
-    """Value of `model.family`, and name of its section of keys below `model`."""
+    """Value of `model.family`, and the name of the family's section below `model`."""
     section: type
-    """Frozen dataclass with the keys that only this family reads; each has a default."""
+    """Frozen dataclass with the keys that only this family uses. Every key has a default."""
     describe: Callable[[ModelConfig], Model]
-    """The model of a config that satisfies every rule."""
+    """Function that returns the model of a valid config."""
     bounds: tuple[Bound, ...] = ()
-    """Ranges of the numbers in its section."""
+    """Bounds of the numbers in the family's section."""
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
-    """What is wrong with a config of which each number is within its range."""
+    """Function that yields the violated rules of a config whose numbers are within bounds."""
     metric_parts: tuple[type[Part], ...] = ()
-    """Classes of its parts with `summaries`, for the list of all that runs write."""
+    """Classes of the parts with `summaries`, used to list all metrics."""
     huggingface: tuple[HuggingFace, ...] = ()
-    """Classes of transformers that compute the same. An export takes the first that can say what a
-    config says."""
+    """Equivalent classes of transformers. An export uses the first class that supports the
+    config."""
 
 
 _Section = TypeVar("_Section")
 
 
 def own_keys(config: ModelConfig, section: type[_Section]) -> _Section:
-    """The keys of the config's family, whose section this is."""
+    """Return the section of the config's family."""
     own = section() if config.own is None else config.own
     assert isinstance(own, section), f"{config.family} has other keys than {own}"
     return own

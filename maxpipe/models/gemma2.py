@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): every other layer sees a window; scores and logits are capped."""
+"""Gemma 2 (arXiv:2408.00118): alternating sliding windows, capped scores and logits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma2Config(RopeConfig):
-    """Keys of Gemma 2 models only. The output projection is the embedding's table."""
+    """Keys that only Gemma 2 models use. The embedding table is the output projection."""
 
     sliding_window: int = field(default=4096, metadata=renamed_from("window"))
-    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
-    see all."""
+    """Attention window in tokens, including the query, of every other layer, starting with the
+    first. The remaining layers attend to all tokens."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Scores are divided by the root of this number. 0 takes `model.head_dim`."""
+    """Number whose square root divides the attention scores. 0 uses
+    `model.head_dim`."""
     attn_logit_softcapping: float = field(default=50.0, metadata=renamed_from("score_cap"))
-    """Scores become `cap * tanh(scores / cap)`. 0 leaves them as they are."""
+    """Cap of the attention scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     final_logit_softcapping: float = field(default=30.0, metadata=renamed_from("logit_cap"))
-    """The same of logits."""
+    """Cap of the logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer; the window differs by layer."""
+    """Return a model with one layer type; the window differs between layers."""
     own = own_keys(config, Gemma2Config)
     attention = family.attention(
         config,
@@ -112,9 +113,9 @@ FAMILY = Family(
     describe,
     bounds=(
         Bound("sliding_window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 takes model.head_dim"),
-        Bound("attn_logit_softcapping", 50.0, 0, LARGEST, "0 leaves scores as they are"),
-        Bound("final_logit_softcapping", 30.0, 0, LARGEST, "0 leaves logits as they are"),
+        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 uses model.head_dim"),
+        Bound("attn_logit_softcapping", 50.0, 0, LARGEST, "0 disables the cap"),
+        Bound("final_logit_softcapping", 30.0, 0, LARGEST, "0 disables the cap"),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): most layers see a window, norms on both sides of each branch."""
+"""Gemma 3 (arXiv:2503.19786): sliding windows in most layers, norms before and after branches."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma3Config:
-    """Keys of Gemma 3 models only. The output projection is the embedding's table."""
+    """Keys that only Gemma 3 models use. The embedding table is the output projection."""
 
     sliding_window: int = field(default=1024, metadata=renamed_from("window"))
-    """Tokens that a query of a local layer sees, itself included."""
+    """Attention window of local layers in tokens, including the query."""
     sliding_window_pattern: int = field(default=6, metadata=renamed_from("period"))
-    """Each layer whose number this divides, counted from 1, sees all tokens; the others are
-    local."""
+    """Period of global layers, which attend to all tokens. With a period of n, every n-th layer is
+    global and the others are local."""
     local_rope_theta: float = 10000.0
-    """Base of the rotary embedding's wavelengths in local layers; `model.rope_theta` is that of the
-    others."""
+    """Base of the rotary wavelengths in local layers. Global layers use `model.rope_theta`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Factor by which all wavelengths are stretched in layers that see all tokens. 1 leaves them
-    alone."""
+    """Multiplier of all rotary wavelengths in global layers. 1 disables the scaling."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Scores are divided by the root of this number. 0 takes `model.head_dim`."""
+    """Number whose square root divides the attention scores. 0 uses
+    `model.head_dim`."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer; window and wavelengths differ by layer."""
+    """Return a model with one layer type; window and wavelengths differ between layers."""
     own = own_keys(config, Gemma3Config)
     d, epsilon = config.d_model, config.norm_epsilon
     norm = RMSNorm(d, epsilon, offset=1.0)
@@ -154,8 +153,8 @@ FAMILY = Family(
         Bound("sliding_window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
         Bound("sliding_window_pattern", 6, 1),
         Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
-        Bound("rope_factor", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
-        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 takes model.head_dim"),
+        Bound("rope_factor", 1.0, 1, LARGEST, "multiplies wavelengths, 1 disables the scaling"),
+        Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 uses model.head_dim"),
     ),
     rules=family.embeddings_are_tied,
     huggingface=(_HUGGINGFACE,),

@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv:2508.10925): experts with biases in all layers, every other one sees a window."""
+"""GPT-OSS (arXiv:2508.10925): experts with biases, alternating sliding windows."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptOssConfig(MixtureConfig):
-    """Keys of GPT-OSS models only."""
+    """Keys that only GPT-OSS models use."""
 
     sliding_window: int = field(default=128, metadata=renamed_from("window"))
-    """Tokens that a query of the first, third, ... layer sees, itself included; the other layers
-    see all."""
+    """Attention window in tokens, including the query, of every other layer, starting with the
+    first. The remaining layers attend to all tokens."""
     swiglu_alpha: float = field(default=1.702, metadata=renamed_from("gate_slope"))
-    """A gate g lets `g * sigmoid(swiglu_alpha * g)` through."""
+    """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(swiglu_alpha * g)`."""
     swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))
-    """Gates are at most this, and what they are multiplied with is within this of 0."""
+    """Clamping limit of the experts' activations. Gates are at most this value, and the values that
+    they multiply are within this distance of 0."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
-    context itself."""
+    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )
-    """Length of that context. Read when `model.gpt_oss.rope_factor` is not 1."""
+    """Original context length in tokens. Ignored unless `model.gpt_oss.rope_factor` is above 1."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer; the window differs by layer."""
+    """Return a model with one layer type; the window differs between layers."""
     own = own_keys(config, GptOssConfig)
     attention = family.attention(
         config,
@@ -132,9 +132,9 @@ FAMILY = Family(
     bounds=(
         *moe_base.BOUNDS,
         Bound("sliding_window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
-        Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes a gate linear"),
-        Bound("swiglu_limit", 7.0, 0, LARGEST, "gates of 0 train nothing", False),
-        Bound("rope_factor", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes the gate linear"),
+        Bound("swiglu_limit", 7.0, 0, LARGEST, "gates of 0 have no gradient", False),
+        Bound("rope_factor", 1.0, 1, LARGEST, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 1),
     ),
     rules=_rules,

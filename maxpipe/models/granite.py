@@ -1,4 +1,4 @@
-"""Granite 3: Llama with factors of the embedding, scores, branches and logits."""
+"""Granite 3: Llama with multipliers of the embedding, scores, branches and logits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraniteConfig(RopeConfig):
-    """Keys of Granite models only."""
+    """Keys that only Granite models use."""
 
     embedding_multiplier: float = field(default=1.0, metadata=renamed_from("embed_scale"))
-    """Factor of embeddings."""
+    """Multiplier of the embeddings."""
     attention_multiplier: float = field(default=0.0, metadata=renamed_from("score_scale"))
-    """Factor of attention's scores. 0 takes `model.head_dim ** -0.5`."""
+    """Multiplier of the attention scores. 0 uses `model.head_dim ** -0.5`."""
     residual_multiplier: float = field(default=1.0, metadata=renamed_from("branch_scale"))
-    """Factor of what attention and MLP add to the residual stream."""
+    """Multiplier of the outputs of attention and MLP before they are added to the residual
+    stream."""
     logit_divisor: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, GraniteConfig)
     rope = rope_config.rope(config, own)
     attention = family.attention(config, rope, scale=own.attention_multiplier or None)
@@ -50,18 +51,18 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 class _Scores:
-    """`attention_multiplier`, which they always have."""
+    """`attention_multiplier`, which is always present in `config.json`."""
 
     names = ("attention_multiplier",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The factor."""
+        """Return the multiplier."""
         del ours
         found = theirs.get("attention_multiplier")
         return {"granite.attention_multiplier": 1.0 if found is None else found}
 
     def write(self, ours: Ours) -> Theirs:
-        """The factor, also where ours follows from the size of a head."""
+        """Return the multiplier, also if ours follows from the head size."""
         return {
             "attention_multiplier": ours["granite.attention_multiplier"] or ours["head_dim"] ** -0.5
         }
@@ -90,10 +91,10 @@ FAMILY = Family(
     GraniteConfig,
     describe,
     bounds=(
-        Bound("embedding_multiplier", 12.0, 0, LARGEST, "embeddings of 0 train nothing", False),
-        Bound("attention_multiplier", 0.0, 0, LARGEST, "0 takes model.head_dim ** -0.5"),
-        Bound("residual_multiplier", 0.22, 0, LARGEST, "branches of 0 train nothing", False),
-        Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by it", False),
+        Bound("embedding_multiplier", 12.0, 0, LARGEST, "embeddings of 0 have no gradient", False),
+        Bound("attention_multiplier", 0.0, 0, LARGEST, "0 uses model.head_dim ** -0.5"),
+        Bound("residual_multiplier", 0.22, 0, LARGEST, "branches of 0 have no gradient", False),
+        Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by this number", False),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

@@ -1,8 +1,8 @@
-"""How a family of models is written in Hugging Face folders: tables, without jax.
+"""Hugging Face format of a model family: tables of config keys and tensors, without jax.
 
-A family has one table of keys and one of tensors. Both are read in both directions: by an import
-from left to right, by an export from right to left. `maxpipe.huggingface` has the code that reads
-them.
+A family has one table of keys and one table of tensors. An import reads both tables from left to
+right, and an export from right to left. The code that applies the tables is in
+`maxpipe.huggingface`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Theirs = Mapping[str, Any]
-"""The content of config.json."""
+"""Content of `config.json`."""
 
 Ours = Mapping[str, Any]
 """Values by key below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
 class Unlike(ValueError):
-    """A value that the other side has nothing for: what was given where, and the rule.
+    """A value that the other format cannot represent, with its key and the violated rule.
 
-    `action` is what to do about it, if it is something special.
+    `action` is the suggested fix, if the default suggestion does not apply.
     """
 
     def __init__(self, key: str, given: Any, rule: str, action: str = ""):
@@ -30,52 +30,53 @@ class Unlike(ValueError):
 
 
 class Row(Protocol):
-    """A row of the table of keys."""
+    """A row of the key table."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys of config.json that it accounts for."""
+        """Return the keys of `config.json` that the row handles."""
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """What config.json says in our keys; `ours` is what the rows before have found.
+        """Convert `config.json` to our keys; `ours` has the values of the preceding rows.
 
         Raises:
-            Unlike: it says something that the family cannot compute.
+            Unlike: the model family cannot compute the value.
         """
         ...
 
     def write(self, ours: Ours) -> Theirs:
-        """The way back.
+        """Convert our values to keys of `config.json`.
 
         Raises:
-            Unlike: they cannot say it.
+            Unlike: transformers cannot represent the value.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key on both sides."""
+    """A key with the same meaning in both formats."""
 
     theirs: str
     ours: str
     default: Any = None
-    """What transformers takes where config.json lacks it, or a function of our values so far."""
+    """Value that transformers uses if `config.json` lacks the key, or a function of our values so
+    far."""
     zero_means: str = ""
-    """Another key of ours that a 0 of this one stands for."""
+    """Another key of ours whose value is used if this key is 0."""
     is_integer: bool = False
-    """Whether they have it as a whole number, and we do not."""
+    """Whether transformers stores an integer where ours is a float."""
     also: str = ""
-    """Another name of theirs, which some releases of readers know; both are written."""
+    """Second name of the key in some releases of transformers. Exports write both names."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One, or both."""
+        """Return one or both names."""
         return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The value, or the default."""
+        """Return the value, or the default."""
         found = theirs.get(self.theirs)
         if found is None and self.also:
             found = theirs.get(self.also)
@@ -88,7 +89,6 @@ class Key:
         return {self.ours: found}
 
     def write(self, ours: Ours) -> Theirs:
-        """The value."""
         found = ours[self.ours]
         if self.zero_means and not found:
             found = ours[self.zero_means]
@@ -99,21 +99,20 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of theirs with the only values that the family computes."""
+    """A key of `config.json` with the only values that the family can compute."""
 
     theirs: str
     values: tuple[Any, ...]
-    """The first is written."""
+    """Accepted values. Exports write the first one."""
     default: Any = None
-    """As `Key.default`."""
+    """Value that transformers uses if `config.json` lacks the key."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
+        """Check the value; no key of ours depends on it."""
         found = theirs.get(self.theirs)
         found = self.default if found is None else found
         # 0 equals false, and 1 equals true.
@@ -121,32 +120,32 @@ class Fixed:
             found == each and (type(found) is bool) == (type(each) is bool) for each in self.values
         ):
             allowed = " or ".join("null" if each is None else repr(each) for each in self.values)
-            raise Unlike(self.theirs, found, f"must be {allowed}: nothing else is computed.")
+            raise Unlike(self.theirs, found, f"must be {allowed}: other values are not supported.")
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """The first value; for null nothing, as some keys mean something by being there."""
+        """Return the first value. Null is omitted, because the mere presence of some keys has a
+        meaning.
+        """
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
 @dataclass(frozen=True)
 class Only:
-    """A key of ours that they have none for, with the one value that they compute."""
+    """A key of ours without a counterpart, and the only value that transformers supports."""
 
     ours: str
     value: Any
 
     @property
     def names(self) -> tuple[str, ...]:
-        """None."""
         return ()
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The value."""
         return {self.ours: self.value}
 
     def write(self, ours: Ours) -> Theirs:
-        """Nothing of theirs."""
+        """Check the value; no key of `config.json` depends on it."""
         if ours[self.ours] != self.value:
             raise Unlike(f"model.{self.ours}", ours[self.ours], f"must be {self.value!r}.")
         return {}
@@ -154,60 +153,61 @@ class Only:
 
 @dataclass(frozen=True)
 class Kept:
-    """A key that changes no logits: an export has it as the imported config.json had it."""
+    """A key that does not change logits. Exports copy it from the imported `config.json`."""
 
     theirs: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Nothing: `maxpipe.huggingface` copies it."""
+        """Return nothing: `maxpipe.huggingface` copies the key."""
         return {}
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: `rope_parameters`, and as written before `rope_theta`, `rope_scaling`."""
+    """Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key."""
+    """Our key of the base."""
     default: float
-    """Base that transformers takes where there is none."""
+    """Default base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
-    """By `rope_type` the rows for what stands beside it."""
+    """Rows for the other parameters, by `rope_type`."""
     unscaled: Ours
-    """Our values where the type is `default`."""
+    """Our values for the type `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
-    """The `rope_type` of a model of ours."""
+    """Function that returns the `rope_type` of our values."""
     layers: str = ""
-    """Type of layers, where `rope_parameters` has entries by type."""
+    """Layer type, if `rope_parameters` has an entry per layer type."""
     legacy_theta_key: str = "rope_theta"
-    """Where the base was written before."""
+    """Key of the base in older releases."""
     legacy_type_key: str = "rope_type"
-    """Where the type was written before."""
+    """Key of the type in older releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    """By `rope_type` rows for keys of config.json itself."""
+    """Rows for keys of `config.json` outside the rotary parameters, by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
-    """What transformers takes where nothing is said but perhaps the base."""
+    """Default parameters in transformers if `config.json` specifies at most the base."""
     default_max_positions: int = 0
-    """What transformers takes for `max_position_embeddings` where there is none."""
+    """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
-    """The same for `original_max_position_embeddings` of config.json itself; 0: nothing."""
+    """Default of `original_max_position_embeddings` in transformers. 0 means no default."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of both spellings."""
+        """Return the keys of the current and of older releases."""
         return (self.legacy_theta_key, "rope_scaling", "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Base and scaling, as `maxpipe.huggingface.normalize_config` leaves `rope_parameters`."""
+        """Return base and scaling from the normalized `rope_parameters`.
+
+        See `maxpipe.huggingface.normalize_config`.
+        """
         said = an_object(theirs, "rope_parameters")
         if self.layers:
             said = an_object(said, self.layers)
@@ -224,7 +224,7 @@ class Rotary:
         return found
 
     def write(self, ours: Ours) -> Theirs:
-        """Both spellings: releases of readers know the one or the other."""
+        """Return the keys of the current and of older releases, for compatibility with both."""
         kind, scaling = self.select_type(ours), {}
         if kind != "default":
             for row in self.scalings[kind]:
@@ -240,10 +240,10 @@ class Rotary:
 
 
 def an_object(theirs: Theirs, key: str) -> Theirs:
-    """The object below a key, empty for null.
+    """Return the object below a key; empty for null.
 
     Raises:
-        Unlike: something else is there.
+        Unlike: the value is not an object.
     """
     found = theirs.get(key)
     if found is None:
@@ -255,81 +255,82 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
 
 @dataclass(frozen=True)
 class Twice:
-    """Two keys of config.json that state one value: transformers uses the first if both do."""
+    """Two keys of `config.json` with the same meaning. transformers prefers the first one."""
 
     primary: str
     other: str
     is_read: bool = True
-    """Whether the other one counts where it is alone."""
+    """Whether the other key is used if only that key is present."""
     default: Any = None
-    """What counts instead where it does not."""
+    """Value that is used if the other key is ignored."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter of ours, and the tensors of theirs that it is in.
+    """A parameter and the Hugging Face tensors that store it.
 
-    Rows with the same name are parts of one tensor, one after the other along its first dim.
+    Rows with the same tensor name are concatenated along its first dim.
     """
 
     ours: str
-    """`PART.PARAM` of a layer, or the name in checkpoints of one outside layers."""
+    """`PART.PARAM` of a layer, or the name in checkpoints of a parameter outside layers."""
     theirs: str
-    """Name with `{layer}`, the layer's number in the network, and perhaps `{expert}`."""
+    """Tensor name with `{layer}`, the layer's index in the network, and optionally `{expert}`."""
     dims: str
-    """Our dims and theirs: `d n h -> (n h) d`. One that is missing on the right is `{expert}`."""
+    """Einops pattern from our dims to theirs: `d n h -> (n h) d`. A dim that is missing on the
+    right is `{expert}`."""
     interleaved: bool = False
-    """Whether the parts of the tensor alternate along its last dim, not along its first."""
+    """Whether the rows alternate along the tensor's last dim instead of its first dim."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A larger model that this one is a part of; only an import reads it."""
+    """A larger model that contains this model as a component. Only imports use it."""
 
     architecture: str
     section: str
-    """Key of config.json with the part's config."""
+    """Key of `config.json` with the component's config."""
     model_type: str
     other_tensors: tuple[str, ...]
-    """Patterns of the names of its other parts' tensors."""
+    """Patterns of the tensor names of the other components."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A class of transformers that computes what a family does."""
+    """A class of transformers that is equivalent to a family."""
 
     architecture: str
     model_type: str
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of the names of tensors that some releases saved and none reads."""
+    """Patterns of tensor names that some releases saved but never read."""
     containers: tuple[Whole, ...] = ()
     mtp_tensors: tuple[Tensor, ...] = ()
-    """Of heads ahead that are layers: what they have besides the layer, whose rows are those of all
-    layers. `{layer}` counts on behind the network. Empty: the class has none."""
+    """Tensors of multi-token prediction layers in addition to those of ordinary layers. `{layer}`
+    continues after the network's layers. Empty if the class has no such layers."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(parameter, tensor) of what such a layer's tensors have again."""
+    """(parameter, tensor) pairs of tensors that such a layer duplicates."""
     duplicate_keys: tuple[Twice, ...] = ()
-    """Keys that state one value."""
+    """Pairs of keys with the same meaning."""
 
     def names(self) -> frozenset[str]:
-        """Keys of config.json that the table accounts for."""
+        """Return the keys of `config.json` that the table handles."""
         named = (name for row in self.keys for name in row.names)
         return frozenset(named) | {each.other for each in self.duplicate_keys}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
-    """config.json of our values.
+    """Return `config.json` for our values.
 
     Raises:
-        Unlike: they cannot say it.
+        Unlike: transformers cannot represent a value.
     """
     found: dict[str, Any] = {}
     for row in keys:
         for name, value in row.write(ours).items():
             before = found.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
-                value = {**before, **value}  # by type of layers
+                value = {**before, **value}  # merges entries by layer type
             found[name] = value
     return found

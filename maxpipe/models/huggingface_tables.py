@@ -1,4 +1,4 @@
-"""What the Hugging Face folders of several families have in common."""
+"""Rows of the Hugging Face tables that several families share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sizes(
     epsilon: float = 1e-6,
     tied: bool = False,
 ) -> tuple[Row, ...]:
-    """Keys of nearly all models, with the defaults of a class of transformers.
+    """Return the keys of nearly all models with the defaults of a class of transformers.
 
-    None: as many key/value heads as heads; heads that share the width.
+    `kv_heads` None uses the number of heads. `head_size` None divides the width by the heads.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -50,64 +50,62 @@ KEPT = tuple(
         *("attention_dropout", "initializer_range", "use_cache", "pretraining_tp"),
     )
 )
-"""Keys that change no logits."""
+"""Keys that do not change logits."""
 
 BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
-"""Keys of experts that matter in training only, and mean something else than ours."""
+"""Keys of experts that only affect training and differ in meaning from ours."""
 
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number of theirs that null turns off, and 0 in ours."""
+    """A number that is disabled by null in `config.json` and by 0 in our config."""
 
     theirs: str
     ours: str
     default: float
-    """What transformers takes where config.json lacks the key."""
+    """Value that transformers uses if `config.json` lacks the key."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The number, 0 for null."""
+        """Return the number; 0 for null."""
         return {self.ours: theirs.get(self.theirs, self.default) or 0}
 
     def write(self, ours: Ours) -> Theirs:
-        """The number, null for 0."""
+        """Return the number; null for 0."""
         return {self.theirs: ours[self.ours] or None}
 
 
 @dataclass(frozen=True)
 class Unquantised:
-    """`quantization_config`, which must not be there."""
+    """`quantization_config`, which must be absent."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("quantization_config",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
+        """Check that the weights are not quantized."""
         said = theirs.get("quantization_config")
         if said is None:
             return {}
         method = said.get("quant_method") if isinstance(said, dict) else None
-        action = "Give the folder of these weights before they were quantised."
+        action = "Use a folder with unquantized weights."
         if isinstance(method, str) and method in _DEQUANTISED:
             packages, code = _DEQUANTISED[method]
             action = (
-                f"Dequantise them with transformers, torch{packages}: python -c 'from transformers "
+                f"Dequantize them with transformers, torch{packages}: python -c 'from transformers "
                 f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
-                "and give NEW."
+                "then import NEW."
             )
         by = f" by {method}" if isinstance(method, str) else ""
-        rule = f"must be null: the folder's weights are quantised{by}."
+        rule = f"must be null: the folder's weights are quantized{by}."
         raise Unlike("quantization_config", said, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
-        """Nothing: it means something by being there."""
+        """Return nothing, because the mere presence of the key has a meaning."""
         return {}
 
 
@@ -115,7 +113,7 @@ _LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
 
 
 def _loaded_by(config: str) -> str:
-    """Code that dequantises while it loads."""
+    """Return the code that dequantizes weights during loading."""
     return (
         f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
     )
@@ -133,27 +131,27 @@ _DEQUANTISED = {
         f'{_LOADED}).dequantize().save_pretrained("NEW"',
     ),
 }
-"""By method the packages and the code that make a folder in bfloat16. GPTQ and AWQ have none."""
+"""Packages and code that write a bfloat16 folder, by quantization method. GPTQ and AWQ have no such
+code."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Types of layers in their words."""
+"""Names of layer types in transformers."""
 
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """`layer_types`, which say again what follows from the family."""
+    """`layer_types`, which is determined by the family."""
 
     types: tuple[str, ...]
-    """Of the first layers; those behind them have the same types in turn."""
+    """Layer types of the first layers. They repeat for the following layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("layer_types",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
+        """Check that the layer types match the family."""
         said = theirs.get("layer_types")
         if said is not None and said != (wanted := self._of(ours)):
             names = " and ".join(map(repr, self.types))
@@ -162,7 +160,7 @@ class LayerTypes:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """The type of each layer."""
+        """Return the type of each layer."""
         return {"layer_types": self._of(ours)}
 
     def _of(self, ours: Ours) -> list[str]:
@@ -172,18 +170,18 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys of a window that some layers see, of which none may."""
+    """Keys of the sliding windows of some layers, which are not supported."""
 
     first: int | None
-    """First layer with the window where config.json does not say; None: all layers have it."""
+    """Default index of the first layer with a window. None means that all layers have a window."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One; the others are kept."""
+        """Return one key; `Kept` rows handle the others."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Nothing of ours."""
+        """Check that no layer uses a window."""
         window = theirs.get("sliding_window", 4096)
         if not theirs.get("use_sliding_window") or window is None:
             return {}
@@ -194,12 +192,12 @@ class NoWindow:
             said = theirs.get("max_window_layers")
             first = self.first if said is None else said
         if first < ours["num_layers"]:
-            rule = f"must be false: layers with a window ({window} tokens) are not computed."
+            rule = f"must be false: sliding-window layers ({window} tokens) are not supported."
             raise Unlike("use_sliding_window", theirs["use_sliding_window"], rule)
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """No window."""
+        """Return the key that disables windows."""
         return {"use_sliding_window": False}
 
 
@@ -207,49 +205,49 @@ RAMP = (
     Fixed("beta_fast", (32, 32.0), 32),
     Fixed("beta_slow", (1, 1.0), 1),
 )
-"""Where YaRN begins and ends to stretch."""
+"""Boundaries of the YaRN ramp."""
 
 
 @dataclass(frozen=True)
 class Period:
-    """`layer_types` of which each n-th one sees all tokens, and a key that says n."""
+    """`layer_types` in which every n-th layer attends to all tokens, and a key with n."""
 
     ours: str
     others: str
-    """Type of the layers between."""
+    """Type of the other layers."""
     default: int
-    """n where config.json has neither."""
+    """Value of n if `config.json` has neither key."""
     theirs: str
     also: tuple[str, ...] = ()
-    """Names of theirs that say nothing else."""
+    """Further names of the key with n."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Both spellings."""
+        """Return all keys."""
         return ("layer_types", self.theirs, *self.also)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The period of which the list of types is made."""
+        """Return the period of the list of layer types."""
         types = theirs.get("layer_types")
         if types is None:
             period = theirs.get(self.theirs)
             return {self.ours: self.default if period is None else period}
         count = ours["num_layers"]
         if isinstance(types, list) and len(types) == count:
-            # Any period beyond the last layer says that none sees all tokens.
+            # A period beyond the last layer means that no layer attends to all tokens.
             first = types.index(FULL) + 1 if FULL in types else max(count + 1, self.default)
             if types == self._types(count, first):
                 return {self.ours: first}
-        rule = f"must name {count} layers, of which each n-th is {FULL!r} and the others "
+        rule = f"must name {count} layers, where every n-th is {FULL!r} and the others are "
         raise Unlike("layer_types", types, f"{rule}{self.others!r}.")
 
     def write(self, ours: Ours) -> Theirs:
-        """Both spellings."""
+        """Return both keys."""
         period = ours[self.ours]
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """The key whose period differs from `layer_types`, and its value; None if none does."""
+        """Return the key whose period contradicts `layer_types` and its value, or None."""
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None
@@ -264,7 +262,7 @@ class Period:
 
 
 YARN = (Fixed("attention_factor", (None,)), *RAMP)
-"""What is beside factor and original length in YaRN's parameters."""
+"""YaRN parameters other than factor and original length."""
 
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
@@ -290,13 +288,13 @@ SINKS = (
     Tensor("attention.out_bias", _LAYER + "self_attn.o_proj.bias", "d -> d"),
     Tensor("attention.sinks", _LAYER + "self_attn.sinks", "n -> n"),
 )
-"""Besides `BIASES`."""
+"""Biases and sinks in addition to `BIASES`."""
 
 JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
 )
-"""Of all heads together."""
+"""Norms over all heads of a token together."""
 
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
@@ -312,7 +310,7 @@ FUSED = (
     Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
     Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
 )
-"""Attention and MLP with their projections side by side."""
+"""Attention and MLP with fused projections."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -322,7 +320,7 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """A router and experts, each a tensor of its own; names below the layer's `prefix`."""
+    """Return a router and experts with one tensor per expert, named below the layer's `prefix`."""
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
@@ -342,18 +340,18 @@ JOINED_EXPERTS = (
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )
-"""A router and experts with biases, each projection of all experts in one tensor."""
+"""Router and experts with biases. Each tensor holds one projection of all experts."""
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:
-    """Scales of a layer's norms: part of ours to name of theirs."""
+    """Return the scales of a layer's norms, by part name."""
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )
 
 
 NORMED = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-"""Norms in front of attention and MLP."""
+"""Norms before attention and MLP."""
 
 SANDWICH = norms(
     attention_norm="input_layernorm",
@@ -361,7 +359,7 @@ SANDWICH = norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_after_norm="post_feedforward_layernorm",
 )
-"""Norms in front of both and behind them."""
+"""Norms before and after attention and MLP."""
 
 LLAMA = (
     *ENDS,
@@ -369,4 +367,4 @@ LLAMA = (
     *ATTENTION,
     *MLP,
 )
-"""All tensors of Llama, which other families have, too."""
+"""All tensors of Llama, which other families share."""

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: attention and a gated MLP, each normed first."""
+"""Llama 2 and 3: attention and a gated MLP with pre-norms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig(RopeConfig):
-    """Keys of Llama models only."""
+    """Keys that only Llama models use."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
     """Method of rotary scaling. `llama3` multiplies the wavelengths that fit fewer than four times
@@ -39,7 +39,7 @@ class LlamaConfig(RopeConfig):
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, LlamaConfig)
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     return family.alike(config, family.attention(config, rope_config.rope(config, own)), norm)

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama whose first version sees a window of tokens."""
+"""Mistral (arXiv:2310.06825): Llama with a sliding window in its first version."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MistralConfig(RopeConfig):
-    """Keys of Mistral models only."""
+    """Keys that only Mistral models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Tokens that a query sees, itself included. 0: all, as from version 0.2 on."""
+    """Attention window in tokens, including the query. 0 attends to all tokens, as in versions 0.2
+    and later."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, MistralConfig)
     values = (
         {"window": family.same_everywhere(config, own.sliding_window)} if own.sliding_window else {}
@@ -59,7 +60,7 @@ FAMILY = Family(
     MistralConfig,
     describe,
     bounds=(
-        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
+        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

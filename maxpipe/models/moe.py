@@ -1,4 +1,4 @@
-"""A mixture of experts: dense layers in front, then layers that send tokens to a few experts."""
+"""Mixture of experts: leading dense layers, then layers with routed experts."""
 
 from __future__ import annotations
 
@@ -24,45 +24,48 @@ class RoutedConfig(MixtureConfig):
     """Keys of families with shared experts and groups of experts."""
 
     num_dense_layers: int = 1
-    """Layers in front that have one MLP of width `model.d_mlp` instead of experts."""
+    """Number of leading layers with one MLP of width `model.d_mlp` instead of experts."""
     num_shared_experts: int = 0
-    """Experts beside those, of the same width, that all tokens pass through."""
+    """Number of shared experts, which process all tokens. Their width is that of the routed
+    experts."""
     score_func: Literal["softmax", "sigmoid"] = field(
         default="softmax", metadata=renamed_from("scores")
     )
-    """What the router's logits become: probabilities that compete, or scores that do not."""
+    """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores."""
     routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
-    """Factor of the weights of a token's experts."""
+    """Multiplier of the weights of a token's experts."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
+    """Normalize the scores of a token's experts to a sum of 1."""
     num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
-    """Groups of experts, of one size. With several a token goes to experts of a few groups only."""
+    """Number of groups of experts, all of the same size. With several groups, each token is routed
+    to experts of `groups_per_token` groups only."""
     expert_groups_per_token: int = field(default=1, metadata=renamed_from("groups_per_token"))
-    """Groups that a token is sent to: those with the largest scores."""
+    """Number of groups per token, those with the largest group scores."""
     group_scores: Literal["max", "top2"] = "max"
-    """What a group's score is: its largest score, or the sum of its two largest."""
+    """Score of a group: its largest expert score (`max`), or the sum of its two largest
+    (`top2`)."""
     expert_bias: bool = field(default=False, metadata=renamed_from("router_bias"))
-    """Add a bias to each expert's score where experts are chosen, and not where they are weighted.
-    It has no gradient: steps move it so that experts get equally many tokens, without a loss for
-    that."""
+    """Add a bias to each expert's score for the selection of experts, but not for their weights.
+    The bias has no gradient. Each step updates it to balance expert loads without an auxiliary
+    loss."""
     expert_bias_update_rate: float = field(default=0.001, metadata=renamed_from("balance_rate"))
-    """By how much each step moves an expert's bias: up where it got fewer tokens than the mean,
-    else down. Read with `router_bias`."""
+    """Step size of the router bias update. The bias increases for experts that received fewer
+    tokens than the mean and decreases for the others. Ignored unless `router_bias` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig(RoutedConfig, RopeConfig):
-    """Keys of mixtures of experts only."""
+    """Keys that only the `moe` family uses."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Two kinds of layers, `dense` and `experts`; without dense layers one."""
+    """Return a model with the layer types `dense` and `experts`, or only `experts`."""
     rope = rope_config.rope(config, own_keys(config, MoeConfig))
     return layered(config, family.attention(config, rope))
 
 
 def layered(config: ModelConfig, attention: Part) -> Model:
-    """The model with this attention, of a family that has these keys and perhaps more."""
+    """Return a model with this attention, for a family whose section extends `RoutedConfig`."""
     own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * moe_base.width(config, own)
     groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
@@ -80,15 +83,15 @@ def layered(config: ModelConfig, attention: Part) -> Model:
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    """What is wrong with these keys, in the section of the config's family."""
+    """Yield the violated rules of the keys in the family's section."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
     yield from moe_base.rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
             f"{section}.num_dense_layers",
-            f"must be less than model.num_layers ({config.num_layers}): the layers behind them "
-            "have the experts.",
+            f"must be less than model.num_layers ({config.num_layers}), because only the "
+            "following layers have experts.",
             f"Set {section}.num_dense_layers={min(1, config.num_layers - 1)}, or "
             "model.family=llama for a model without experts.",
         )
@@ -100,34 +103,35 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
-    """Groups are of one size, and those of a token have experts enough."""
+    """Yield the violated rules of expert groups."""
     size = own.num_experts // own.num_expert_groups
     if own.num_experts % own.num_expert_groups:
         yield RuleViolation(
             f"{section}.num_expert_groups",
-            f"must divide {section}.num_experts ({own.num_experts}): groups are of one size.",
+            f"must divide {section}.num_experts ({own.num_experts}), because all groups have the "
+            "same size.",
             f"Set {section}.num_expert_groups=1, or {section}.num_experts="
             f"{-(-own.num_experts // own.num_expert_groups) * own.num_expert_groups}.",
         )
     elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"is more than {section}.num_expert_groups ({own.num_expert_groups}): a token is sent to different "
-            "groups.",
+            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a token's groups "
+            "are distinct.",
             f"Set {section}.expert_groups_per_token={own.num_expert_groups}.",
         )
     elif own.top_k <= own.num_experts and own.expert_groups_per_token * size < own.top_k:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"leaves a token {own.expert_groups_per_token * size} of the {own.num_experts} experts, and "
-            f"{section}.top_k is {own.top_k}.",
+            f"must allow {section}.top_k={own.top_k} experts per token, but selects only "
+            f"{own.groups_per_token * size} of {own.num_experts} experts.",
             f"Set {section}.expert_groups_per_token={-(-own.top_k // size)}.",
         )
     elif own.group_scores == "top2" and own.num_expert_groups > 1 and size < 2:
         yield RuleViolation(
             f"{section}.group_scores",
-            f"asks for two experts in a group, and each of the {own.num_expert_groups} has one.",
-            f"Set {section}.group_scores=max, or fewer groups.",
+            f"must be max, because each of the {own.num_expert_groups} groups has only one expert.",
+            f"Set {section}.group_scores=max, or use fewer groups.",
         )
 
 
@@ -169,13 +173,13 @@ BOUNDS = (
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
     Bound(
-        "routed_scaling_factor", 1.0, 0, LARGEST, "experts with a weight of 0 train nothing", False
+        "routed_scaling_factor", 1.0, 0, LARGEST, "experts of weight 0 have no gradient", False
     ),
     Bound("num_expert_groups", 1, 1),
     Bound("expert_groups_per_token", 1, 1),
-    Bound("expert_bias_update_rate", 0.001, 0, 1, "0 leaves biases as they are"),
+    Bound("expert_bias_update_rate", 0.001, 0, 1, "0 keeps biases constant"),
 )
-"""Of these keys."""
+"""Bounds of the keys of `RoutedConfig`."""
 
 FAMILY = Family(
     "moe",

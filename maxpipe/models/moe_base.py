@@ -1,4 +1,4 @@
-"""What families with experts have in common: keys, kinds of layers, and rules."""
+"""Config keys, layer types and rules that all families with experts share."""
 
 from __future__ import annotations
 
@@ -15,67 +15,66 @@ from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Branch, Kind, Model, Part
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may have keys of several such
+@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
 class MixtureConfig:
     """Keys of all families with experts."""
 
     num_experts: int = 8
-    """Experts of a layer."""
+    """Number of experts per layer."""
     top_k: int = 2
-    """Experts that a token is sent to: those to which the router gives the largest probabilities.
-    """
+    """Number of experts per token, those with the largest router probabilities."""
     d_expert: int = 0
-    """Hidden width of one expert. 0 takes `model.d_mlp`."""
+    """Hidden width of one expert. 0 uses `model.d_mlp`."""
     capacity_factor: float = 0.0
-    """Tokens of a sequence for which an expert has room, as a multiple of an even share: 1.25 is
-    common. The others lose this expert, second choices first; when text is generated none does. 0:
-    for all, nothing is lost."""
+    """Expert capacity in tokens of a sequence, as a multiple of an even share; 1.25 is common.
+    Further tokens are dropped by the expert, second choices first. Generation drops no tokens. 0
+    disables the limit."""
     all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
-    """With experts on several devices (`mesh.ici_expert`): choices of a microbatch's tokens that a
-    device sends to each of them at most, as a multiple of an even share. The others lose this
-    expert, second choices first; when text is generated none does. 0: all, however unequal they
-    are, which takes the most memory: room for all that may ever come."""
+    """All-to-all capacity with expert parallelism (`mesh.ici_expert`): token-expert pairs per
+    microbatch that a device sends to each other device, as a multiple of an even share. Further
+    pairs are dropped, second choices first. Generation drops none. 0 disables the limit; its
+    buffers for the worst case need the most memory."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
-    """How tokens get to their experts without a capacity: `grouped` sorts them by expert and
-    computes those that they are sent to, with a kernel on TPUs and in blocks of rows elsewhere.
-    `all` computes all experts for all tokens, and much that is not used. `auto` is `grouped` if
-    there are at least twice as many experts as a token is sent to."""
+    """Dispatch of tokens to experts without a capacity. `grouped` sorts tokens by expert and
+    computes only selected experts, with a kernel on TPUs and in blocks of tokens on other
+    platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if there are at
+    least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
-    """Coefficient of the balance loss, which is 1 when experts get equally many tokens; the
-    objective has it once for each layer with experts. 0 only records it."""
+    """Coefficient of the balance loss of each layer with experts. The loss is 1 if all experts get
+    equally many tokens. 0 only records it."""
     load_balance_scope: BalanceOver = field(
         default="sequence", metadata=renamed_from("balance_over")
     )
-    """Of which tokens the balance loss takes the shares that experts get. `sequence`: of each by
-    itself; the loss depends on nothing else. `microbatch`, as in Switch: of the rows that one
-    device has in a microbatch; it depends on their number, so on batch size, microbatches, data
-    and fsdp. `devices`, known as global-batch: of the rows that all devices have in a microbatch;
-    it depends on the microbatches, and which rows meet in one on data and fsdp. None depends on
-    the schedule, stages or tensor."""
+    """Tokens over which the balance loss computes expert loads. `sequence` uses each sequence
+    separately, so the loss is independent of the layout. `microbatch`, as in Switch, uses the
+    sequences of one device in a microbatch. That loss depends on batch size, microbatches, data and
+    fsdp. `devices`, known as global-batch, uses the sequences of all devices in a microbatch. That
+    loss depends on the number of microbatches, and on data and fsdp, which select the sequences of
+    a microbatch. The loss never depends on the schedule, stages or tensor."""
     z_loss_weight: float = field(default=0.0, metadata=renamed_from("z_weight"))
-    """Coefficient of the router's z-loss, the mean square of the logarithm of its partition
-    function: keeps logits small. 0 only records it."""
+    """Coefficient of the router z-loss, the mean squared log partition function of the router. The
+    loss keeps logits small. 0 only records it."""
 
 
 BOUNDS = (
     Bound("num_experts", 8, 1, axis="experts"),
     Bound("top_k", 2, 1),
-    Bound("d_expert", 0, 0, why="0 takes model.d_mlp", axis="mlp"),
+    Bound("d_expert", 0, 0, why="0 uses model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
     Bound("all_to_all_capacity_factor", 2, 0, LARGEST, "0 drops no token"),
     Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
     Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
 )
-"""Of these keys."""
+"""Bounds of the keys of `MixtureConfig`."""
 
 
 def width(config: ModelConfig, own: MixtureConfig) -> int:
-    """Hidden width of one expert."""
+    """Return the hidden width of one expert."""
     return own.d_expert or config.d_mlp
 
 
 def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
-    """The experts of a layer; `options` are further fields of `Experts`."""
+    """Return the experts of a layer; `options` are further fields of `Experts`."""
     return Experts(
         config.d_model,
         width(config, own),
@@ -99,9 +98,10 @@ def model(
     dense: Iterable[bool] = (),
     values: Mapping[str, tuple[float, ...]] | None = None,
 ) -> Model:
-    """Layers of attention and an MLP (kind `dense`) or experts (kind `experts`), each normed first.
+    """Return a model of pre-norm layers with attention and an MLP (`dense`) or experts (`experts`).
 
-    `dense` says which layers have an MLP, from the first one on; the rest have experts.
+    `dense` selects the layers with an MLP, starting with the first. The remaining layers have
+    experts.
     """
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     branches = {
@@ -116,20 +116,20 @@ def model(
 
 
 def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation]:
-    """A token goes to different experts, by one way."""
+    """Yield the violated rules of dispatch and `top_k`."""
     section = f"model.{config.family}"
     if own.capacity_factor and own.dispatch != "auto":
         yield RuleViolation(
             f"{section}.dispatch",
-            f"has no meaning with {section}.capacity_factor={own.capacity_factor:g}: tokens pass "
-            "through the experts that have room for them.",
-            f"Set {section}.dispatch=auto, or {section}.capacity_factor=0 for experts that have "
-            "room for all.",
+            f"must be auto with {section}.capacity_factor={own.capacity_factor:g}: the capacity "
+            "determines the dispatch.",
+            f"Set {section}.dispatch=auto, or {section}.capacity_factor=0 for experts without a "
+            "capacity.",
         )
     if own.top_k > own.num_experts:
         yield RuleViolation(
             f"{section}.top_k",
-            f"is more than {section}.num_experts ({own.num_experts}): a token is sent to different "
-            "experts.",
+            f"must be at most {section}.num_experts ({own.num_experts}), because a token's "
+            "experts are distinct.",
             f"Set {section}.top_k={min(2, own.num_experts)}.",
         )

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms behind the branches only, and of all queries and keys."""
+"""OLMo 2 (arXiv:2501.00656): post-norms only, and norms of all queries and keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Olmo2Config(RopeConfig):
-    """Keys of OLMo 2 models only."""
+    """Keys that only OLMo 2 models use."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     rope = rope_config.rope(config, own_keys(config, Olmo2Config))
     attention = family.attention(config, rope, head_norm=norm, joint_norm=True)

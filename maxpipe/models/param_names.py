@@ -1,4 +1,4 @@
-"""Parameters chosen by patterns over their names, as those that are not trained. No jax."""
+"""Selection of parameters by name patterns, without jax."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _LAYERS = "layers"
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> Model:
-    """The model with each parameter frozen whose name one of the patterns matches.
+    """Return the model with the parameters that match a pattern frozen.
 
-    In a pattern `*` stands for any text, dots included. One is about names in checkpoints; if it
-    matches none of those, about names of layers with or without their kind.
+    `*` in a pattern matches any text, including dots. A pattern is matched with names in
+    checkpoints first. If no name matches, it is matched with names of layer parameters with and
+    without the layer type.
     """
     if not patterns:
         return model
@@ -36,44 +37,44 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def declared(model: Model) -> Mapping[str, Param]:
-    """Every parameter by its name in checkpoints; layers of one kind are one parameter."""
+    """Map each name in checkpoints to its parameter. Layers of one type share one parameter."""
     return {names[0]: param for names, param in _declared(model)}
 
 
 def trained(model: Model) -> frozenset[str]:
-    """Names of the parameters that are trained."""
+    """Return the names of the trained parameters."""
     return frozenset(name for name, param in declared(model).items() if param.trainable)
 
 
 def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
-    """The patterns that no parameter's name matches."""
+    """Return the patterns that match no parameter name."""
     known = list(_declared(model))
     return [pattern for pattern in patterns if not _matched(pattern, known)]
 
 
 def picked(model: Model, patterns: Sequence[str]) -> set[str]:
-    """Names in checkpoints of the parameters that some pattern matches."""
+    """Return the names in checkpoints of the parameters that match a pattern."""
     known = list(_declared(model))
     return {name for pattern in patterns for name in _matched(pattern, known)}
 
 
 def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """The value of each parameter that some pattern matches, by its name in checkpoints.
+    """Map each matching parameter's name in checkpoints to the value of its pattern.
 
-    Of several the last one counts.
+    If several patterns match, the last one is used.
     """
     known = list(_declared(model))
     return {name: value for pattern, value in values for name in _matched(pattern, known)}
 
 
 def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
-    """(part, parameter) of a kind of layer -> its name in checkpoints."""
+    """Map (part, parameter) of a layer type to the name in checkpoints."""
     several = _has_several_kinds(model)
     return {key: _names_in_layer(kind, key, several)[0] for key in model.layer_types[kind].params}
 
 
 def suggestions(model: Model) -> list[str]:
-    """Patterns for all parameters, parts and kinds."""
+    """Return patterns for all parameters, parts and layer types."""
     found: dict[str, None] = {}
     for names, _ in _declared(model):
         for name in names:
@@ -86,7 +87,7 @@ def suggestions(model: Model) -> list[str]:
 
 
 def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
-    """(names, parameter), the name in checkpoints first."""
+    """Yield (names, parameter), with the name in checkpoints first."""
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
     several = _has_several_kinds(model)
@@ -100,13 +101,16 @@ def _has_several_kinds(model: Model) -> bool:
 
 
 def _names_in_layer(kind: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
-    """In checkpoints, which name the kind where there are several, and the other way."""
+    """Return the name in checkpoints and the alternative name.
+
+    Names in checkpoints include the layer type if the model has several.
+    """
     short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
     return (long, short) if several else (short, long)
 
 
 def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> set[str]:
-    """Names in checkpoints of the parameters that a pattern means."""
+    """Return the names in checkpoints of the parameters that a pattern selects."""
     in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
     otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
     return in_checkpoints or set(otherwise)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama, of whose heads a part may turn."""
+"""Phi-3 and Phi-4 (arXiv:2404.14219): Llama with optional partial rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phi3Config:
-    """Keys of Phi-3 and Phi-4 models only."""
+    """Keys that only Phi-3 and Phi-4 models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Tokens that a query sees, itself included. 0: all."""
+    """Attention window in tokens, including the query. 0 attends to all tokens."""
     rope_size: int = 0
-    """Entries of a head that turn, the first ones. Even. 0: all."""
+    """Number of rotated entries of a head, the first ones. Must be even. 0 rotates all entries."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factor of the wavelength of each pair (LongRoPE, arXiv:2402.13753) in sequences of at most
-    `model.phi3.original_max_position_embeddings`. Empty: 1."""
+    """Factors of the wavelengths, one per pair, for sequences of at most
+    `model.phi3.original_max_position_embeddings` (LongRoPE, arXiv:2402.13753). An empty list uses 1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """The same in longer sequences. When text is generated: in more room than that."""
+    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
+    larger cache."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Longest context of such a model as a multiple of its original one: what turns is made longer
-    by `sqrt(1 + log(rope_scaling) / log(original_max_position_embeddings))`."""
+    """Ratio of the longest context to the original context. The rotated entries are multiplied by
+    `sqrt(1 + log(rope_scaling) / log(original_max_position_embeddings))`."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )
-    """Length of the original context. Read when `model.phi3.rope_factor` is not 1, or there are
-    factors."""
+    """Original context length in tokens. Ignored unless `model.phi3.rope_factor` is above 1 or
+    factors are set."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, Phi3Config)
     rope = rope_config.longrope(
         config.rope_theta,
@@ -68,9 +69,9 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.rope_size > config.head_dim or own.rope_size % 2:
         yield RuleViolation(
             "model.phi3.rope_size",
-            f"must be even and at most model.head_dim ({config.head_dim}): pairs of a head's "
-            "entries turn.",
-            "Set model.phi3.rope_size=0 to turn all.",
+            f"must be even and at most model.head_dim ({config.head_dim}), because entries are "
+            "rotated in pairs.",
+            "Set model.phi3.rope_size=0 to rotate all entries.",
         )
         return
     yield from rope_config.factor_rules(
@@ -80,31 +81,30 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turned:
-    """`partial_rotary_factor`, the share of a head's entries that turn."""
+    """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     inside: bool = False
-    """Whether it stands among rotary parameters: it is read there, and not written."""
+    """Whether the key is one of the rotary parameters. It is then read but not written."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The number of entries."""
+        """Return the number of rotated entries."""
         share = theirs.get("partial_rotary_factor")
         if share is None:
             return {} if self.inside else {"phi3.rope_size": 0}
         return {"phi3.rope_size": 0 if share == 1 else int(ours["head_dim"] * share)}
 
     def write(self, ours: Ours) -> Theirs:
-        """The share, of which they make the same number."""
+        """Return the fraction that gives the same number of entries in transformers."""
         if self.inside:
             return {}
         size, all_of_it = ours["phi3.rope_size"], ours["head_dim"]
         share = (size or all_of_it) / all_of_it
         if int(all_of_it * share) != (size or all_of_it):
-            rule = f"is no share of {all_of_it} entries that they can say."
+            rule = f"must be a fraction of {all_of_it} entries that transformers can represent."
             raise Unlike("model.phi3.rope_size", size, rule)
         return {"partial_rotary_factor": share}
 
@@ -125,7 +125,7 @@ _LONG = (
     _Turned(inside=True),
 )
 _TYPES = ("longrope", "su", "yarn")
-"""Names that releases have for the one type."""
+"""Names of the same type in different releases."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
@@ -167,9 +167,9 @@ FAMILY = Family(
     Phi3Config,
     describe,
     bounds=(
-        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 sees all"),
-        Bound("rope_size", 0, 0, why="0 turns all"),
-        Bound("rope_factor", 1.0, 1, 1e6, "1 is the original context"),
+        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
+        Bound("rope_size", 0, 0, why="0 rotates all entries"),
+        Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 2),
     ),
     rules=_rules,

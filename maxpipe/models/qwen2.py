@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2412.15115): Llama with biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5 (arXiv:2412.15115): Llama with biases for queries, keys and values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen2Config(RopeConfig):
-    """Keys of Qwen2 and Qwen2.5 models only."""
+    """Keys that only Qwen2 and Qwen2.5 models use."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own = own_keys(config, Qwen2Config)
     rope = rope_config.rope(config, own)
     attention = family.attention(config, rope, biased=("query", "key", "value"))

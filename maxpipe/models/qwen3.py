@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388), dense: Llama with a norm of each query and key."""
+"""Dense Qwen3 (arXiv:2505.09388): Llama with norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3Config(RopeConfig):
-    """Keys of Qwen3 models only."""
+    """Keys that only Qwen3 models use."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """One kind of layer."""
+    """Return a model with one layer type."""
     own, epsilon = own_keys(config, Qwen3Config), config.norm_epsilon
     rope = rope_config.rope(config, own)
     attention = family.attention(config, rope, head_norm=RMSNorm(config.head_dim, epsilon))

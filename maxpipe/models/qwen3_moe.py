@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv:2505.09388) with experts: norms of queries and keys, experts in chosen layers."""
+"""Qwen3 with experts (arXiv:2505.09388): query and key norms, experts in selected layers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3MoeConfig(MixtureConfig, RopeConfig):
-    """Keys of Qwen3 models with experts only."""
+    """Keys that only Qwen3 models with experts use."""
 
     moe_layer_interval: int = field(default=1, metadata=renamed_from("expert_period"))
-    """Each layer whose number this divides, counted from 1, has experts; the others have one MLP of
-    width `model.d_mlp`."""
+    """Period of layers with experts. With a period of n, every n-th layer has experts; the others
+    have one MLP of width `model.d_mlp`."""
     dense_layers: list[int] = field(default_factory=list, hash=False)  # a list has no hash
-    """Layers that have an MLP whatever `moe_layer_interval` says, counted from 0."""
+    """Zero-based indices of layers that have an MLP regardless of `moe_layer_interval`."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
-    """
+    """Normalize the probabilities of a token's experts to a sum of 1."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Two kinds of layers, `dense` and `experts`, or one of them."""
+    """Return a model with the layer types `dense` and `experts`, or one of them."""
     own = own_keys(config, Qwen3MoeConfig)
     head_norm = RMSNorm(config.head_dim, config.norm_epsilon)
     attention = family.attention(config, rope_config.rope(config, own), head_norm=head_norm)
@@ -42,7 +41,7 @@ def describe(config: ModelConfig) -> Model:
 
 
 def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
-    """Whether each layer has an MLP."""
+    """Return whether each layer has an MLP."""
     return [
         layer in own.dense_layers or (layer + 1) % own.moe_layer_interval != 0
         for layer in range(config.num_layers)
@@ -58,14 +57,14 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         left = [each for each in own.dense_layers if each not in wrong]
         yield RuleViolation(
             "model.qwen3_moe.dense_layers",
-            f"holds {wrong[0]}, and layers are counted from 0 to {count - 1}.",
+            f"must hold layer indices from 0 to {count - 1}, but holds {wrong[0]}.",
             f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
         )
     elif all(_dense(config, own)):
         name = "moe_layer_interval" if own.moe_layer_interval > 1 else "dense_layers"
         yield RuleViolation(
             f"model.qwen3_moe.{name}",
-            f"leaves no layer of {count} with experts.",
+            f"must leave at least one of {count} layers with experts.",
             "Set model.qwen3_moe.moe_layer_interval=1 and model.qwen3_moe.dense_layers=[], or "
             "model.family=qwen3 for a model without experts.",
         )

@@ -1,4 +1,4 @@
-"""Qwen3-Next: most layers keep a state (the gated delta rule), each fourth sees all tokens."""
+"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth."""
 
 from __future__ import annotations
 
@@ -33,44 +33,46 @@ from maxpipe.models.spec import Branch, Kind, Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3NextConfig(MixtureConfig):
-    """Keys of Qwen3-Next models only. `model.num_heads`, `num_kv_heads` and `head_dim` are of the
-    layers with attention; every layer has experts.
+    """Keys that only Qwen3-Next models use. `model.num_heads`, `num_kv_heads` and `head_dim` apply
+    to the layers with attention. Every layer has experts.
     """
 
     full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
-    """Each layer whose number this divides, counted from 1, has attention over all tokens; the
-    others have the gated delta rule."""
+    """Period of layers with full attention. With a period of n, every n-th layer has full
+    attention; the others use the gated delta rule."""
     linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
-    """Heads of queries and keys in layers with the delta rule."""
+    """Number of query and key heads in delta-rule layers."""
     linear_num_value_heads: int = field(default=32, metadata=renamed_from("num_value_heads"))
-    """Heads of values there, a multiple of those of keys: each has a state of its own."""
+    """Number of value heads in delta-rule layers, a multiple of `num_key_heads`. Each value head
+    has a separate state."""
     linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
-    """Entries of a query and of a key there."""
+    """Size of a query or key head in delta-rule layers."""
     linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Entries of a value there."""
+    """Size of a value head in delta-rule layers."""
     linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
-    """Tokens that the convolution of queries, keys and values sees, the token itself included."""
+    """Width of the convolution over queries, keys and values in tokens, including the current
+    token."""
     gdn_chunk_size: int = field(default=64, metadata=renamed_from("chunk"))
-    """Tokens of the delta rule that are computed at once, a power of two: larger ones make larger
-    matmuls and more of them. Results differ by rounding only."""
+    """Number of tokens per chunk of the delta rule, a power of two. Larger chunks use larger
+    matmuls and more FLOPs. Results differ only by rounding."""
     rotary_dim: int = field(default=0, metadata=renamed_from("rope_size"))
-    """Entries of a head that turn in layers with attention, the first ones. Even. 0: all."""
+    """Number of rotated entries of a head in attention layers, the first ones. Must be even. 0
+    rotates all entries."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Factor by which the context is longer than the one of the training before (YaRN). 1 is that
-    context itself."""
+    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
     original_max_position_embeddings: int = field(
         default=262144, metadata=renamed_from("rope_original_tokens")
     )
-    """Length of that context. Read when `model.qwen3_next.rope_factor` is not 1."""
+    """Original context length in tokens. Ignored unless `model.qwen3_next.rope_factor` is above
+    1."""
     d_shared_expert: int = field(default=512, metadata=renamed_from("d_shared"))
-    """Hidden width of the expert that all tokens pass through, weighted by a gate of its own."""
+    """Hidden width of the shared expert, which processes all tokens and has a separate gate."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Divide the probabilities of a token's experts by their sum, so that its weights add up to 1.
-    """
+    """Normalize the probabilities of a token's experts to a sum of 1."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Two kinds of layers, `delta` and `full`, or one of them."""
+    """Return a model with the layer types `delta` and `full`, or one of them."""
     own = own_keys(config, Qwen3NextConfig)
     epsilon, gain = config.norm_epsilon, family.residual_gain(config)
     norm = RMSNorm(config.d_model, epsilon, offset=1.0)
@@ -121,35 +123,35 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
             "model.qwen3_next.linear_num_value_heads",
-            f"must be a multiple of model.qwen3_next.linear_num_key_heads ({own.linear_num_key_heads}): heads of "
-            "values share those of keys evenly.",
+            f"must be a multiple of model.qwen3_next.linear_num_key_heads ({own.linear_num_key_heads}), because "
+            "value heads share key heads evenly.",
             f"Set model.qwen3_next.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )
     if own.rotary_dim > config.head_dim or own.rotary_dim % 2:
         yield RuleViolation(
             "model.qwen3_next.rotary_dim",
-            f"must be even and at most model.head_dim ({config.head_dim}): pairs of a head's "
-            "entries turn.",
-            "Set model.qwen3_next.rotary_dim=0 to turn all.",
+            f"must be even and at most model.head_dim ({config.head_dim}), because entries are "
+            "rotated in pairs.",
+            "Set model.qwen3_next.rotary_dim=0 to rotate all entries.",
         )
     if own.gdn_chunk_size & (own.gdn_chunk_size - 1):
         yield RuleViolation(
             "model.qwen3_next.gdn_chunk_size",
-            "must be a power of two: what is inside a chunk is computed by halves.",
+            "must be a power of two, because chunks are computed by recursive halving.",
             f"Set model.qwen3_next.gdn_chunk_size={1 << own.gdn_chunk_size.bit_length() - 1}.",
         )
 
 
 @dataclass(frozen=True)
 class _Turning:
-    """`partial_rotary_factor`: which share of a head turns."""
+    """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     beside: bool = False
-    """Whether it is the one in `rope_parameters`, which counts where there are two."""
+    """Whether the key is in `rope_parameters`, which takes precedence."""
     names = ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Entries of a head, of either."""
+        """Return the number of rotated entries."""
         if self.beside:
             return {}
         stated = theirs.get(self.names[0])
@@ -158,12 +160,12 @@ class _Turning:
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
             raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
         if (size := int(head * factor)) < 2 or size % 2:
-            rule = f"makes {size} of {head} entries of a head turn, which come in pairs."
+            rule = f"must rotate a positive even number of {head} entries, but rotates {size}."
             raise Unlike("partial_rotary_factor", factor, rule)
         return {"qwen3_next.rotary_dim": size}
 
     def write(self, ours: Ours) -> Theirs:
-        """A share of which they make the same number."""
+        """Return a fraction that gives the same number of entries in transformers."""
         head = ours["head_dim"]
         size = ours["qwen3_next.rotary_dim"] or head
         factor = size / head
@@ -186,7 +188,8 @@ _DELTA_TENSORS = (
     Tensor("delta.norm", _LINEAR_ATTENTION + "norm.weight", "h -> h"),
     Tensor("delta.out", _LINEAR_ATTENTION + "out_proj.weight", "v h d -> d (v h)"),
 )
-"""Of each key head queries, keys, values and gates stand side by side, with them and with us."""
+"""Queries, keys, values and gates of a key head are concatenated, in transformers and in
+maxpipe."""
 
 _SHARED_EXPERT = (
     Tensor("experts.shared_gate", _SHARED + ".gate_proj.weight", "d f -> f d"),
@@ -257,7 +260,7 @@ _HUGGINGFACE = HuggingFace(
         *_SHARED_EXPERT,
     ),
     duplicate_keys=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
-    # Layers that predict one token more, which transformers does not read either.
+    # Multi-token prediction layers, which transformers does not read either.
     unused=("*.rotary_emb.inv_freq", "mtp.*"),
 )
 
@@ -275,8 +278,8 @@ FAMILY = Family(
         Bound("linear_value_head_dim", 128, 1, axis="head_dim"),
         Bound("linear_conv_kernel_dim", 4, 2, 64),
         Bound("gdn_chunk_size", 64, 1, 1024),
-        Bound("rotary_dim", 0, 0, why="0 turns all"),
-        Bound("rope_factor", 1.0, 1, LARGEST, "1 is the original context"),
+        Bound("rotary_dim", 0, 0, why="0 rotates all entries"),
+        Bound("rope_factor", 1.0, 1, LARGEST, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 262144, 1),
         Bound("d_shared_expert", 512, 1, axis="mlp"),
     ),

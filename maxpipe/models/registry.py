@@ -1,4 +1,7 @@
-"""All model families: what `model.family` may be. To add one, write its file and name it here."""
+"""Registry of the model families, the values of `model.family`.
+
+To add a family, write its module and list it here.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
-    """(tag, number, families) of what runs write of what layers return."""
+    """Return (tag, summary, families) of the metrics that layers report."""
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
         for part in family.metric_parts:
@@ -49,9 +52,9 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Model:
-    """The model of a config that satisfies every rule.
+    """Return the model of a valid config.
 
-    One object for equal configs, as what is counted of it is cached.
+    Equal configs share one object, because counts are cached by model.
     """
     model = FAMILIES[config.family].describe(config)
     if config.mtp_heads:

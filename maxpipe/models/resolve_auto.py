@@ -1,6 +1,7 @@
-"""What is chosen by sizes: the backend of `model.attention=auto`, and the blocks of the loss.
+"""Defaults that depend on sizes: the backend of `model.attention=auto` and the loss blocks.
 
-No jax: forecasts and programs ask the same function, each where it knows the platform.
+The module does not import jax. Forecasts and programs call the same functions once they know the
+platform.
 """
 
 from __future__ import annotations
@@ -16,56 +17,57 @@ from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
-"""Tokens of a row from which on `blockwise` is taken. On CPUs it is faster from 64 on
-(`benchmarks/attention.md`), and compiles longer where there are several blocks; elsewhere it is
-taken where plain attention's scores would need the memory."""
+"""Minimum sequence length for `blockwise`. On CPUs it is faster from 64 tokens
+(`benchmarks/attention.md`) but takes longer to compile with several blocks. On other platforms it
+is used where the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
-"""The best first; behind the last comes `xla`, which does everything everywhere."""
+"""Backends by platform, best first. `xla` is the fallback: it supports every option and
+platform."""
 
 _SPLASH_TOKENS = 128
 _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
 
 
 BLOCK_TOKENS = 2048
-"""Each block reads the output projection, and the sums of its gradient: fewer tokens would keep
-matmuls waiting for memory on chips with little of its bandwidth."""
+"""Number of tokens in a block of the loss. Each block reads the output projection and its gradient
+sums, so smaller blocks make matmuls memory-bound on chips with low memory bandwidth."""
 _LARGE_LOGITS = 2**29
-"""Bytes of a microbatch's logits in float32 on a device from which on they are made by blocks."""
+"""Size of a microbatch's float32 logits on a device, in bytes, above which the loss uses blocks."""
 
 
 class Choice(NamedTuple):
-    """A backend, and why it is none that would be better."""
+    """The selected backend, and the reasons against better backends."""
 
     backend: str
     rejected: tuple[str, ...] = ()
 
 
 class Divided(NamedTuple):
-    """Over how many devices rows and heads are divided, and how tokens get to others."""
+    """Sharding of tokens and heads over devices, and the context-parallel method."""
 
     context: int = 1
     tensor: int = 1
     method: str = "auto"
-    """`mesh.context_attention`"""
+    """Value of `mesh.context_attention`."""
 
     @property
     def uses_ring(self) -> bool:
-        """Whether scores are computed part by part, as keys come around: always by blocks."""
+        """Return whether keys rotate around a ring. Scores are then computed block by block."""
         return self.context > 1 and self.method == "ring"
 
     @classmethod
     def from_mesh(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
-        """Of a mesh whose axes have these sizes."""
+        """Return the sharding on a mesh with these axis sizes."""
         return cls(axes["context"], axes["tensor"], mesh.context_attention)
 
 
 ALONE = Divided()
-"""Rows that each device has as wholes."""
+"""Sharding with full sequences on every device."""
 
 
 def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
-    """The backend of a model on a platform, as jax names it, for rows of `tokens`."""
+    """Return the backend of a model for sequences of `tokens`; `platform` is jax's name."""
     if model.attention != AUTO:
         return Choice(model.attention)
     if divided.uses_ring:
@@ -83,26 +85,26 @@ def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = AL
 def resolved(
     model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE
 ) -> ModelConfig:
-    """The model with a backend that is named: what descriptions and programs are made of."""
+    """Return the model config with the selected backend instead of `auto`."""
     return replace(model, attention=choose(model, platform, tokens, divided).backend)
 
 
 def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
-    """What was chosen and why, for the start of a run and for plans; of a named backend nothing."""
+    """Describe the selected backend and the reasons; empty unless `model.attention=auto`."""
     if model.attention != AUTO:
         return ""
     backend, refused = choose(model, platform, tokens, divided)
     if divided.uses_ring:
-        return f"{backend}, as mesh.context_attention=ring computes by blocks"
-    chosen = f"{backend}, as model.attention=auto chooses on {platform} for {tokens:,} tokens"
+        return f"{backend}, because mesh.context_attention=ring computes attention by blocks"
+    chosen = f"{backend}, selected by model.attention=auto on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
 
 
 def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
-    """Tokens whose logits are in memory at once, 0 for all of a microbatch.
+    """Return the number of tokens whose logits are in memory at once; 0 means a full microbatch.
 
-    `setting` is `pipeline.loss_block_tokens`; a device has `tokens` of a microbatch, and of each
-    `vocabulary` logits.
+    `setting` is `pipeline.loss_block_tokens`. `tokens` and `vocabulary` are the microbatch's tokens
+    and the logits per token on one device.
     """
     if setting < 0:
         setting = BLOCK_TOKENS if 4 * tokens * vocabulary > _LARGE_LOGITS else 0
@@ -112,33 +114,33 @@ def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
 def _refuses(
     backend: str, device: str, model: ModelConfig, tokens: int, divided: Divided
 ) -> Iterator[str]:
-    """Why a backend is not taken."""
+    """Yield the reasons against a backend."""
     if backend not in CANNOT:
-        yield "is not there"
+        yield "is not available"
         return
     parts = [part for kind in describe(model).layer_types.values() for part in kind.parts.values()]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     lacks = {option for part in mixing for option in part.options & CANNOT[backend]}
     for option in sorted(lacks):
-        yield f"has no {option.replace('_', ' ')}"
+        yield f"does not support {option.replace('_', ' ')}"
     if backend == "blockwise" and tokens < _LONG[device]:
-        yield f"is for {_LONG[device]:,} tokens or more"
+        yield f"requires {_LONG[device]:,} tokens or more"
     context, tensor, method = divided
     whole = context == 1 or all(
         exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
         for part in mixing
     )
-    run = tokens if whole else tokens // (2 * context)  # a device has two pieces of a row
+    run = tokens if whole else tokens // (2 * context)  # a device holds two chunks of the sequence
     if backend == "splash" and run % _SPLASH_TOKENS:
-        yield f"needs a multiple of {_SPLASH_TOKENS} tokens"
+        yield f"requires a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":
         if model.compute_dtype == "float32":
-            yield "has no float32"
+            yield "does not support float32"
         for size in {part.head_dim for part in mixing}:
             if size % _CUDNN_HEAD or size > _CUDNN_LARGEST:
-                yield f"needs heads of a multiple of {_CUDNN_HEAD}, {_CUDNN_LARGEST} at most"
+                yield f"requires head sizes up to {_CUDNN_LARGEST} in multiples of {_CUDNN_HEAD}"
         if tokens % 2:
-            yield "needs an even number of tokens"
+            yield "requires an even number of tokens"
 
 
 def _key_heads(part: Attention | LatentAttention) -> int:

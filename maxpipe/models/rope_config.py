@@ -1,6 +1,7 @@
-"""Rotary positions of a longer context than the one of the training before, as published models do.
+"""Rotary position scaling for contexts longer than in pre-training, as in published models.
 
-One set of keys for all families whose folders may say any of them, and one row of their tables.
+All families that support these methods share one set of config keys and one row of the Hugging Face
+key table.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unl
 from maxpipe.models.layers.attention import Rope
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may have keys of several such
+@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
 class RopeConfig:
-    """Keys of rotary positions for a longer context."""
+    """Keys of rotary position scaling for longer contexts."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
     """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
@@ -51,24 +52,24 @@ class RopeConfig:
     """Rotations in `original_max_position_embeddings` from which a wavelength is kept (`beta_fast`,
     `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the whole
-    factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
+    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the full factor
+    (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
-    """Round the boundaries of `yarn` to whole pairs (`truncate`)."""
+    """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 
 
 BOUNDS = (
-    Bound("rope_factor", 1.0, 1, LARGEST, "wavelengths are stretched, 1 leaves them alone"),
+    Bound("rope_factor", 1.0, 1, LARGEST, "multiplies wavelengths, 1 disables the scaling"),
     Bound("original_max_position_embeddings", 8192, 2),
-    Bound("rope_attention_factor", 0.0, 0, LARGEST, "0 takes that of the paper"),
-    Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 takes that of the paper"),
-    Bound("rope_beta_slow", 0.0, 0, LARGEST, "0 takes that of the paper"),
+    Bound("rope_attention_factor", 0.0, 0, LARGEST, "0 uses the value from the paper"),
+    Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses the value from the paper"),
+    Bound("rope_beta_slow", 0.0, 0, LARGEST, "0 uses the value from the paper"),
 )
-"""Of these keys."""
+"""Bounds of the keys of `RopeConfig`."""
 
 
 def rope(config: ModelConfig, own: RopeConfig) -> Rope:
-    """As the keys say."""
+    """Return the rotary positions that the keys configure."""
     factor, tokens = own.rope_factor, own.original_max_position_embeddings
     if own.rope_type == "longrope":
         return longrope(
@@ -101,7 +102,10 @@ def longrope(
     length: float = 0.0,
     turned: int = 0,
 ) -> Rope:
-    """A factor for each pair (arXiv:2402.13753); `factor` is by how much the context is longer."""
+    """Return LongRoPE positions with a factor per pair (arXiv:2402.13753).
+
+    `factor` is the ratio of the context length to the original one.
+    """
     by_paper = math.sqrt(1.0 + math.log(factor) / math.log(tokens))
     return Rope(
         theta,
@@ -114,35 +118,35 @@ def longrope(
 
 
 def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
-    """What the keys of each type are."""
+    """Yield the violated rules of the rotary keys."""
     section = f"model.{config.family}"
     fast = own.rope_beta_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
     if (own.rope_beta_slow or 1.0) >= fast:
         yield RuleViolation(
             f"{section}.rope_beta_slow",
-            f"must be less than {section}.rope_beta_fast ({fast:g}): slow pairs are stretched more.",
-            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for those of the paper.",
+            f"must be less than {section}.rope_beta_fast ({fast:g}).",
+            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for the values of the paper.",
         )
     if own.rope_type == "longrope":
         yield from factor_rules(
             section, own.rope_short_factor, own.rope_long_factor, config.head_dim, True
         )
         return
-    kind = f"is read with {section}.rope_type=longrope only, and it is {own.rope_type}."
+    kind = f"requires {section}.rope_type=longrope, but rope_type is {own.rope_type}."
     for name in ("rope_short_factor", "rope_long_factor"):
         if getattr(own, name):
             yield RuleViolation(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
     if own.rope_attention_factor and own.rope_type != "yarn":
         yield RuleViolation(
             f"{section}.rope_attention_factor",
-            f"is read with {section}.rope_type=yarn or longrope only, and it is {own.rope_type}.",
+            f"requires {section}.rope_type=yarn or longrope, but rope_type is {own.rope_type}.",
             f"Set {section}.rope_attention_factor=0.",
         )
     if own.rope_type == "dynamic" and config.head_dim < 4:
         yield RuleViolation(
             "model.head_dim",
-            f"must be at least 4 with {section}.rope_type=dynamic, which spreads over all pairs "
-            "but one.",
+            f"must be at least 4 with {section}.rope_type=dynamic, whose formula divides by "
+            "head_size - 2.",
             f"Set model.head_dim=4, or {section}.rope_type=linear.",
         )
 
@@ -150,7 +154,11 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
-    """One factor for each pair of the `size` entries that turn; none at all unless `wanted`."""
+    """Yield a violation for each list without one positive factor per pair of the `size` rotated
+    entries.
+
+    Empty lists are allowed unless `wanted` is set.
+    """
     none = f"{section}.rope_short_factor=[] and {section}.rope_long_factor=[]"
     none = f"{section}.rope_type=yarn, {none}" if wanted else none
     for name, factors in (("rope_short_factor", short), ("rope_long_factor", long)):
@@ -159,52 +167,48 @@ def factor_rules(
         if wanted or short or long:
             yield RuleViolation(
                 f"{section}.{name}",
-                f"must be {size // 2} positive factors, one for each pair of the {size} entries of "
-                f"a head that turn, and has {len(factors)}.",
-                f"Give {size // 2}, or set {none}.",
+                f"must have {size // 2} positive factors, one per pair of the {size} rotated "
+                f"entries of a head, but has {len(factors)}.",
+                f"Set {size // 2} factors, or {none}.",
             )
 
 
-# Tables.
+# Key tables.
 
 
 @dataclass(frozen=True)
 class _Original:
-    """`original_max_position_embeddings`, for which they take the longest context if it lacks."""
+    """`original_max_position_embeddings`, which defaults to the longest context in transformers."""
 
     ours: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("original_max_position_embeddings",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The length."""
         for name in ("original_max_position_embeddings", "max_position_embeddings"):
             if theirs.get(name) is not None:
                 return {self.ours: theirs[name]}
         raise Unlike("original_max_position_embeddings", None, "is missing, and has no default.")
 
     def write(self, ours: Ours) -> Theirs:
-        """The length."""
         return {"original_max_position_embeddings": ours[self.ours]}
 
 
 @dataclass(frozen=True)
 class _Length:
-    """`attention_factor`, or two numbers that it follows from (arXiv:2405.04434)."""
+    """`attention_factor`, or the two values that determine it (arXiv:2405.04434)."""
 
     factor: str
     ours: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Three."""
         return ("attention_factor", "mscale", "mscale_all_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The factor, 0 where it is that of the paper."""
+        """Return the factor, or 0 if it equals the value from the paper."""
         said, above, below = (theirs.get(name) for name in self.names)
         if said is None and above and below:
             more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
@@ -212,24 +216,24 @@ class _Length:
         return {self.ours: said or 0.0}
 
     def write(self, ours: Ours) -> Theirs:
-        """The factor, if it is not that of the paper."""
+        """Return the factor unless it equals the value from the paper."""
         return {"attention_factor": ours[self.ours]} if ours[self.ours] else {}
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The factor of LongRoPE: the longest context as a multiple of the original one."""
+    """Factor of LongRoPE: the ratio of the longest context to the original context."""
 
     factor: str
     original: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that it may follow from."""
+        """Return the keys that determine the factor."""
         return ("factor", "original_max_position_embeddings", "max_position_embeddings")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Factor and original length."""
+        """Return the factor and the original length."""
         found = _Original(self.original).read(theirs, ours)
         factor = theirs.get("factor")
         if factor is None and theirs.get("max_position_embeddings") is None:
@@ -239,11 +243,11 @@ class Longest:
         return {**found, self.factor: max(factor, 1.0)}
 
     def write(self, ours: Ours) -> Theirs:
-        """Both lengths: releases of readers take the factor from them."""
+        """Return both lengths; some releases of transformers derive the factor from them."""
         original = ours[self.original]
         longest = round(original * ours[self.factor])
         if longest / original != ours[self.factor]:
-            rule = f"must make a whole number of tokens of {original}."
+            rule = f"must give an integer number of tokens when multiplied by {original}."
             raise Unlike(f"model.{self.factor}", ours[self.factor], rule)
         return {
             "original_max_position_embeddings": original,
@@ -253,21 +257,20 @@ class Longest:
 
 @dataclass(frozen=True)
 class _AttentionFactor(_Length):
-    """`attention_factor` alone, as LongRoPE reads it."""
+    """`attention_factor` of LongRoPE, which has no `mscale` keys."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return ("attention_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The factor, 0 where it is that of the paper."""
+        """Return the factor, or 0 if it equals the value from the paper."""
         return {self.ours: theirs.get("attention_factor") or 0.0}
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A number of turns, of which 0 of ours stands for that of the paper."""
+    """A number of rotations. 0 in our config means the value from the paper."""
 
     theirs: str
     ours: str
@@ -276,33 +279,34 @@ class Turns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """One."""
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """The number.
+        """Return the number, or 0 if it equals the value from the paper.
 
         Raises:
-            Unlike: it is required and absent.
+            Unlike: the key is required and missing.
         """
         if self.is_required and theirs.get(self.theirs) is None:
             raise Unlike(
                 self.theirs,
                 None,
-                "is required with rope_type = 'llama3', in transformers too.",
-                f"Set {self.theirs} to the published number, {self.paper} for Llama 3.1 to 3.3, "
+                "is required with rope_type = 'llama3'; transformers requires it too.",
+                f"Set {self.theirs} to the published value, {self.paper} for Llama 3.1 to 3.3, "
                 "next to rope_type in config.json.",
             )
         found = theirs.get(self.theirs) or 0.0
         return {self.ours: 0.0 if found == self.paper else found}
 
     def write(self, ours: Ours) -> Theirs:
-        """The number, also that of the paper: Llama's class does not know it by itself."""
+        """Return the number, also for the value from the paper: Llama's class has no default for
+        it.
+        """
         return {self.theirs: ours[self.ours] or self.paper}
 
 
 def row(family: str, longest: int, theta: float = 10000.0) -> Row:
-    """Rotary positions by the keys of a family that has all of them.
+    """Return the table row of rotary positions for a family with all keys of `RopeConfig`.
 
     `longest` and `theta` are the defaults of transformers for `max_position_embeddings` and
     `rope_theta`.

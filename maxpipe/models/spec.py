@@ -1,10 +1,10 @@
-"""The one description of a model, without jax: what everything else reads.
+"""Description of a model, from which all other code derives. No jax.
 
-A model is a row of layers between an embedding and its output heads. Each layer is of a *kind*, and
-a kind is a row of residual branches: `x + scale * after(part(before(x)))`. A part (attention, an
-MLP, experts, a norm) declares its parameters, the names of its activations, its operations, and
-what its backward needs. Counting, initialisation, sharding, the predictions of `plan`, import and
-export read this; there is no second list of weights.
+A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
+type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
+(attention, an MLP, experts or a norm) declares its parameters, the names of its activations, its
+operations and the memory of its backward pass. Parameter counts, initialization, sharding, the
+forecasts of `plan`, import and export read this description; no other list of weights exists.
 """
 
 from __future__ import annotations
@@ -15,141 +15,143 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Sizes of an array's dims and their logical axes. Activations leave out batch and tokens."""
+"""Sizes and logical axes of an array's dims. Activations omit batch and tokens."""
 
 Number = float | str
-"""A number, or the name of one that differs by layer (`Model.values`)."""
+"""A number, or the name of a per-layer value (`Model.values`)."""
 
 
 class Normal(NamedTuple):
-    """Draws of mean 0 and variance `gain**2 / fan_in`."""
+    """Normal distribution with mean 0 and variance `gain**2 / fan_in`."""
 
     fan_in: int
     gain: float = 1.0
 
 
 class Constant(NamedTuple):
-    """One value everywhere."""
+    """Constant initial value of all entries."""
 
     value: float
 
 
 class Made(NamedTuple):
-    """What follows from other parameters of the layer (`model.adapters`)."""
+    """Initialization from other parameters of the layer (`model.adapters`)."""
 
     of: tuple[str, str]
 
 
 class Entries(NamedTuple):
-    """A value for each entry of a vector."""
+    """A separate initial value for each entry of a vector."""
 
     values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: its shape by logical axes, and what it starts from."""
+    """A parameter: its shape by logical axes, and its initialization."""
 
     dims: Dims
     init: Normal | Constant | Entries | Made
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
-    """Whether it has a gradient, moments and updates. `Kind.params` and `Ends.params` say so of a
-    model's parameters."""
+    """Whether the parameter has a gradient, optimizer state and updates. In a model, `Kind.params`
+    and `Ends.params` hold the effective value."""
     own_dtype: str = ""
-    """Its own type, in storage and where it is used, whatever types a config has."""
+    """Type in storage and in computation that overrides the types of the config."""
     num_contracted_dims: int = 0
-    """Of a weight that is used in nothing but one product, which `model.matmul` may turn to 8 bits:
-    how many of its first dims the product sums over."""
+    """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
+    and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
-    """The same of one that `model.matmul` leaves as it is."""
+    """Same as `summed`, for weights that `model.matmul` does not quantize."""
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether it belongs to attention."""
+        """Whether the parameter belongs to attention."""
         return "head_dim" in self.axes
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes alone."""
+        """Size of each dim."""
         return tuple(size for size, _ in self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Logical axes alone."""
+        """Logical axis of each dim."""
         return tuple(axis for _, axis in self.dims)
 
 
 class Follows(NamedTuple):
-    """How a step moves a parameter without a gradient: each entry up where the statistic's entry is
-    below the mean of all, down where it is above (arXiv:2408.15664).
+    """Update rule of a parameter without a gradient. Each step raises an entry if its statistic is
+    below the mean and lowers it if its statistic is above the mean (arXiv:2408.15664).
     """
 
     statistic: str
-    """Of the same part, with the parameter's dims."""
+    """Name of a statistic of the same part, with the dims of the parameter."""
     rate: float
-    """By how much."""
+    """Step size of the update."""
 
 
 class Adapter(NamedTuple):
-    """A change of a matrix by a product of two narrow ones (`model.low_rank`)."""
+    """Low-rank adapter of a matrix: the product of two narrow matrices (`model.low_rank`)."""
 
     scale: float
-    """What the product is multiplied with."""
+    """Multiplier of the product."""
     dropout: float
-    """Fraction of its inputs that are set to zero in training."""
+    """Fraction of the adapter's inputs set to zero in training."""
     num_contracted_dims: int
-    """Over how many of the matrix' first dims its product sums."""
+    """Number of leading dims of the matrix that its matmul contracts."""
 
 
 class Matmul(NamedTuple):
-    """A product of each token's activations with a parameter of the part."""
+    """A matmul of each token's activations with a parameter of the part."""
 
     param: str
     needed: float = 1.0
-    """Share of the parameter that a token uses: what the model's FLOPs count."""
+    """Fraction of the parameter that one token needs. Used for the model's FLOPs."""
     computed: float = 1.0
-    """Share that is multiplied with each token."""
+    """Fraction of the parameter that is multiplied with each token."""
 
 
 Stands = Literal["scores", "mask", "block"]
-"""Of pairs of tokens: their `scores`, of all heads, which the backward reads again; a `mask`, one
-for all heads, beside a kernel; or scores of a `block` of them at a time, which the backward
-computes once more, as it does behind a mask."""
+"""Attention arrays over pairs of tokens that are in memory. `scores`: the scores of all heads,
+which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel. `block`:
+the scores of one block of pairs at a time. The backward pass recomputes scores for `mask` and
+`block`."""
 
 
 class Scores(NamedTuple):
-    """Attention's two products over pairs of tokens."""
+    """The two matmuls of attention over pairs of tokens."""
 
     heads: int
     axis: str
     """Logical axis of the heads."""
     head_dim: float
-    """Of keys and of values; their mean where these differ."""
+    """Size of a key head and of a value head, or their mean if the sizes differ."""
     window: str = ""
-    """Per-layer value (`Model.values`) with the number of tokens that a query sees, 0 for all.
-    The model needs no more pairs; all are computed, as one program serves all values."""
+    """Name of the per-layer value (`Model.values`) with the number of tokens that a query attends
+    to; 0 means all. Tokens outside the window are not counted as needed, but all pairs are computed
+    because one program serves all layers."""
     storage: Stands = "scores"
-    """What stands in memory."""
+    """Arrays over pairs of tokens that are in memory."""
     query: Dims = ()
-    """Of the activations that are scored and mixed, their dims: of queries,"""
+    """Dims of the queries."""
     keys: tuple[Dims, ...] = ()
-    """of keys and of values,"""
+    """Dims of the keys and of the values."""
     mixed: Dims = ()
-    """and of what is mixed."""
+    """Dims of the attention output."""
 
 
 class Products(NamedTuple):
-    """Products of activations with each other, of which there are as many for each token."""
+    """Matmuls between activations whose number per token is constant."""
 
     heads: int
     axis: str
     """Logical axis of the heads."""
     needed: float
-    """Multiply-adds of a token and a head that the model's FLOPs count."""
+    """Multiply-adds per token and head that the model's FLOPs count."""
     computed: float
-    """Those that are computed."""
+    """Multiply-adds per token and head that are computed."""
 
 
 Operation = Matmul | Scores | Products
@@ -157,26 +159,29 @@ Operation = Matmul | Scores | Products
 
 @dataclass(frozen=True)
 class Held:
-    """Arrays that are in memory at the same time: copies x dims, each for every token."""
+    """Arrays that are in memory at the same time.
+
+    An entry is the number of copies per token and the dims of one copy.
+    """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()
-    """In the compute type."""
+    """Arrays in the compute type."""
     float32: tuple[tuple[float, Dims], ...] = ()
-    """In float32."""
+    """Arrays in float32."""
     one_byte: tuple[tuple[float, Dims], ...] = ()
-    """In one byte."""
+    """Arrays with one byte per entry."""
     blocks: tuple[tuple[float, Dims], ...] = ()
-    """In the compute type, for each block of queries a copy for the tokens that it sees at most
-    (`count.scored_keys`)."""
+    """Arrays in the compute type, with one copy per block of queries for at most
+    `count.scored_keys` keys."""
     token_independent: tuple[Dims, ...] = ()
-    """In the compute type, not for every token but once: parameters and their like."""
+    """Arrays in the compute type that are stored once, not per token, such as parameters."""
     float32_token_independent: tuple[Dims, ...] = ()
-    """The same in four bytes."""
+    """Arrays with four bytes per entry that are stored once, not per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """In the compute type, for each document of a row that a kernel is given at most
-    (`count.packed_documents`)."""
+    """Arrays in the compute type, with one copy per document that a kernel processes in one
+    sequence (at most `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """For each scored pair of tokens, over all heads: copies in the compute type, copies in
+    """Memory per scored pair of tokens over all heads: copies in the compute type, copies in
     float32, and bytes of other types."""
 
     def __add__(self, other: Held) -> Held:
@@ -197,113 +202,118 @@ NOTHING = Held()
 
 
 class Summary(NamedTuple):
-    """A number that a run writes of what layers return besides their output."""
+    """A metric that a run writes from the losses and statistics of layers."""
 
     of: str
-    """Name of the loss, or of the statistic."""
+    """Name of the loss or of the statistic."""
     take: Literal["mean", "largest", "smallest"]
-    """`mean`: of a loss, over its layers and all target tokens, without its coefficient. `largest`
-    and `smallest`: of a statistic, that entry of any layer, as a multiple of the mean of the
-    layer's entries."""
+    """`mean`: a loss, averaged over its layers and all target tokens, without its coefficient.
+    `largest` and `smallest`: the extreme entry of a statistic over all layers, divided by the mean
+    entry of its layer."""
     unit: str
     meaning: str
 
 
 @runtime_checkable
 class Part(Protocol):
-    """A piece of a layer. What its class in `maxpipe.models.layers` declares, a module computes."""
+    """A component of a layer: declared in `maxpipe.models.layers`, computed by a module."""
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Parameters by name, in the order in which they are drawn."""
+        """Return the parameters by name, in the order of initialization."""
         ...
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Named results of matmuls that may be kept, in the order in which they are computed."""
+        """Return the named matmul results that may be saved, in the order of computation."""
         ...
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """By the name of an activation other arrays, in float32, that are kept where it is kept.
+        """Return, by activation name, further float32 arrays that are saved with that activation.
 
-        They are named in the forward as it is named: what follows from them is not computed again.
+        The forward pass gives these arrays the same checkpoint name, so results that depend only on
+        them are not recomputed.
         """
         return {}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Matmuls and scores of a forward pass."""
+        """Return the matmuls and attention scores of a forward pass."""
         ...
 
     @property
     def traffic(self) -> Held:
-        """Activations that a forward pass moves through memory, scores left out."""
+        """Return the activations that a forward pass reads and writes in memory, without scores."""
         ...
 
     @property
     def backward_peak(self) -> Held:
-        """What its backward has in memory at its fullest moment, besides weights."""
+        """Return the arrays in memory at the backward pass's peak, without weights."""
         ...
 
     @property
     def barrier_copies(self) -> Held:
-        """Of `working`, copies that compilers make where they drop its optimization barriers."""
+        """Return the part of `working` that exists only if the compiler drops optimization
+        barriers.
+        """
         return NOTHING
 
     @property
     def residuals(self) -> Held:
-        """What differentiating the part keeps where nothing is recomputed."""
+        """Return the residuals that differentiation saves when nothing is recomputed."""
         ...
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """What the gradients of its parameters wait for when the backward is split.
+        """Return the arrays that the weight gradients need when the backward pass is split.
 
-        `recomputed`: after the forward has been run again. Then neither the cotangent of the
-        part's output nor a norm's input is among it: they follow from what the layer keeps
-        (`Kind.num_streams`). `normed`: its output is, for the norm behind it.
+        `recomputed`: the forward pass has been run again. The result then excludes the cotangent of
+        the part's output and the inputs of norms, because both follow from arrays that the layer
+        keeps (`Kind.num_streams`). `normed`: a norm follows the part and keeps the part's output.
         """
         ...
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Arrays that it returns besides its output, summed over tokens; without a gradient."""
+        """Return the arrays that the part reports with its output: sums over tokens, without
+        gradient.
+        """
         return {}
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Parameters that are not trained, and move with what the part reports."""
+        """Return the parameters without gradient whose updates follow the part's statistics."""
         return {}
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Scalar losses that it returns, sums over target tokens, with their coefficients."""
+        """Return the coefficients of the part's scalar losses (sums over target tokens)."""
         return {}
 
     metrics: ClassVar[Mapping[str, Summary]] = {}
-    """What a run writes of both, by tag."""
+    """Metrics of the losses and statistics, by tag."""
 
     @property
     def note(self) -> str:
-        """How it is computed, where a config does not say; for plans and for the start of a run."""
+        """Describe how the part is computed, for plans and the start of a run."""
         return ""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """`x + scale * dropout(after(part(before(x))))`; either norm may be missing."""
+    """A residual branch, `x + scale * dropout(after(part(before(x))))`. Both norms are optional."""
 
     name: str
     part: Part
     pre_norm: Part | None
     post_norm: Part | None = None
     dropout: float = 0.0
-    """Fraction of the outputs that are set to zero in training."""
+    """Fraction of the outputs set to zero in training."""
     scale: float = 1.0
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Parts by the name under which their parameters are stored."""
+        """Return the parts by the name under which their parameters are stored."""
         found = {
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
@@ -312,26 +322,26 @@ class Branch:
         return {name: part for name, part in found.items() if part is not None}
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: what is counted of it can be cached
+@dataclass(frozen=True, eq=False)  # compared by identity, so that its counts can be cached
 class Kind:
-    """A layer: residual branches one after the other."""
+    """A layer type: a sequence of residual branches."""
 
     branches: tuple[Branch, ...]
     frozen: frozenset[tuple[str, ...]] = frozenset()
-    """(part, name) of parameters that are not trained, whatever their part declares."""
+    """(part, name) of the parameters that are frozen regardless of their part's declaration."""
     stored: Mapping[tuple[str, str], Param] = field(default_factory=dict)
-    """Parameters in place of those that parts declare, and beside them."""
+    """Parameters that replace or extend the declarations of the parts."""
     adapters: Mapping[tuple[str, str], Adapter] = field(default_factory=dict)
-    """(part, name) of matrices that have one."""
+    """(part, name) of the matrices with a low-rank adapter."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
-        """All parts by name, in order."""
+        """Return all parts by name, in order."""
         return {name: part for branch in self.branches for name, part in branch.parts.items()}
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """(part, name) -> parameter as its part declares it."""
+        """Map (part, name) to the parameter as its part declares it."""
         return {
             (name, param): declared
             for name, part in self.parts.items()
@@ -340,18 +350,22 @@ class Kind:
 
     @property
     def params_in_init_order(self) -> Mapping[tuple[str, str], Param]:
-        """(part, name) -> parameter, in the order in which they are drawn: first those of parts."""
+        """Map (part, name) to the parameter in the order of initialization, declared parameters
+        first.
+        """
         return {**self.declared, **self.stored, **self.declared}
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """(part, name) -> parameter as it is stored."""
+        """Map (part, name) to the parameter as stored."""
         found = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """(part, name) -> how a parameter moves without a gradient, unless it is frozen."""
+        """Map (part, name) to the update rule of each parameter without gradient, frozen ones
+        excluded.
+        """
         return {
             (name, param): how
             for name, part in self.parts.items()
@@ -361,42 +375,44 @@ class Kind:
 
     @cached_property
     def num_masks(self) -> int:
-        """Dropout masks, one for each token and entry of the residual stream."""
+        """Return the number of dropout masks, each with one entry per token and residual-stream
+        entry.
+        """
         return sum(branch.dropout > 0 for branch in self.branches)
 
     @property
     def num_streams(self) -> int:
-        """Arrays of the stream's width that give all others for a split backward that recomputes.
+        """Return the number of residual-stream arrays from which a split backward pass recomputes.
 
-        The layer's input and the cotangent of its output; of each branch its part's output if a
-        norm follows, else the sum behind it unless that is the layer's output.
+        They are the layer's input and the cotangent of its output. Each branch adds its part's
+        output if a norm follows, or else its sum, unless that sum is the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:
-        """Named activations of all parts."""
+        """Return the named activations of all parts."""
         return _joined(part.activations for part in self.parts.values())
 
     @cached_property
     def saved_with(self) -> Mapping[str, Dims]:
-        """All arrays in float32 that are kept with some activation."""
+        """Return all float32 arrays that are saved together with an activation."""
         return _joined(found for part in self.parts.values() for found in part.saved_with.values())
 
     @cached_property
     def statistics(self) -> Mapping[str, Dims]:
-        """Arrays that a layer of this kind reports."""
+        """Return the statistics that a layer of this type reports."""
         return _joined(part.statistics for part in self.parts.values())
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Coefficients of the scalar losses that a layer of this kind returns."""
+        """Return the coefficients of the scalar losses of a layer of this type."""
         return _joined(part.losses for part in self.parts.values())
 
 
 def _unless(param: Param, frozen: bool) -> Param:
-    """The parameter, or the same not trained."""
+    """Return the parameter, made not trainable if `frozen` is set."""
     return replace(param, trainable=False) if frozen else param
 
 
@@ -410,27 +426,27 @@ def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Heads that predict tokens further ahead, in training only (arXiv:2404.19737).
+    """Multi-token prediction heads, used in training only (arXiv:2404.19737).
 
-    Head k, counted from 1, predicts the token k places behind the ordinary target. Of the final
-    norm's output h it projects `h + silu(h W_k)` (arXiv:2401.10774) to the vocabulary, as the
-    ordinary head projects h; W_k starts at 0, so that all heads start alike.
+    Head k, counted from 1, predicts the token k places after the ordinary target. It projects `h +
+    silu(h W_k)` to the vocabulary, where h is the output of the final norm (arXiv:2401.10774). The
+    ordinary head projects h. W_k starts at 0, so all heads are equal at initialization.
     """
 
     num_heads: int
     d_model: int
     loss_weight: float
-    """Of the mean of their losses, in the objective."""
+    """Weight of the mean loss of the heads in the objective."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
-        """Parameters of one head, in the order in which they are drawn."""
+        """Return the parameters of one head, in the order of initialization."""
         dims = ((self.d_model, "embed"), (self.d_model, "norm"))
         return {("transform",): Param(dims, Constant(0.0))}
 
     @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Of all heads, stacked: what each starts from is said of one."""
+        """Return the parameters of all heads, stacked. Each head is initialized as in `one`."""
         stack = (self.num_heads, "ahead")
         return {
             name: replace(param, dims=(stack, *param.dims))
@@ -439,32 +455,34 @@ class Ahead:
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Coefficients of the heads' losses by name."""
+        """Return the coefficients of the heads' losses by name."""
         weight = self.loss_weight / self.num_heads
         return {f"ahead_{number}": weight for number in range(1, self.num_heads + 1)}
 
 
 @dataclass(frozen=True)
 class LayersAhead(Ahead):
-    """Heads of a whole layer each, one behind the other (arXiv:2412.19437, section 2.2).
+    """Multi-token prediction heads with one transformer layer each, applied in sequence.
 
-    Head k reads h of the head before it and the embedding e of the token k places further on:
-    `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`, each norm with a scale of its own, and
-    projects h_k to the vocabulary. The embedding's table and the output projection are those of the
-    network. The paper leaves open where its h is normed. Here it is always what is projected: h_0
-    is the final norm's output. So does transformers with the published weights, of which there is
-    one head. The embedding comes first, as in the published `eh_proj`.
+    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the
+    embedding e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`.
+    Each norm has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding
+    table and the output projection with the network. The paper does not specify where h is normed.
+    Here h is always the normed input of the output projection, so h_0 is the output of the final
+    norm. The implementation in transformers does the same for the published weights. The embedding
+    comes first in the concatenation, as in the published `eh_proj`.
     """
 
     layer_type_name: str
-    """Of the network's last layer; the layers count as those behind it."""
+    """Name of the layer type of the network's last layer. The heads' layers are numbered after the
+    network's layers."""
     kind: Kind
     norm: Part
-    """In front of the projection twice, and behind the layer."""
+    """Norm that is applied twice before the projection and once after the layer."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
-        """Three norms, a projection and a layer."""
+        """Return the parameters of one head: three norms, a projection and a layer."""
         dims = ((2 * self.d_model, "embed"), (self.d_model, "norm"))
         found: dict[tuple[str, ...], Param] = {
             (name, param): declared
@@ -478,26 +496,26 @@ class LayersAhead(Ahead):
 
 @dataclass(frozen=True)
 class Ends:
-    """What is in front of the first layer and behind the last one."""
+    """Embedding, final norm and output heads."""
 
     embedding: Param
     norm: Part
-    """In front of the output projection; its parameters are stored as `final_norm`."""
+    """Norm before the output projection. Its parameters are stored as `final_norm`."""
     head: Param | None
-    """The output projection. None: the embedding's table is used as well."""
+    """Output projection. None uses the embedding table."""
     embed_scale: float = 1.0
-    """Factor of the embedding, rounded to the compute type."""
+    """Multiplier of the embedding, rounded to the compute type."""
     logit_scale: float = 1.0
-    """Factor of the logits."""
+    """Multiplier of the logits."""
     final_logit_softcapping: float = 0.0
-    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Cap of the scaled logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
-    """Where parameters are stored that are not trained."""
+    """Storage paths of frozen parameters."""
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Parameters by where they are stored."""
+        """Return the parameters by storage path."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.mtp is not None:
@@ -507,17 +525,17 @@ class Ends:
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Coefficients of the losses of heads ahead."""
+        """Return the coefficients of the losses of the multi-token prediction heads."""
         return {} if self.mtp is None else self.mtp.losses
 
     @property
     def mtp_layers(self) -> LayersAhead | None:
-        """Heads ahead, if they are layers."""
+        """Return the multi-token prediction heads if they are layers, else None."""
         return self.mtp if isinstance(self.mtp, LayersAhead) else None
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """(part, name) -> how a parameter of layers ahead moves without a gradient."""
+        """Map (part, name) to the update rule of each parameter without gradient in layer heads."""
         if (heads := self.mtp_layers) is None:
             return {}
         return {
@@ -529,17 +547,19 @@ class Ends:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A whole model."""
+    """Description of a complete model."""
 
     layer_types: Mapping[str, Kind]
     layers: tuple[str, ...]
-    """The kind of each layer, in network order."""
+    """Layer type of each layer, in network order."""
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Numbers in which layers differ, for each of `all_layers`: read by the layer's index."""
+    """Values that differ between layers, with one entry per layer of `all_layers`."""
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
-        """The same with what `change` makes of the part of each branch; itself if nothing else."""
+        """Return the model with `change` applied to the part of each branch; self if nothing
+        changes.
+        """
 
         def changed(branch: Branch) -> Branch:
             part = change(branch.part)
@@ -555,13 +575,13 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[str, ...]:
-        """The kind of each layer, with those of heads ahead behind the network's own."""
+        """Return the layer type of each layer, followed by those of layer heads."""
         heads = self.ends.mtp_layers
         return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Coefficient of each scalar loss that some layer returns; those of heads are in `ends`."""
+        """Return the coefficients of the layers' scalar losses. `ends` has those of the heads."""
         found: dict[str, float] = {}
         for kind in self.layer_types.values():
             found |= kind.losses
@@ -569,7 +589,7 @@ class Model:
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
-        """Numbers that a run writes of what layers return, by tag."""
+        """Return the metrics of the layers' losses and statistics, by tag."""
         found: dict[str, Summary] = {}
         for kind in self.layer_types.values():
             for part in kind.parts.values():
@@ -578,16 +598,16 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Those of its parts, each once."""
+        """Return the notes of the parts, without duplicates."""
         parts = (part for kind in self.layer_types.values() for part in kind.parts.values())
         return tuple(dict.fromkeys(part.note for part in parts if part.note))
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """What may be kept by name: each activation, and by the names of presets several.
+        """Map each name that may be saved to the activations that it selects.
 
-        `matmuls` are all, and a branch's name stands for those of its part. Each activation stands
-        for what is kept with it, too.
+        The names are those of activations and of presets: `matmuls` selects all activations, and a
+        branch's name selects those of its part. Each activation includes the arrays saved with it.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

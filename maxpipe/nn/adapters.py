@@ -1,10 +1,8 @@
-"""Adapters of a layer: what their parameters start from, and weights as modules take them.
+"""Initialization and application of adapters, and quantization of frozen matrices.
 
-Frozen matrices in few bits: numbers that share scales along one dim, and the way back.
-
-`int8` has whole numbers and a scale for all of the dim. `nf4` has two numbers of 4 bits in a byte,
-which stand for the quantiles of a normal distribution, and a scale for each 64 of the dim
-(arXiv:2305.14314, section 3).
+`int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into a byte. The codes are
+quantiles of a normal distribution, and each block of 64 values has one scale (arXiv:2305.14314,
+section 3).
 """
 
 from __future__ import annotations
@@ -29,13 +27,14 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""What 4 bits stand for, as multiples of a block's largest number: table of the paper."""
+"""Values of the 4-bit codes relative to the largest value of a block, from the paper's table."""
 
 
 def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
-    """A matrix' numbers in `int8`, or in 4 bits as `uint8`, and their scales in float32.
+    """Quantize a matrix to `int8` or to packed 4-bit codes (`uint8`).
 
-    `dim` is counted from the end (-1 is the last), and has `blocks` scales.
+    `dim` is counted from the end (-1 is the last dim) and has `blocks` scales. Returns the
+    quantized values and their float32 scales.
     """
     split = _split(weight.astype(jnp.float32), dim, blocks)
     most = jnp.abs(split).max(dim, keepdims=True)
@@ -44,7 +43,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(found * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # A sum of comparisons: the number of levels below, without an array of all levels.
+    # A sum of comparisons gives the index of the level without an array of all levels.
     below = ((found > each).astype(jnp.uint8) for each in middle)
     codes = sum(below, jnp.zeros(found.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -53,7 +52,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
 
 
 def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Array:
-    """What they stand for."""
+    """Return the dequantized values of a matrix."""
     if numbers.dtype == jnp.uint8:
         pairs = jnp.moveaxis(numbers, dim, -1)
         codes = jnp.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1)
@@ -65,7 +64,7 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """With the dim as two: blocks, and the numbers of one, which is then `dim`."""
+    """Split the dim into blocks and values; `dim` then refers to the values of a block."""
     at = weight.ndim + dim
     size = weight.shape[at]
     return weight.reshape(*weight.shape[:at], blocks, size // blocks, *weight.shape[at + 1 :])
@@ -73,14 +72,14 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Of dropout's randomness, beside the numbers of examples, which are far smaller."""
+"""Random stream of dropout. Example ids are far smaller, so streams do not collide."""
 
 
 def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
-    """All parameters of layers from those that are drawn or read: the base's and factors.
+    """Derive all stored parameters of layers from initialized or loaded ones.
 
-    There may be dims of stacking in front. Lengths are those of the base as it is held, so that a
-    new adapter changes nothing.
+    The arrays may have leading stacking dims. Magnitudes (DoRA) are the column norms of the
+    quantized base, so a new adapter does not change the model.
     """
     base, stored = dict(found), dict[Key, Array]()
     for key, weight in found.items():
@@ -101,7 +100,7 @@ def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
 
 
 def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
-    """What a matrix that is held in few bits stands for."""
+    """Return the values of a matrix after quantization and dequantization."""
     return dequantize(*_quantize_param(kind, key, weight), _scale_dim(kind, key), weight.dtype)
 
 
@@ -117,9 +116,9 @@ def apply_adapters(
     inputs: Mapping[str, Array],
     key: RandomKey[Array, ""] | None,
 ) -> Params:
-    """One layer's parameters by part and name, with weights as its modules take them.
+    """Return one layer's parameters by part and name, with adapters applied to the weights.
 
-    `key` is the layer's for dropout; None turns it off.
+    `key` is the layer's dropout key; None disables dropout.
     """
     if not kind.stored:
         return params
@@ -151,7 +150,7 @@ def apply_adapters(
 
 
 def _scale_dim(kind: Kind, key: Key) -> int:
-    """Of a matrix that is held in few bits that of its scales, counted from the end."""
+    """Return the dim of the scales of a quantized matrix, counted from the end."""
     declared = kind.declared[key]
     dim = dim_of_scales(declared)
     assert dim is not None

@@ -25,10 +25,10 @@ from maxpipe.parallel.context_parallel import full_sequence_length
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
-# Llama 3.1: wavelengths above original/1 are fully stretched, below original/4 left alone.
+# Llama 3.1: wavelengths above original/1 are fully scaled, below original/4 kept.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
-# YaRN's beta: pairs that turn as often or more are left alone, those that turn once are stretched.
+# YaRN's beta: pairs with at least 32 rotations are kept, those with one are fully scaled.
 _FAST_TURNS = 32.0
 _SLOW_TURNS = 1.0
 
@@ -36,7 +36,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Angle per position of each pair, float32 `[H / 2]`.
+    """Return the rotation angle per position of each pair, float32 `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -68,14 +68,14 @@ def rotary_frequencies(
 def _ntk_base_factor(
     rope: attention.Rope, turned: int, context: LayerContext
 ) -> float | Float[Array, ""]:
-    """Of the base, so that the slowest pair is stretched as much as the row is longer."""
+    """Return the factor of the base that scales the slowest pair by the ratio of lengths."""
     longer = max(_max_visible_tokens(context) / rope.original_tokens, 1.0)
     more = context.number(rope.factor) * (longer - 1.0) + 1.0
     return more ** (turned / (turned - 2))
 
 
 def _max_visible_tokens(context: LayerContext) -> int:
-    """The most that a query can see: known before anything is computed, and the same for all."""
+    """Return the static maximum number of tokens that a query can see."""
     cache = context.cache
     return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
@@ -83,14 +83,17 @@ def _max_visible_tokens(context: LayerContext) -> int:
 def _yarn(
     rope: attention.Rope, frequencies: Float[Array, " half"], context: LayerContext
 ) -> Float[Array, " half"]:
-    """Blended by a ramp over the pairs' numbers, which is linear in the logarithm of their turns.
+    """Blend scaled and unscaled frequencies with a ramp over pair indices.
 
-    The ramp begins and ends at whole numbers in most released models (arXiv:2309.00071).
+    The ramp is linear in the logarithm of a pair's rotations. Its boundaries are integers in most
+    released models (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Number of the pair, a fraction, that turns so often in the original context."""
+        """Return the fractional index of the pair with this many rotations in the original
+        context.
+        """
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
@@ -111,10 +114,10 @@ def rotate(
     length: float = 1.0,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
-    """Turns each pair (i, i + half) by its position's angle; entries behind the pairs stay.
+    """Rotate each pair (i, i + half) by the angle of its position; further entries are unchanged.
 
-    `length` is a factor of what turns. With the `backend` of attention for TPUs the halves change
-    places in a product with a permutation: moved between lanes they take five times as long.
+    `length` multiplies the rotated entries. With the TPU backend, a matmul with a permutation swaps
+    the halves, which is five times faster than moving data between lanes.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
@@ -132,7 +135,10 @@ def rotate(
 def _rotate_by_matmul(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
 ) -> Float[Array, "B T N H"]:
-    """Exact as a sum of one entry: in bfloat16 at any precision, in float32 at the highest."""
+    """Rotate with a matmul that is exact, because each sum has only one nonzero term.
+
+    The matmul is exact in bfloat16 at any precision and in float32 at the highest precision.
+    """
     half, size = cos.shape[-1], x.shape[-1]
     rest = [(0, 0)] * 3 + [(0, size - 2 * half)]
     cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), rest, constant_values=1.0)
@@ -153,7 +159,7 @@ def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Arra
 
 
 def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
-    """By the angles back: nothing is lost to a sum of gradients in low precision."""
+    """Rotate by the negative angles, without sums of low-precision gradients."""
     cos, sin = angles
     return _rotate_by_matmul(grad, cos, -sin), None, None
 
@@ -162,7 +168,7 @@ _rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
 
 
 class Attention(SpecModule):
-    """Self-attention in which G key/value heads serve N query heads."""
+    """Self-attention with G key/value heads and N query heads."""
 
     query: nnx.Param
     key: nnx.Param
@@ -177,7 +183,7 @@ class Attention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Tokens see the past of their own segment only, in a window where there is one."""
+        """Compute attention within segments, causally and in the window if one is set."""
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_dim, context)
@@ -225,17 +231,17 @@ class Attention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Rotated keys, and values, of each key/value head."""
+        """Return a cache of rotated keys and of values for each key/value head."""
         return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_dim), dtype)
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """None where the size of the cache says how long rows may become."""
+        """Return the window, or nothing if the cache size selects the rotary factors."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """As of `Cache`."""
+        """Return the logical axes of `KVCache`."""
         del part
         return KVCache.axes()
 
@@ -245,7 +251,7 @@ class Attention(SpecModule):
         split: SequenceParallel,
         largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
-        """Queries, keys and values, by their heads."""
+        """Return queries, keys and values by head."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
         found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)

@@ -1,12 +1,9 @@
-"""The decoder: a description made into pure functions of parameters.
+"""Decoder: pure functions of parameters that a model description defines.
 
-Parameters are a plain nested dict, `{embedding, layers, final_norm, head, ahead}`; `layers` holds
-for each kind those of its layers, stacked in network order. `Decoder.apply` is the plain loop that
-every pipelined run is held against; `layer` and `norm` are what the pipeline runs.
-
-What parameters start from, as their declarations say.
-
-A layer of any kind: its residual branches, one after the other.
+Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
+layers of each layer type in network order. `Decoder.apply` is the plain loop over layers, the
+reference of every pipelined run. The pipeline runs `layer` and `norm`. The module also initializes
+parameters and defines `Block`, a layer of any type.
 """
 
 from __future__ import annotations
@@ -48,26 +45,26 @@ _MODULES: Mapping[type, Any] = {
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
-"""What computes each class of part."""
+"""Module class of each part class."""
 
 
 def norm_module(part: Part) -> Any:
-    """The module of a norm: x -> x."""
+    """Return the module of a norm."""
     return _NORMS[type(part)](part)
 
 
 def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-    """Of the one part of a layer that keeps something of earlier tokens; None without one."""
+    """Return the cache of the part that caches earlier tokens, or None if no part does."""
     return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
 
 
 def cache_window(kind: Kind) -> str:
-    """The per-layer value that says what its cache may lack; empty if it may lack nothing."""
+    """Return the name of the per-layer value that limits the cache, or "" if there is no limit."""
     return _first(lambda module, part: module.cache_window(part) or None, kind) or ""
 
 
 def cache_axes(kind: Kind) -> Any:
-    """Logical axes of each array in it."""
+    """Return the logical axes of each array of the cache."""
     return _first(lambda module, part: module.cache_axes(part), kind)
 
 
@@ -90,10 +87,10 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: LayerContext, key: Key[Array, ""] | None
     ) -> Output:
-        """`key` is the layer's for dropout; None turns it off."""
+        """Apply the layer; `key` is its dropout key, None disables dropout."""
         branches, keys = self.kind.branches, None
         if key is not None and any(branch.dropout for branch in branches):
-            # Keyed by example, so that dropout is the same however the batch is cut.
+            # Keys depend on the example, so dropout is independent of how the batch is sharded.
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
@@ -133,9 +130,9 @@ _Name = TypeVar("_Name", bound=Hashable)
 def init_params(
     params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
 ) -> dict[_Name, Float[Array, "*dims"]]:
-    """The parameters by name; the i-th that is drawn takes the key's i-th part.
+    """Initialize parameters by name, each with a key derived from its index among random ones.
 
-    Those are left out that are made of others.
+    Parameters that derive from others are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -161,11 +158,11 @@ def _init_param(
 def normal_approximation(
     key: Key[Array, ""], shape: Sequence[int], stddev: float
 ) -> Float[Array, "*dims"]:
-    """Float32 draws of mean 0, within 3.5 standard deviations.
+    """Return float32 samples with mean 0, within 3.5 standard deviations.
 
-    The sum of four uniform 16-bit integers. Integer sums and one multiplication are exact on
-    every device and however the array is sharded, which the usual inverse error function is
-    not: the same seed gives the same bits under every layout.
+    A sample is a scaled sum of four uniform 16-bit integers. Integer sums and one multiplication
+    are exact on every device and for any sharding, unlike the usual inverse error function. The
+    same seed therefore gives the same bits under every layout.
     """
     bits = jax.random.bits(key, (2, *shape), jnp.uint32)
     halves = (bits & 0xFFFF) + (bits >> 16)
@@ -174,9 +171,9 @@ def normal_approximation(
 
 
 MTP = "ahead"
-"""Name of parameters, and of statistics, of heads that predict further ahead."""
+"""Name of the parameters and statistics of multi-token prediction heads."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Number of the key that each part of the ends is drawn with; layers have 0."""
+"""Random stream of each outer parameter. Layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -185,16 +182,16 @@ Statistics = Mapping[str, Array]
 
 
 class DecoderOutput(NamedTuple):
-    """What the plain loop computes of a batch."""
+    """Result of the plain loop for a batch."""
 
     logits: Float[Array, "B T V"]
-    """Float32."""
+    """Float32 logits."""
     losses: Losses
-    """Float32 sums over all layers and target tokens, by name; those of heads ahead, too, of a
-    batch with targets."""
+    """Float32 sums by name over all layers and target tokens. Batches with targets include the
+    losses of multi-token prediction heads."""
     statistics: Mapping[str, Statistics]
-    """By kind and name: arrays `[layers of the kind, ...]`, sums over tokens. Of a batch with
-    targets those of layers ahead `[heads, ...]`, too, under `ahead`."""
+    """Sums over tokens by layer type and name, arrays `[layers of the type, ...]`. Batches with
+    targets include those of layer heads `[heads, ...]` under `ahead`."""
 
 
 @dataclass(frozen=True)
@@ -206,13 +203,13 @@ class Decoder:
 
     @cached_property
     def model(self) -> Model:
-        """What it computes, and its parameters."""
+        """Return the model description."""
         return describe(self.config)
 
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """All parameters in network order; each layer's depend on its index alone."""
+        """Initialize all parameters; those of a layer depend only on its index."""
         numbers = {kind: [] for kind in self.model.layer_types}
         for number, kind in enumerate(self.model.layers):
             numbers[kind].append(number)
@@ -223,13 +220,13 @@ class Decoder:
         return self.init_outer(key) | {"layers": layers}
 
     def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
-        """Parameters of a kind's layers with these indices, stacked along a new first dim."""
+        """Initialize the layers of a type with these indices, stacked along a new first dim."""
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
         return jax.vmap(partial(self.init_layer, kind))(keys)
 
     def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
-        """One layer's parameters."""
+        """Initialize one layer."""
         described = self.model.layer_types[kind]
         return unflatten(
             complete_params(
@@ -238,7 +235,7 @@ class Decoder:
         )
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
-        """Everything but the layers."""
+        """Initialize all parameters outside layers."""
         found: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
             if name[0] != MTP:
@@ -253,21 +250,21 @@ class Decoder:
         return outer
 
     def axes(self) -> Params:
-        """Logical axes of every parameter, those of a kind's layers without the stacking axis."""
+        """Return the logical axes of every parameter, without the stacking axis of layers."""
         return self._declared(lambda param: param.axes)
 
     def trainable(self) -> Params:
-        """Whether each parameter is trained."""
+        """Return whether each parameter is trained."""
         return self._declared(lambda param: param.trainable)
 
     def has_own_dtype(self) -> Params:
-        """Whether each parameter is of its own type, whatever those of the config."""
+        """Return whether each parameter has a fixed type that overrides the config."""
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Of each parameter that layers are given in 8 bits `Param.summed`, of others 0.
+        """Return `Param.summed` of each parameter that layers receive in 8 bits, and 0 for others.
 
-        Where tokens are split between the matmuls of a layer, layers round weights themselves.
+        With sequence parallelism, layers quantize weights themselves.
         """
         low = make_quantizer(self.config)
         split = any(dict(self.rules.table).get("sequence", ()))
@@ -278,7 +275,7 @@ class Decoder:
         return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
 
     def _declared(self, of: Callable[[Param], Any]) -> Params:
-        """In the form of the parameters, what is declared of each."""
+        """Return a tree like the parameters with the result of `of` for each declaration."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
             kind: unflatten({name: of(param) for name, param in described.params.items()})
@@ -302,12 +299,13 @@ class Decoder:
         [Params, Float[Array, "B T D"], Params, Int[Array, ""], LayerKey],
         tuple[Float[Array, "B T D"], Losses, Statistics],
     ]:
-        """The function of a layer of this kind.
+        """Return the function of a layer of this type.
 
-        It takes parameters, x, inputs, the layer's index and a key, and returns x, losses and
-        statistics. Inputs hold `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, the
-        rows' numbers in the global batch: dropout is keyed by step (in the key), layer and
-        example, so that it is the same however the batch is cut. Without a key there is none.
+        The function receives parameters, x, inputs, the layer's index and a key, and returns x,
+        losses and statistics. Inputs hold `segment_ids` and `positions` `[B, T]`, and `example_ids`
+        `[B]`, the indices of sequences in the global batch. Dropout keys depend on step (in the
+        key), layer and example, so dropout is independent of how the batch is sharded. Without a
+        key, dropout is disabled.
         """
 
         def run(
@@ -337,30 +335,30 @@ class Decoder:
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
-        """Graph definition and abstract state of each kind's block."""
+        """Return the graph definition and abstract state of the block of each layer type."""
         return {
             name: _split(lambda kind=kind: Block(kind, self.rules))
             for name, kind in self.model.layer_types.items()
         }
 
-    # The ends of the network.
+    # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the first layer is given, in the compute type."""
+        """Return the embeddings of tokens in the compute type, the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """The norm between the last layer and the output projection."""
+        """Apply the norm between the last layer and the output projection."""
         return _merge_module(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of the last layer's output."""
+        """Return float32 logits from the last layer's output."""
         return self._projected(params, self.norm(params["final_norm"], x))
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What a head ahead projects, of the final norm's output; its own parameters."""
+        """Apply a projection head to the final norm's output, before the output projection."""
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
@@ -373,11 +371,12 @@ class Decoder:
         number: Int[Array, ""],
         key: LayerKey = None,
     ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-        """What a head ahead that is a layer projects and hands to the next; losses, statistics.
+        """Apply a layer head, and return its output, losses and statistics.
 
-        `x` is what it is given, of the first head the final norm's output; `embedded` what the
-        embedding has of the tokens further on, and `number` the head's, from 0. The layer has the
-        index of one behind the network.
+        The output is the input of the output projection and of the next head. `x` is the previous
+        head's output, or the final norm's output for the first head. `embedded` are the embeddings
+        of the tokens ahead, and `number` is the head's zero-based index. Layer indices of heads
+        continue after those of the network.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None
@@ -392,10 +391,9 @@ class Decoder:
     def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Summed cross entropy in nats of each head ahead, of the last layer's output.
+        """Return the summed cross entropy in nats of each multi-token prediction head.
 
-        With those of heads that are layers the sums of their losses, and beside them their
-        statistics `[heads, ...]`.
+        Layer heads add the sums of their losses, and their statistics `[heads, ...]`.
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
@@ -431,10 +429,10 @@ class Decoder:
         logits = logits if scale == 1.0 else logits * scale
         return cap * jnp.tanh(logits / cap) if cap else logits
 
-    # The whole network.
+    # Complete network.
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
-        """The plain loop over layers, without a pipeline."""
+        """Run the plain loop over layers, without a pipeline."""
         x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
             further, counted = self._mtp_losses(params, x, batch, key)
@@ -444,13 +442,13 @@ class Decoder:
         return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
-        """The last layer's output by the plain loop, of which `logits` makes logits."""
+        """Return the last layer's output from the plain loop, the input of `logits`."""
         return self._run_layers(params, batch, None)[0]
 
     def _run_layers(
         self, params: Params, batch: Params, key: LayerKey
     ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
-        """The last layer's output, and losses and statistics of all layers."""
+        """Return the last layer's output, and losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
         statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.layer_types}
@@ -475,7 +473,7 @@ class Decoder:
         return x, losses, joined
 
     def _layer_runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
-        """(kind, parameters, indices) of layers of one kind in a row."""
+        """Yield (type, parameters, indices) of consecutive layers of one type."""
         used = dict.fromkeys(self.model.layer_types, 0)
         number = 0
         for kind, run in itertools.groupby(self.model.layers):
@@ -488,19 +486,19 @@ class Decoder:
             number += size
 
     def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
-        """Float32 logits by the plain loop."""
+        """Return float32 logits from the plain loop."""
         return self.run(params, batch, key).logits
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """Mean cross entropy in nats over the target tokens, by the plain loop."""
+        """Return the mean cross entropy in nats over the target tokens, from the plain loop."""
         return cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """What training makes small: cross entropy, and the other losses by their weights."""
+        """Return the training objective: cross entropy and the weighted auxiliary losses."""
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """The same of what the plain loop has found."""
+        """Return the training objective for an output of the plain loop."""
         total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in found.losses.items():
@@ -510,10 +508,10 @@ class Decoder:
     # Decoding.
 
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
-        """Parameters with those of each layer by themselves, in network order.
+        """Return parameters with a list of layers in network order in place of stacks.
 
-        Decoding reads all of them for each token: a part of a stack would be copied first. `split`
-        makes a stack's leaf the layers'.
+        Decoding reads every layer for each token; slices of a stack would be copied first. `split`
+        splits an array of a stack into those of its layers.
         """
         stacks = params["layers"]
         if not isinstance(stacks, Mapping):
@@ -525,18 +523,18 @@ class Decoder:
         return params | {"layers": [next(layers[kind]) for kind in self.model.layers]}
 
     def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
-        """Room for what a layer of this kind keeps of `tokens` tokens in each row."""
+        """Return an empty cache of a layer of this type for `tokens` tokens per sequence."""
         return empty_cache(self.model.layer_types[kind], rows, tokens, self._dtype)
 
     def cache_axes(self, kind: str) -> Any:
-        """Logical axes of what `empty_cache` has, a tuple for each array."""
+        """Return the logical axes of `empty_cache`, one tuple per array."""
         return cache_axes(self.model.layer_types[kind])
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
-        """Those of all layers, in network order.
+        """Return the empty caches of all layers, in network order.
 
-        With `piece`, the most tokens that follow at once, layers with a window have room for what
-        the first of these sees, and for them.
+        `piece` is the maximum number of tokens that are appended at once. If it is set, caches of
+        windowed layers hold only the window of the first of these tokens and the tokens themselves.
         """
         found = []
         for number, kind in enumerate(self.model.layers):
@@ -549,7 +547,7 @@ class Decoder:
     def decode_layer(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
-        """x after a layer, and the layer's cache with this batch's tokens."""
+        """Return x after a layer, and the layer's cache extended by the tokens of this batch."""
         context = self._context(batch, index, cache)
         found = self._layer(kind, params, x, context, None)
         return found.x, found.cache
@@ -557,9 +555,9 @@ class Decoder:
     def extend(
         self, params: Params, batch: Params, caches: Sequence[Any], last: int = 0
     ) -> tuple[Float[Array, "B t V"], list[Any]]:
-        """Logits of tokens that follow those in the caches, and the caches with them.
+        """Return the logits of tokens that follow the cached tokens, and the extended caches.
 
-        `last` asks for the logits of that many tokens at the end of each row, 0 for all.
+        `last` limits logits to that many tokens at the end of each sequence; 0 returns all.
         """
         x, extended = self.embed(params["embedding"], batch["tokens"]), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
@@ -570,12 +568,12 @@ class Decoder:
 
 
 def _targets(batch: Params) -> Float[Array, ""]:
-    """Number of target tokens, at least 1."""
+    """Return the number of target tokens, at least 1."""
     return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
 
 def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, ""]:
-    """Mean over the target tokens, in nats."""
+    """Return the mean cross entropy over the target tokens, in nats."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     return _summed_cross_entropy(logits, batch["targets"], mask) / _targets(batch)
 
@@ -583,7 +581,7 @@ def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, 
 def _summed_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Summed cross entropy of the targets that count."""
+    """Return the summed cross entropy of unmasked targets."""
     scores = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return -(picked * mask).sum()
@@ -594,7 +592,7 @@ def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
 
 
 def _merge_module(split: tuple[Any, Any], params: Params) -> Any:
-    """The module with these parameters."""
+    """Return the module with these parameters."""
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
     return nnx.merge(graph, state)

@@ -1,11 +1,8 @@
-"""A mixture of experts: tokens through all experts, through their own, or those that have room.
+"""Mixture of experts: routing, dispatch over the expert axis, and computation of experts.
 
-Which experts each token goes to, and what a run writes of that.
-
-Tokens brought to experts on other devices of the expert axis, and what those make of them back.
-
-Every device has room for some tokens of each other one. What is sent are rows of one size, the same
-on all devices, of which the last may be empty; on TPUs only those in use travel (ragged).
+For expert parallelism, every device reserves capacity for tokens from every other device. Tokens
+are sent in buffers of one size, whose last rows may be empty. On TPUs, a ragged all-to-all sends
+only the rows in use.
 """
 
 from __future__ import annotations
@@ -53,23 +50,23 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens from all devices of the axis for the experts of this one, e of them."""
+    """Tokens from all devices of the axis for the e local experts."""
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
-    """Of this device's experts the token's; e where there is none."""
+    """Local expert of each token; e for an empty row."""
     weights: Float[Array, "1 S e"]
-    """What the expert's output is multiplied with; 0 for the others."""
+    """Weight of the expert's output; 0 for the other experts."""
 
 
 class SentTokens(NamedTuple):
-    """How tokens were sent, to bring back what becomes of them."""
+    """State of a dispatch that is needed to return expert outputs."""
 
     slots: TokenPermutation
     counts: Int[Array, " X"]
-    """Rows in use for each device."""
+    """Number of rows in use for each device."""
     received_counts: Int[Array, " X"]
-    """Rows in use from each device."""
+    """Number of rows in use from each device."""
 
 
 def dispatch_tokens(
@@ -78,10 +75,10 @@ def dispatch_tokens(
     weights: Float[Array, "B T E"],
     room: int,
 ) -> tuple[ReceivedTokens, SentTokens]:
-    """Each token to the devices of its experts. `room` is that for each pair of devices.
+    """Send each token to the devices of its experts. `room` is the capacity per device pair.
 
-    A choice of E is one of no expert. Where more are to be sent than there is room for, first
-    choices go before second ones and earlier tokens before later ones, whichever their experts.
+    Expert index E means no expert. If the capacity is exceeded, first choices precede second
+    choices and earlier tokens precede later ones, regardless of the expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
     mine = num_experts // size
@@ -93,7 +90,7 @@ def dispatch_tokens(
     flat, of_tokens = places.reshape(-1, places.shape[-1]), weights.reshape(-1, num_experts)
     factors = row_weights(of_tokens, flat, slots, num_experts)
     expert = flat.reshape(-1).at[slots.choice_of_row].get(mode="fill", fill_value=num_experts)
-    # Where a row is empty there is no expert: its number is behind those of each device.
+    # Empty rows get the expert index that follows the local experts.
     expert = all_to_all(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
     factors = all_to_all(factors, EXPERT, 0, 0)
     of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
@@ -102,7 +99,7 @@ def dispatch_tokens(
 
 
 def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
-    """Each token's sum over the experts that it was sent to."""
+    """Sum each token's outputs over its experts."""
     return unpermute_tokens(_all_to_all(x[0], sent.received_counts, sent.counts), sent.slots)
 
 
@@ -110,9 +107,9 @@ def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "
 def _all_to_all(
     x: Float[Array, "S D"], sent: Int[Array, " X"], got: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
-    """To each device its part of the rows, of which the first `sent` are in use.
+    """Send each device its block of rows, where the first `sent` rows are in use.
 
-    Where nothing arrives is whatever was in memory: it is not read.
+    Unused rows of the result are uninitialized and are never read.
     """
     padded = lambda x, sent, got: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
     return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)
@@ -128,7 +125,7 @@ def _ragged(x: Array, sent: Array, got: Array) -> Array:
     size, me = axis_size(EXPERT), axis_index(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
-    # XLA would copy rows that it both sends and writes to, one tile line at a time.
+    # With one buffer for both, XLA would copy the rows one tile line at a time.
     empty = mark_varying(lax.empty(x.shape, x.dtype))
     return lax.ragged_all_to_all(
         x, empty, mark_varying(own), sent, mark_varying(there), got, axis_name=EXPERT
@@ -136,18 +133,18 @@ def _ragged(x: Array, sent: Array, got: Array) -> Array:
 
 
 class Routing(NamedTuple):
-    """Where the tokens of each sequence go."""
+    """Selected experts and weights of each token."""
 
     logits: Float[Array, "B T E"]
-    """Float32."""
+    """Float32 router logits."""
     probabilities: Float[Array, "B T E"]
-    """Scores of all experts, float32, which add up to 1."""
+    """Normalized float32 scores of all experts, with a sum of 1."""
     expert_ids: Int[Array, "B T k"]
-    """Experts of each token, the best one first. Of equal scores the first counts as larger."""
+    """Experts of each token, best first. Ties are resolved in favor of the lower index."""
     expert_mask: Float[Array, "B T E"]
-    """1 for those, else 0."""
+    """Selection mask with 1 for selected experts and 0 for others."""
     weights: Float[Array, "B T E"]
-    """What their outputs are multiplied with; 0 for the others."""
+    """Weights of the outputs of selected experts; 0 for the others."""
 
 
 def route_tokens(
@@ -157,10 +154,10 @@ def route_tokens(
     bias: Float[Array, " E"] | None = None,
     logit_bias: Float[Array, " E"] | None = None,
 ) -> Routing:
-    """The experts of each token, and the weights of their outputs.
+    """Select the experts of each token and compute their weights.
 
-    Experts are chosen by scores and `bias`, and weighted by scores alone (arXiv:2408.15664).
-    `logit_bias` counts for both.
+    `bias` affects only the selection (arXiv:2408.15664). `logit_bias` affects selection and
+    weights.
     """
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
@@ -184,7 +181,7 @@ def route_tokens(
 
 
 def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
-    """Whether an expert is in one of its token's groups."""
+    """Return whether an expert is in one of its token's groups."""
     within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
     best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
     _, places = lax.top_k(best.sum(-1), groups.per_token)
@@ -198,7 +195,10 @@ def compute_router_metrics(
     mask: Float[Array, "B T"],
     over: experts.BalanceOver = "sequence",
 ) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
-    """(losses, statistics) of the target tokens; `lost` is the fraction of each token's choices."""
+    """Return losses and statistics of the target tokens.
+
+    `lost` is the fraction of each token's experts that dropped it.
+    """
     counts = mask.astype(jnp.float32)
     balance, load = _balance(routes, counts[..., None], over)
     likely = lax.stop_gradient(routes.probabilities)
@@ -214,20 +214,20 @@ def compute_router_metrics(
 def _balance(
     routes: Routing, counts: Float[Array, "B T 1"], over: experts.BalanceOver
 ) -> tuple[Float[Array, ""], Float[Array, " E"]]:
-    """The balance loss, and the tokens of each expert.
+    """Compute the balance loss and the number of tokens of each expert.
 
-    With f the share of tokens that an expert gets, and p its mean probability, it is
-    `E / k * sum(f * p)` for each token (arXiv:2101.03961); gradients flow through p. f is that of
-    each sequence by itself, of this call's rows, or of those of all devices (arXiv:2501.11873).
+    With the fraction f of tokens that an expert receives and its mean probability p, the loss per
+    token is `E / k * sum(f * p)` (arXiv:2101.03961). Gradients flow through p. f is computed per
+    sequence, over the sequences of this call, or over those of all devices (arXiv:2501.11873).
     """
     used, likely = ((counts * each).sum(1) for each in (routes.expert_mask, routes.probabilities))
     load = used.sum(0)
     if over == "devices":
         used = sum_count(load)
     else:
-        # A sequence may be divided over devices: each adds its part of what is computed of p.
+        # A sequence may be sharded over devices; each device adds its part of p.
         used = sum_count(used if over == "sequence" else load, (CONTEXT,))
-    # As many are used as tokens times k: divided by their mean they are E / k * f.
+    # The sum of `used` is tokens times k, so dividing by the mean gives E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
     return (relative * likely).sum(), load
 
@@ -236,7 +236,7 @@ _PROJECTIONS = ("gate", "up", "down")
 
 
 class Experts(SpecModule):
-    """The sum of a token's experts, weighted by what the router makes of it (arXiv:2401.04088)."""
+    """Weighted sum of each token's experts (arXiv:2401.04088)."""
 
     router: nnx.Param
     router_bias: nnx.Param
@@ -257,9 +257,9 @@ class Experts(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Returns losses and statistics where there is a `loss_mask`.
+        """Apply the experts. The output has losses and statistics if there is a `loss_mask`.
 
-        No token is dropped in decoding: how many there are in a call says nothing about the model.
+        Decoding drops no tokens, because the number of tokens in a call is arbitrary.
         """
         part, split, shards = self.part, context.split(self.rules), x
         x = split.gather_tokens(x)
@@ -282,7 +282,9 @@ class Experts(SpecModule):
     def _apply_experts(
         self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
-        """Weighted sums of experts, and of each token the fraction of its choices that are lost."""
+        """Return weighted sums of expert outputs, and the dropped fraction of each token's
+        experts.
+        """
         limited = bool(self.part.capacity) and context.cache is None
         apart, divided = axis_size(EXPERT) > 1, axis_size(CONTEXT) > 1
         if limited and not (apart or divided):
@@ -311,13 +313,13 @@ class Experts(SpecModule):
         weights: Float[Array, "B T E"],
         context: LayerContext,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
-        """`_mixed` where experts are on the devices of an axis."""
+        """Implement `_mixed` with experts sharded over the expert axis."""
         rows, tokens = x.shape[:2]
         part, segments = self.part, context.inputs["segment_ids"]
         if context.cache is not None:
             part = replace(part, capacity=0.0, send_capacity_factor=0.0)
         room = part.send_capacity(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
-        # Padding would take room of tokens that count.
+        # Padding would use capacity of real tokens.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
@@ -328,12 +330,12 @@ class Experts(SpecModule):
         return combine_tokens(found, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
-        """Those of the experts, in the type of `x`."""
+        """Return the parameters of the experts in the type of `x`."""
         names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """As declared. In decoding, where a call may have few tokens, if less is computed."""
+        """Return whether to use grouped dispatch. In decoding, use it if it computes fewer rows."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -351,10 +353,10 @@ class Experts(SpecModule):
         filled: float = 1.0,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Of tokens through their own experts, of which `params` are.
+        """Compute the selected experts of each token; `params` are the experts' parameters.
 
-        `complete`: all choices count, or what becomes of the others is not read. `filled`: the
-        share of them that count, on average.
+        `complete`: no token-expert pair is empty, or the results of empty pairs are not read.
+        `filled` is the mean fraction of pairs that are not empty.
         """
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
@@ -382,7 +384,7 @@ class Experts(SpecModule):
     def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Of all tokens through all experts, those of other devices of the axis, too."""
+        """Compute all experts for all tokens, including those of other devices of the axis."""
         whole = all_gather(x, EXPERT, 0)
         return reduce_scatter(
             self._dense_experts(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0
@@ -391,7 +393,7 @@ class Experts(SpecModule):
     def _dense_experts(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Of all tokens through all experts that are here."""
+        """Compute all local experts for all tokens."""
         gate = _expert_matmul("btd,def->btef", x, self.gate, low)
         up = _expert_matmul("btd,def->btef", x, self.up, low)
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
@@ -409,7 +411,7 @@ class Experts(SpecModule):
         slots: TokenPermutation,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Of tokens through the experts that have room for them."""
+        """Compute the experts for the tokens within their capacity."""
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         gate = _expert_matmul("end,def->enf", inside, self.gate, low)
@@ -433,7 +435,7 @@ class Experts(SpecModule):
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
     ) -> Array:
-        """With what `spread` makes of a projection's biases `[E, ...]`; x itself without them."""
+        """Add the projection's biases, transformed by `spread`, if there are any."""
         if not self.part.biased:
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
@@ -441,9 +443,9 @@ class Experts(SpecModule):
     def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
-        """Experts of each token, and E in place of those that have no room for it.
+        """Return the experts of each token, with E in place of experts that are full.
 
-        Who has room follows from whole rows, of which this device may have some tokens.
+        Capacity is counted over full sequences, even if this device holds only a shard.
         """
         whole = mark_varying(gather_sequences(places, 1))
         slots = self._capacity_slots(whole, inputs.get(FULL_SEGMENT_IDS, inputs["segment_ids"]))
@@ -453,9 +455,9 @@ class Experts(SpecModule):
     def _capacity_slots(
         self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]
     ) -> TokenPermutation:
-        """The room of all experts as rows: of each expert that for each sequence.
+        """Assign token-expert pairs to the capacity of the experts, separately per sequence.
 
-        Padding, of segment 0, takes no room.
+        Padding (segment 0) uses no capacity.
         """
         rows, tokens, _ = places.shape
         queues = self.part.num_experts * rows

@@ -1,8 +1,9 @@
-"""The gated delta rule over packed sequences, by chunks of tokens.
+"""Chunked gated delta rule over packed sequences.
 
-Inside a chunk all tokens are computed at once, by the inverse of a triangular matrix (the WY
-representation of arXiv:2412.06464); a state goes from chunk to chunk. Between documents state and
-convolution begin again. The backward runs the chunks again, from the states in front of them.
+All tokens of a chunk are computed at once with the inverse of a triangular matrix (the WY
+representation of arXiv:2412.06464). A state is passed from chunk to chunk. State and convolution
+are reset at document boundaries. The backward pass recomputes the chunks from their saved initial
+states.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _EPSILON = 1e-6
-"""Added to the squared length of queries and keys."""
+"""Epsilon that is added to the squared norm of queries and keys."""
 _EMPTY_SEGMENT = -1
-"""Segment in front of a row."""
+"""Segment before the start of a sequence."""
 _NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
 
 Weights = Mapping[str, Array]
 
 
 class GatedDeltaCache(NamedTuple):
-    """What a layer keeps of earlier tokens: as much however many there were."""
+    """Cache of a layer, whose size is independent of the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
-    """What the convolution sees of the last ones."""
+    """Inputs of the convolution from the last tokens."""
     segments: Int[Array, "B w"]
-    """Of those."""
+    """Segments of these tokens."""
     state: Float[Array, "B K r dk dv"]
-    """Float32."""
+    """Float32 state."""
 
     def append(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
     ) -> GatedDeltaCache:
-        """With T tokens more, behind which the state is this."""
+        """Return the cache after T more tokens; `state` is the state after them."""
         width = self.segments.shape[1]
         tail, of = self.prepend_tail(mixed, segments)
         return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
@@ -53,35 +54,35 @@ class GatedDeltaCache(NamedTuple):
     def prepend_tail(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
-        """The last tokens and those that follow, and their segments."""
+        """Return the cached and the new tokens, and their segments."""
         tail = jnp.concatenate([self.tail, mixed], axis=1)
         return tail, jnp.concatenate([self.segments, segments], axis=1)
 
 
 class Chunk(NamedTuple):
-    """What a state meets in a chunk, in float32 with all factors of decay.
+    """Float32 arrays through which a chunk reads and updates the state, including decay.
 
-    What another document has left, or begins, is multiplied by 0.
+    Entries that would cross a document boundary are 0.
     """
 
     query: Float[Array, "B K r C dk"]
-    """Reads the state in front of the chunk."""
+    """Queries that read the state before the chunk."""
     key: Float[Array, "B K r C dk"]
-    """Writes to the state behind it."""
+    """Keys that write to the state after the chunk."""
     value: Float[Array, "B K r C dv"]
-    """What is written if the state in front is empty."""
+    """Values written to an empty state."""
     known: Float[Array, "B K r C dk"]
-    """Reads what of that the state has already."""
+    """Keys that read values which the state already contains."""
     mixing: Float[Array, "B K r C C"]
-    """Shares of what tokens write in what tokens read."""
+    """Weights of written values in the outputs."""
     keep: Float[Array, "B K r"]
-    """Of the state in front, behind the chunk."""
+    """Decay of the state over the chunk."""
     gate: Float[Array, "B K r C dv"]
-    """Of what is read, in the compute type."""
+    """Gate of the output, in the compute type."""
 
 
 class GatedDelta(SpecModule):
-    """Linear attention with a state of one size (arXiv:2412.06464)."""
+    """Linear attention with a state of constant size (arXiv:2412.06464)."""
 
     qkvz: nnx.Param
     ba: nnx.Param
@@ -98,7 +99,7 @@ class GatedDelta(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Tokens see the past of their own segment only; a segment is tokens side by side."""
+        """Apply the delta rule causally within segments, which are contiguous."""
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
         x = split.gather_tokens(x)
@@ -119,27 +120,27 @@ class GatedDelta(SpecModule):
     def _projected(
         self, name: str, x: Float[Array, "B T D"], split: SequenceParallel
     ) -> Float[Array, "B T K E"]:
-        """By key heads."""
+        """Return a projection by key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
         found = split.unsharded_matmul(x, weight)
         return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """The same for any number of tokens."""
+        """Return an empty cache; its size is independent of `tokens`."""
         del tokens
         return _empty_cache(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """As of `Cache`."""
+        """Return the logical axes of `GatedDeltaCache`."""
         del part
         tail, state = ("batch", None, "kv_heads", None), ("batch", "kv_heads", None, None, None)
         return GatedDeltaCache(tail, ("batch", None), state)  # type: ignore[arg-type]
 
 
 def _empty_cache(part: gated_delta.GatedDelta, like: Float[Array, "B T K E"]) -> GatedDeltaCache:
-    """In front of rows like these."""
+    """Return an empty cache for sequences with the shape of `like`."""
     rows, _, heads, _ = like.shape
     width = part.kernel - 1
     state = (rows, heads, part.group, part.key_size, part.value_size)
@@ -159,7 +160,7 @@ def _delta_rule(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
-    """What the queries read, normed and gated, and the state behind the last token."""
+    """Return the normalized and gated output, and the state after the last token."""
     chunks = _chunks(part, weights, qkvz, ba, segments, before)
     state, read = lax.scan(partial(_chunk_step, part, weights["norm"]), before.state, chunks)
     return _merge_chunks(read, qkvz.shape[1]), state
@@ -198,7 +199,7 @@ def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: A
     (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
     d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
     d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
-    # A split backward keeps these small gradients, instead of all that they are made of.
+    # A split backward saves these small gradients instead of their inputs.
     d_weights, d_qkvz, d_ba = lax.optimization_barrier((d_weights, d_qkvz, d_ba))
     return d_weights, d_qkvz, d_ba, None, GatedDeltaCache(d_tail, None, d_state)  # type: ignore[arg-type]
 
@@ -212,7 +213,7 @@ def _chunk_step(
     state: Float[Array, "B K r dk dv"],
     chunk: Chunk,
 ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
-    """The state behind a chunk, and what the chunk's tokens read, normed and gated."""
+    """Return the state after a chunk, and the chunk's normalized and gated output."""
     written = chunk.value - chunk.known @ state
     read = chunk.query @ state + chunk.mixing @ written
     state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
@@ -229,9 +230,9 @@ def _chunks(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> Chunk:
-    """All chunks of the rows, along a new first dim.
+    """Return all chunks of the sequences, along a new first dim.
 
-    The last one is filled up with tokens that write nothing and forget nothing.
+    The last chunk is padded with tokens that do not change the state.
     """
     tokens = qkvz.shape[1]
     size = min(part.chunk, 1 << (tokens - 1).bit_length())
@@ -243,7 +244,7 @@ def _chunks(
     value = _cut(value.reshape(by_value), size)
     write, forget = _gates(part, weights, ba.astype(jnp.float32))
     write = _cut(write[..., None], size)
-    # Which document of the chunk each token is in, 0 for the one that came from before.
+    # Index of each token's document in the chunk; 0 continues the previous chunk's document.
     last = jnp.concatenate([before.segments[:, -1:], segments[:, :-1]], axis=1)
     document = jnp.cumsum(_cut((segments != last)[:, :, None, None], size)[:, :, :, :, 0], axis=-1)
     document = document[:, :, :, None]
@@ -272,10 +273,10 @@ def _chunks(
 def _cumulative_log_decay(
     within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
 ) -> Float[Array, "N B K r C"]:
-    """Logarithms of decay since the chunk's start, or that of a token's document.
+    """Return log decays since the start of the chunk or of the token's document.
 
-    Not differences of sums over whole chunks: what another document has forgotten may be so much
-    that its rounding is seen.
+    Differences of sums over full chunks would be inaccurate, because the decay of other documents
+    may be large enough to cause visible rounding errors.
     """
     factors, each = within[:, :, 0, 0].astype(jnp.float32), forget[..., 0]
     return jnp.einsum("nbcj,nbkrj->nbkrc", factors, each, precision=lax.Precision.HIGHEST)
@@ -288,7 +289,7 @@ def _causal_convolution(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
-    """Queries and keys of length 1, and values, after the convolution."""
+    """Return the convolved queries and keys with norm 1, and the convolved values."""
     row, of = before.prepend_tail(mixed, segments)
     heads, tokens = part.num_key_heads, mixed.shape[1]
     kernel = jnp.concatenate(
@@ -299,7 +300,7 @@ def _causal_convolution(
         axis=1,
     ).astype(jnp.float32)
     total: Any = 0.0
-    for at in range(part.kernel):  # its last entry is the token's own
+    for at in range(part.kernel):  # the last kernel entry multiplies the current token
         there = slice(at, at + tokens)
         seen = (of[:, there] == segments)[..., None, None]
         total += jnp.where(seen, row[:, there], 0).astype(jnp.float32) * kernel[..., at]
@@ -315,7 +316,7 @@ def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
 def _gates(
     part: gated_delta.GatedDelta, weights: Weights, ba: Float[Array, "B T K e"]
 ) -> tuple[Float[Array, "B T K r"], Float[Array, "B T K r"]]:
-    """How much of what is read is corrected, and the logarithm of what is left of the state."""
+    """Return the write gate, and the logarithm of the state's decay."""
     heads = (part.num_key_heads, part.group)
     rate, bias = (
         weights[name].reshape(heads).astype(jnp.float32) for name in ("decay", "decay_bias")
@@ -325,7 +326,7 @@ def _gates(
 
 
 def _cut(x: Array, size: int) -> Array:
-    """`[B, T, K, ..., d]` in chunks: `[N, B, K, ..., C, d]`; the last is filled up with zeros."""
+    """Split `[B, T, K, ..., d]` into chunks `[N, B, K, ..., C, d]`, padded with zeros."""
     rows, tokens, *rest = x.shape
     count = -(-tokens // size)
     x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(rest)])
@@ -334,7 +335,7 @@ def _cut(x: Array, size: int) -> Array:
 
 
 def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
-    """The way back, for value heads."""
+    """Merge the chunks of value heads, the inverse of `_cut`."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
     rows, count, size, heads, group, width = x.shape
     return x.reshape(rows, count * size, heads * group, width)[:, :tokens]
@@ -342,10 +343,11 @@ def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "
 
 @jax.custom_vjp
 def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
-    """Of `1 + lower`, which is strictly lower triangular; C is a power of two.
+    """Invert `1 + lower`, where `lower` is strictly lower triangular and C is a power of two.
 
-    Blocks on the diagonal become twice as large in each turn: what is below two of them, between
-    their inverses, is what is below in theirs. As stable as substitution, and all matmuls.
+    Each iteration doubles the size of the diagonal blocks. The block below two diagonal blocks is
+    multiplied by their inverses from both sides. This is as stable as substitution and uses only
+    matmuls.
     """
     size = lower.shape[-1]
     place = jnp.arange(size)
@@ -360,7 +362,7 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
 
 
 def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:
-    """In full float32: errors of a half precision would add up over the chunk."""
+    """Multiply in full float32, because lower precision would accumulate errors over the chunk."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 

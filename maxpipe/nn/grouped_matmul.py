@@ -1,9 +1,9 @@
-"""Products of tokens with the weights of the experts that they are sent to, and with no others.
+"""Grouped matmul: products of tokens with the weights of their selected experts only.
 
-The choices of all tokens stand in rows sorted by expert. On TPUs the products are kernels
-(megablox, of arXiv:2211.15841), elsewhere a loop over blocks of rows: a block in which an expert
-ends and the next begins is visited for each of them. Gradients of rows and of weights are products
-of their own, so that a split backward can make one now and the other later.
+Rows hold one token-expert pair each, sorted by expert. On TPUs, the products are megablox kernels
+(arXiv:2211.15841). On other platforms, they are a loop over blocks of rows; a block with rows of
+several experts is processed once per expert. Gradients of rows and of weights are separate
+products, so a split backward can schedule them separately.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 
 class GroupedMatmulOptions(NamedTuple):
-    """How products are computed."""
+    """Options of a grouped matmul."""
 
     axes: tuple[str, ...]
-    """Those over which the width of an expert is split."""
+    """Mesh axes that shard the width of an expert."""
     complete: bool = True
-    """Whether every choice has a row."""
+    """Whether every token-expert pair has a row."""
     quantizer: MatmulQuantizer | None = None
-    """Of which form operands are; kernels multiply what these stand for."""
+    """Quantizer of the operands. Kernels multiply the dequantized values."""
     fill_fraction: float = 1.0
-    """Share of the rows that experts have, on average: kernels visit no others."""
+    """Mean fraction of rows in use. Kernels process no other rows."""
 
     def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
-        """Rows to be multiplied with weights; `divided`: over the axes."""
+        """Quantize rows that are multiplied with weights.
+
+        `divided` means that the rows are sharded over the axes.
+        """
         if self.quantizer is None:
             return rows
         return self.quantizer.quantize_dequantize(
@@ -53,7 +56,7 @@ class GroupedMatmulOptions(NamedTuple):
         )
 
     def quantize_weights(self, weights: Array, dim: int) -> Array:
-        """Weights with their experts at `dim`, summed over the other of the first two."""
+        """Quantize weights with the expert dim `dim`; the matmul contracts dim `1 - dim`."""
         if self.quantizer is None:
             return weights
         over = () if dim == 1 else self.axes
@@ -63,9 +66,9 @@ class GroupedMatmulOptions(NamedTuple):
         )
 
 
-# The products of experts with tokens: with the first weights, by row, and with the last ones,
-# summed over each token's rows. The width of an expert is split over axes. Sums over it are added
-# up behind those over a token's rows, so that what travels has the size of the tokens.
+# Matmuls of tokens with experts: with the input projections by row, and with the output projection
+# summed over each token's rows. The width of an expert is sharded over axes. Partial sums are
+# reduced after the sum over a token's rows, so that communication is proportional to the tokens.
 
 
 @custom_vjp_with_static(static=4)
@@ -76,7 +79,7 @@ def up_projection(
     sizes: Int[Array, " E"],
     spread: GroupedMatmulOptions,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """The token in each row times the weights of its expert, for each of the weights."""
+    """Multiply the token in each row with the weights of its expert, for each of the weights."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         tokens = spread.quantize_rows(tokens)
@@ -140,7 +143,7 @@ def down_projection(
     sizes: Int[Array, " E"],
     spread: GroupedMatmulOptions,
 ) -> Float[Array, "n D"]:
-    """The sum over each token's rows of the row times the weights of its expert."""
+    """Multiply each row with the weights of its expert, and sum over each token's rows."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
         hidden, weight = (
@@ -189,12 +192,12 @@ _WHOLE = PartitionSpec()
 
 
 def expert_width_axes(rules: AxisRules) -> tuple[str, ...]:
-    """Axes over which the width of an expert is split, and which are the compiler's here."""
+    """Return the axes that shard the width of an expert and are automatic here."""
     automatic = auto_axes()
     return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
 
 
-# On one device. Weights have the dim of experts at `dim`, 0 or 1.
+# Computation on one device. Weights have the expert dim at `dim`, 0 or 1.
 
 
 def _grouped_matmul(
@@ -206,7 +209,7 @@ def _grouped_matmul(
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
-    """Each row times the weights of its expert, or times their transpose."""
+    """Multiply each row with the weights of its expert, or with their transpose."""
     loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
@@ -231,7 +234,7 @@ def _outer(
     *,
     dim: int,
 ) -> Float[Array, "_ _ _"]:
-    """For each expert the sum over its rows of their outer products."""
+    """Sum the outer products of the rows of each expert."""
     loop = partial(outer_by_blocks, dim=dim)
     dims = rows.shape[1], cotangents.shape[1]
     tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
@@ -242,7 +245,7 @@ def _outer(
 
 
 Tiles = tuple[int, int, int]
-"""Of rows and of an expert's weights; where rows are multiplied, of the dim summed over first."""
+"""Tile sizes of rows and of the dims of an expert's weights, the contracted dim first."""
 
 
 def grouped_matmul_kernel(
@@ -256,7 +259,7 @@ def grouped_matmul_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """`_product` on a TPU."""
+    """Implement `_grouped_matmul` on a TPU."""
     weights = jnp.moveaxis(weights, dim, 0)
     with jax.named_scope(scopes.flops(2 * filled * len(rows) * math.prod(weights.shape[1:]))):
         return _megablox().gmm(
@@ -280,7 +283,7 @@ def outer_by_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """`_outer` on a TPU."""
+    """Implement `_outer` on a TPU."""
     run = _megablox().tgmm
     with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
         found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
@@ -288,7 +291,7 @@ def outer_by_kernel(
 
 
 def _megablox() -> Any:
-    # The package has a function of the module's name, which hides it.
+    # The package has a function of the module's name, which shadows the module.
     import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
 
     return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -297,17 +300,17 @@ def _megablox() -> Any:
 _LANES = 128
 _LARGEST_TILE = 1024
 _VMEM_BYTES = 12 * 2**20
-"""Of the tiles of a kernel; 16 MiB is what a kernel is given."""
+"""Memory limit of the tiles of a kernel, which has 16 MiB in total."""
 
 
 def grouped_matmul_tiles(
     num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
 ) -> Tiles | None:
-    """Tiles of rows, of the dim that is summed over, and of that of the result.
+    """Return tile sizes of rows, of the contracted dim and of the output dim.
 
-    None if lanes do not divide them. A tile of rows is visited for each expert in it: small, so
-    that experts have several. If there is room the whole sum is one tile: an expert's weights then
-    stay where they are from one tile of its rows to the next.
+    Returns None if no multiples of the lanes divide the dims. A tile of rows is processed once per
+    expert in it, so tiles are small. If memory allows, the contracted dim is a single tile. The
+    expert's weights then stay in memory between tiles of rows.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
@@ -321,7 +324,7 @@ def grouped_matmul_tiles(
 def outer_tiles(
     num_rows: int, num_experts: int, first: int, second: int, dtype: Any
 ) -> Tiles | None:
-    """Tiles of rows, which are summed over, and of both dims of the result; None as above."""
+    """Return tile sizes of the contracted rows and of both output dims, or None."""
     rows = _rows_tile(num_rows, num_experts)
     return _select_tiles(
         [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
@@ -331,14 +334,17 @@ def outer_tiles(
 
 
 def _rows_tile(num_rows: int, num_experts: int) -> int:
-    """Smaller than a block of a loop: turns of a kernel cost less."""
+    """Return a smaller tile than the block of a loop, because a kernel step costs less."""
     return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
 
 
 def _select_tiles(
     tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
 ) -> Tiles | None:
-    """Each tile is there twice, to be computed with and to be moved; `sums` are in float32."""
+    """Return the first tile sizes that fit into memory.
+
+    Each tile has two buffers, one for computation and one for transfers. `sums` are in float32.
+    """
     size = jnp.dtype(dtype).itemsize
 
     def fits(tiles: Tiles) -> bool:
@@ -349,7 +355,7 @@ def _select_tiles(
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest multiple of the lanes up to `most` that divides a size; 0 if there is none."""
+    """Return the largest multiple of the lanes up to `most` that divides `size`; 0 if none does."""
     largest = min(most, size) // _LANES * _LANES
     return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
 
@@ -359,18 +365,18 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 class _BlockSteps(NamedTuple):
-    """What a loop over blocks of rows does in each turn."""
+    """Steps of a loop over blocks of rows."""
 
     expert: Int[Array, " V"]
     start: Int[Array, " V"]
     """First row of the block."""
     first: Int[Array, " V"]
-    """Of the expert's rows."""
+    """First row of the expert in this step."""
     stop: Int[Array, " V"]
 
 
 def row_block_size(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: at most a quarter of what experts get on average, as they share blocks."""
+    """Return the rows of a block: at most a quarter of the mean rows of an expert."""
     quarter = max(1, num_rows // num_experts // 4)
     power = 1 << quarter.bit_length() - 1
     return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
@@ -380,35 +386,37 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
 
 
 def num_block_steps(num_rows: int, num_experts: int) -> int:
-    """Turns of a loop over blocks: each expert but the first may begin inside of a block."""
+    """Return the steps of a loop over blocks. Each expert but the first may start inside a
+    block.
+    """
     blocks = -(-num_rows // row_block_size(num_rows, num_experts))
     return blocks + min(num_experts, num_rows) - 1
 
 
 def num_multiplied_rows(num_rows: int, num_experts: int) -> int:
-    """Rows that a loop over blocks multiplies."""
+    """Return the rows that a loop over blocks multiplies."""
     return num_block_steps(num_rows, num_experts) * row_block_size(num_rows, num_experts)
 
 
 def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
-    """Turns that are left over visit no row."""
+    """Return the steps of a loop over blocks. Unused steps process no rows."""
     block = row_block_size(num_rows, len(sizes))
     stops = jnp.cumsum(sizes)
     firsts = stops - sizes
     blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
     ends = jnp.cumsum(blocks)
     turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
-    expert = (turns[:, None] >= ends).sum(1)  # the number of experts in turns that are left over
+    expert = (turns[:, None] >= ends).sum(1)  # equals the number of experts in unused steps
     expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
     number = firsts[expert] // block + turns - (ends - blocks)[expert]
-    # The last block ends with the rows, and begins in the one before.
+    # The last block ends at the last row and may overlap the previous block.
     start = jnp.clip(number * block, 0, num_rows - block)
     first = jnp.maximum(firsts[expert], number * block)
     return _BlockSteps(expert, start, first, jnp.where(left, stops[expert], 0))
 
 
 def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
-    """Which rows of a block are the expert's, and are in no block before `[b, 1]`."""
+    """Return which rows of a block belong to the step `[b, 1]`."""
     row = visit.start + jnp.arange(block)
     return ((row >= visit.first) & (row < visit.stop))[:, None]
 
@@ -416,7 +424,7 @@ def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
 def grouped_matmul_loop(
     rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
 ) -> Array:
-    """`_product` anywhere."""
+    """Implement `_grouped_matmul` on any platform."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
@@ -433,14 +441,14 @@ def grouped_matmul_loop(
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-    """`_outer` anywhere, added up in float32."""
+    """Implement `_outer` on any platform, accumulated in float32."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
         mine, theirs = (
             lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
         )
-        # Both: rows of no expert may hold anything.
+        # Mask both operands, because rows without an expert may hold any values.
         mine, theirs = (
             jnp.where(_expert_row_mask(visit, block), each, 0) for each in (mine, theirs)
         )

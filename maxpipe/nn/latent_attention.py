@@ -1,4 +1,4 @@
-"""Multi-head latent attention over packed sequences, and its cache of latents."""
+"""Multi-head latent attention over packed sequences, with a cache of latents."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _HEADS = (None, None, "heads", "head_dim")
 
 
 class LatentAttention(SpecModule):
-    """Self-attention of N heads whose keys and values are projections of one latent per token.
+    """Self-attention with N heads, whose keys and values are projected from one latent per token.
 
-    Inside, what turns is in front of a head's other entries, pairs as (i, i + half): rotation is
-    that of other families. Weights are brought into that order, which are smaller than what they
-    are multiplied with.
+    Internally, the rotated entries of a head come first, as pairs (i, i + half), so rotation is the
+    same as in other families. Weights are reordered instead of activations because they are
+    smaller.
     """
 
     query: nnx.Param
@@ -49,7 +49,7 @@ class LatentAttention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Tokens see the past of their own segment only."""
+        """Compute causal attention within segments."""
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
         split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
@@ -72,19 +72,19 @@ class LatentAttention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """What turned of a key, and the latent behind it; values are latents."""
+        """Return a cache of the rotated key entries and the latent. Values are latents."""
         both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
         return both._replace(values=both.values[..., :0])
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """Whole on every device: all heads read it."""
+        """Return the axes of the cache, which is replicated because all heads read it."""
         del part
         whole = ("batch", None, None, None)
         return KVCache.axes()._replace(keys=whole, values=whole)
 
     def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
-        """Not rotated yet; what will be is in front."""
+        """Return queries before rotation, with the entries to rotate first."""
         part = self.part
         turned_first = partial(_rotary_dims_first, turned=part.rope_size)
         if not part.q_lora_rank:
@@ -97,7 +97,9 @@ class LatentAttention(SpecModule):
         return split.column_parallel(normed, [weight], [part.params["query_up"].axes])[0]
 
     def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
-        """From latents to keys without what turns `[r, N, h]`, and to values `[r, N, v]`."""
+        """Return the projections from latents to unrotated keys `[r, N, h]` and values `[r,
+        N, v]`.
+        """
         weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
         return weight[..., :rest], weight[..., rest:]
 
@@ -110,7 +112,7 @@ class LatentAttention(SpecModule):
         inputs: Mapping[str, Any],
         split: SequenceParallel,
     ) -> Float[Array, "B T N v"]:
-        """With keys and values of each head."""
+        """Compute attention with explicit keys and values for each head."""
         axes = self.part.params["key_value_up"].axes
         rest, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
         everywhere = jnp.broadcast_to(turned, (*rest.shape[:3], turned.shape[-1]))
@@ -128,8 +130,9 @@ class LatentAttention(SpecModule):
         positions: Array,
         cache: KVCache,
     ) -> tuple[Float[Array, "B T N v"], KVCache]:
-        """With latents for keys and values: what projects them up is applied to the queries
-        instead, and to what is mixed.
+        """Compute attention with latents as keys and values.
+
+        The up projections are applied to the queries and to the attention output instead.
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
         front, rest = jnp.split(query, (self.part.rope_size,), axis=-1)
@@ -149,12 +152,12 @@ class LatentAttention(SpecModule):
 
 
 def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
-    """Pairs (2i, 2i + 1) as (i, i + half)."""
+    """Reorder pairs (2i, 2i + 1) to (i, i + half)."""
     pairs = weight.reshape(*weight.shape[:-1], -1, 2)
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
 
 
 def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
-    """The last entries of a head, which turn, in front of the others."""
+    """Move the rotated entries of a head, which come last, to the front."""
     rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
     return jnp.concatenate([_deinterleave_pairs(last), rest], axis=-1)

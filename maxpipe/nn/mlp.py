@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""Gated MLP, with optional 8-bit matmuls."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """`function(gate) * up` or its like, weighted, written to memory once for all matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and materialize it once for all matmuls.
 
-    Left alone, XLA for TPU puts this and its derivative into each matmul of the backward
-    pass as a producer that is computed again and again: a tenth of a layer's cycles. Where matmuls
-    are `in_8_bits` it writes what it rounds, and looks for the largest numbers where it makes them.
+    Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
+    backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
+    barriers are needed: XLA writes the quantized result and computes its scales in the same pass.
     """
     return _gated_activation(
         function, in_8_bits, gate, up, *(() if weights is None else (weights,))
@@ -96,7 +96,7 @@ def gated_mlp(
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """`(f(x W_gate) * (x W_up)) W_down` with the parameters of `module` that begin so."""
+    """Compute a gated MLP with the parameters of `module` whose names have the prefix."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
@@ -112,10 +112,10 @@ def gated_mlp(
 
 
 _UP_AXES = ("embed", "mlp")
-"""Logical axes of the projections into a gated MLP; of that out of it, the other way round."""
+"""Logical axes of the input projections. The output projection has them in reverse order."""
 
 
-# All of it in 8 bits: what is rounded, and where it is made, is chosen for both directions.
+# Fully quantized MLP. The rules below fix which arrays are quantized and where.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -128,7 +128,7 @@ def quantized_gated_mlp(
     rules: AxisRules,
     prefix: str,
 ) -> Float[Array, "B T D"]:
-    """A gated MLP; `largest` is the largest number of each token, if that is known."""
+    """Compute a gated MLP; `largest` is the largest magnitude of each token, if known."""
     return _quantized_gated_mlp_forward(x, largest, weights, function, low, rules, prefix)[0]
 
 
@@ -156,9 +156,11 @@ def _quantized_gated_mlp_backward(
     saved: Any,
     cotangent: Float[Array, "B T D"],
 ) -> Any:
-    """What is inside is computed twice: in the product that makes its cotangent, for the largest
-    numbers, and where all of it is rounded. XLA for TPU would write some of it in between, which
-    takes a third more cycles in both.
+    """Compute the gradients of the MLP; the arrays between the projections are computed twice.
+
+    The first time, they are fused into the matmul of their cotangent to find the scales. The second
+    time, they are quantized. Otherwise XLA for TPU would materialize some of them, which needs a
+    third more cycles in both.
     """
     del prefix
     x, largest, gate, up, weights = saved
@@ -211,6 +213,6 @@ class GatedMLP(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """`[B, T, D] -> [B, T, D]`."""
+        """Apply the MLP, `[B, T, D] -> [B, T, D]`."""
         how = self.part.function, context.split(self.rules)
         return Output(gated_mlp(x, self, *how, largest=context.max_abs))

@@ -1,7 +1,4 @@
-"""What modules share: parameters as a part declares them, their context, and what they return.
-
-Normalisation over the model's width, or over a head.
-"""
+"""Base class of modules, their context and output, and norms."""
 
 from __future__ import annotations
 
@@ -24,42 +21,41 @@ from maxpipe.parallel.sharding import AxisRules
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer knows besides its parameters and its input."""
+    """Data that a layer receives in addition to its parameters and its input."""
 
     inputs: Mapping[str, Any]
     """`segment_ids` and `positions` int `[B, T]`, `example_ids` int `[B]`, and in training
     `loss_mask` `[B, T]`."""
     index: Int[Array, ""]
-    """The layer's number in the network."""
+    """Index of the layer in the network."""
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Numbers in which layers differ, for each layer."""
+    """Values that differ between layers, with one entry per layer."""
     cache: Any = None
-    """Of earlier tokens, when decoding: what its one part that keeps some has made of
-    `empty_cache`."""
+    """Cache of earlier tokens in decoding, created by `empty_cache`."""
     quantizer: MatmulQuantizer | None = None
-    """How products with weights are computed, if not in compute type."""
+    """Quantizer of matmuls with weights, if they are not in the compute type."""
     max_abs: Float[Array, "B T 1"] | None = None
-    """The largest number of each token that a part is given, where products are in 8 bits and the
-    norm in front of it knows."""
+    """Largest magnitude of each input token, if matmuls are in 8 bits and the preceding norm
+    computes it."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
-        """The number, or this layer's where layers differ."""
+        """Return the number, or this layer's value if `number` is a name."""
         if not isinstance(number, str):
             return number
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
 
     def count(self, name: str) -> Int[Array, ""]:
-        """This layer's value, a whole number."""
+        """Return this layer's integer value."""
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """The numbers that a value has in any layer, in ascending order."""
+        """Return the distinct values over all layers in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
     def split(self, rules: AxisRules, *, attention: bool = False) -> SequenceParallel:
-        """How tokens are split between matmuls, those of `attention` or others.
+        """Return the sharding of tokens between the matmuls of attention or of other parts.
 
-        In decoding they are not.
+        Decoding does not shard tokens.
         """
         low = (
             None
@@ -74,19 +70,19 @@ class LayerContext:
 
 
 class Output(NamedTuple):
-    """What a part, or a layer, returns."""
+    """Output of a part or a layer."""
 
     x: Float[Array, "B T D"]
     losses: Mapping[str, Float[Array, ""]] = {}
     """Float32 sums over target tokens."""
     statistics: Mapping[str, Array] = {}
-    """Sums over tokens; nothing is differentiated through them."""
+    """Sums over tokens, without gradient."""
     cache: Any = None
-    """With this step's tokens, when decoding."""
+    """Cache with the tokens of this step, in decoding."""
 
 
 class SpecModule(nnx.Module):
-    """A module with the parameters of a part, as attributes of the names that it declares."""
+    """Module whose parameters are attributes with the names that the part declares."""
 
     def __init__(self, part: Part):
         for name, param in part.params.items():
@@ -94,30 +90,32 @@ class SpecModule(nnx.Module):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Room for what a layer keeps of `tokens` tokens in each row; None if it keeps nothing.
+        """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
-        A tree of arrays with rows in dim 0, and of scalars, which count tokens. A row of another
-        cache may take the place of one of its rows when both have counted to the same number: what
-        goes where must follow from that number, as in a ring.
+        The cache is a tree of arrays with sequences in dim 0, and of scalar token counts. A
+        sequence may be replaced by one of another cache if both have the same count. The slot of a
+        token must therefore be a function of the count, as in a ring buffer.
         """
         del part, rows, tokens, dtype
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """The per-layer value that says how many tokens a token looks back at, itself included, if
-        a cache that lacks older ones will do; empty if not.
+        """Return the name of the per-layer value with the number of visible tokens, including
+        itself.
+
+        The cache may then omit older tokens. The name is empty if the cache must keep all tokens.
         """
         del part
         return ""
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """Logical axes of each array in `empty_cache`."""
+        """Return the logical axes of each array in `empty_cache`."""
         del part
 
 
 def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
-    """Returns the 8-bit form of matmuls, or None where they are in the compute type."""
+    """Return the quantizer of 8-bit matmuls, or None if they are in the compute type."""
     if config.matmul == "default":
         return None
     own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
@@ -125,7 +123,7 @@ def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
 
 
 class RMSNorm(SpecModule):
-    """Scales by the root mean square (arXiv:1910.07467)."""
+    """Normalizes by the root mean square (arXiv:1910.07467)."""
 
     scale: nnx.Param
 
@@ -134,13 +132,14 @@ class RMSNorm(SpecModule):
         self.part = part
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Same dtype."""
+        """Apply the norm; the dtype is unchanged."""
         return rms_norm(x, self.scale[...], self.part)
 
     def max_abs(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
-        """Of what it makes of each token, float32, up to how that is rounded; not differentiated.
+        """Return the largest float32 magnitude of each normalized token, without gradient.
 
-        XLA finds it in the pass that finds the mean square, and would need one more for the result.
+        The result is exact except for rounding of the normalized values. XLA computes it in the
+        pass of the mean square; another pass would be needed for the normalized values.
         """
         wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         scaled = wide * ((self.part.offset or 0.0) + scale)
@@ -151,9 +150,9 @@ class RMSNorm(SpecModule):
 def rms_norm(
     x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: mlp.RMSNorm
 ) -> Float[Array, "*dims"]:
-    """Over as many of the last dims as the scale has.
+    """Normalize over as many trailing dims as the scale has.
 
-    Measured in float32. With an offset it is scaled there, too, as released models do.
+    Statistics are in float32. With an offset, scaling is also in float32, as in released models.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
     normed = wide * _inverse_rms(wide, over, part)
@@ -170,7 +169,7 @@ def _inverse_rms(
 
 
 class LayerNorm(SpecModule):
-    """Subtracts the mean, and scales by the standard deviation (arXiv:1607.06450)."""
+    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
 
     scale: nnx.Param
     bias: nnx.Param
@@ -180,7 +179,7 @@ class LayerNorm(SpecModule):
         self.part = part
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Same dtype; measured, scaled and shifted in float32."""
+        """Apply the norm in float32; the dtype is unchanged."""
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)

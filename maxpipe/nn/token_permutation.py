@@ -1,7 +1,7 @@
-"""Tokens brought to rows, and rows back to tokens: one row for each choice of an expert.
+"""Permutation of tokens to rows with one token-expert pair each, and back.
 
-A row has one token and a token some rows, so that each function's transpose is another of them: no
-gradient is scattered, which is slow on TPUs.
+A row holds one token, and a token has several rows. The transpose of each function is another
+function of this module, so gradients need no scatter, which is slow on TPUs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from maxpipe.parallel.collectives import mark_varying
 
 
 class TokenPermutation(NamedTuple):
-    """Which choice of which token stands where. n tokens have k choices each."""
+    """Assignment of the k token-expert pairs of n tokens to rows."""
 
     choice_of_row: Int[Array, " N"]
-    """In each row: a token times k, and which of its choices. n k in a row without one."""
+    """Pair in each row, as token index times k plus choice. n k for an empty row."""
     row_of_choice: Int[Array, "n k"]
-    """Of each choice; N if it has none."""
+    """Row of each pair; N for a dropped pair."""
 
     @property
     def dropped_fraction(self) -> Float[Array, " n"]:
-        """Fraction of each token's choices that have no row."""
+        """Return the fraction of each token's pairs that are dropped."""
         return (self.row_of_choice == len(self.choice_of_row)).mean(-1)
 
 
 def sort_by_expert(
     places: Int[Array, "n k"], num_experts: int
 ) -> tuple[TokenPermutation, Int[Array, " E"]]:
-    """A row for each choice, sorted by the experts of each token; and how many each expert has.
+    """Assign a row to each pair, sorted by expert. Also returns the number of rows per expert.
 
-    A choice of `num_experts` is one of no expert: it has no row.
+    Expert index `num_experts` means no expert; such a pair has no row.
     """
     flat = places.reshape(-1)
     choice = stable_argsort(flat, num_experts)
@@ -48,10 +48,10 @@ def sort_by_expert(
 def assign_capacity_slots(
     queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: int
 ) -> TokenPermutation:
-    """Room for some choices of each queue as rows, the first queue's first.
+    """Assign up to `room` rows per queue to its pairs, the rows of the first queue first.
 
-    First choices go before second ones, earlier tokens before later ones (arXiv:2006.16668). Of the
-    queues, whose `lengths` are given, a choice of Q stands in none.
+    First choices precede second ones, and earlier tokens precede later ones (arXiv:2006.16668).
+    `lengths` are the lengths of the Q queues. Queue index Q means that a pair is in no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
     queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
@@ -68,24 +68,24 @@ def assign_capacity_slots(
 
 
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
-    """The order that sorts keys from 0 to `largest`, equal ones as they were."""
-    # Sorting one word for key and place takes XLA for TPU a second to compile, sorting two, or
-    # keeping the order of equal ones, five; a layer has several of these sorts.
+    """Return the permutation that sorts keys from 0 to `largest` stably."""
+    # XLA for TPU compiles a sort of one word that holds key and index in one second. A stable sort,
+    # or a sort of two words, needs five seconds. A layer has several of these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
         return (words & (2**bits - 1)).astype(jnp.int32)
-    # `argsort` would call the order the same on all devices, as what it sorts along with them is.
+    # `argsort` would mark its result as replicated, because it sorts replicated indices.
     return lax.sort((keys, mark_varying(numbers.astype(jnp.int32))), num_keys=1, is_stable=True)[1]
 
 
 def invert_permutation(order: Int[Array, " N"]) -> Int[Array, " N"]:
-    """Where each element of a permutation stands in it."""
+    """Return the index of each element in a permutation."""
     return stable_argsort(order, len(order) - 1)
 
 
 def custom_vjp_with_static(static: int) -> Callable[[Callable[..., Any]], Any]:
-    """`jax.custom_vjp` of a function of which one argument, given by its place, is no array."""
+    """Return `jax.custom_vjp` for a function whose argument at index `static` is not an array."""
     return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
 
 
@@ -96,7 +96,9 @@ def row_weights(
     rows: TokenPermutation,
     num_experts: int,
 ) -> Float[Array, " N"]:
-    """Of all experts' weights for each token those of its choices, by row; 0 in other rows."""
+    """Return the weight of the pair in each row, from the weights of all experts; 0 for
+    empty rows.
+    """
     picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
     return picked.reshape(-1).at[rows.choice_of_row].get(mode="fill", fill_value=0)
 
@@ -128,7 +130,7 @@ row_weights.defvjp(
 def row_biases(
     biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: TokenPermutation
 ) -> Float[Array, "N F"]:
-    """Those of each row's expert. As a matmul: its gradient is one, and is not scattered."""
+    """Return the bias of each row's expert. The matmul avoids a scatter in the gradient."""
     return _one_hot_experts(places, rows, biases) @ biases
 
 
@@ -144,7 +146,7 @@ def _row_biases_backward(
 ) -> tuple[Float[Array, "E F"], None, None]:
     places, rows, biases = saved
     experts = _one_hot_experts(places, rows, biases)
-    # Rows of no expert may hold anything: times 0 that would be no number.
+    # Rows without an expert may hold any values, and 0 times inf is NaN.
     cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
     found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
     return found.astype(biases.dtype), None, None
@@ -160,7 +162,7 @@ row_biases.defvjp(
 def weighted_biases(
     weights: Float[Array, "n E"], biases: Float[Array, "E D"]
 ) -> Float[Array, "n D"]:
-    """The sum of each token's experts' biases, by its weights."""
+    """Return the weighted sum of the biases of each token's experts."""
     return weights @ biases
 
 
@@ -168,7 +170,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above: what has no expert may hold anything.
+    # As above, tokens without an expert may hold any values.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     found = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, found.astype(biases.dtype)
@@ -181,7 +183,7 @@ weighted_biases.defvjp(
 
 
 def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
-    """The token in each row; any in a row without one."""
+    """Return the token in each row; an arbitrary token for an empty row."""
     index = rows.choice_of_row // rows.row_of_choice.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 
@@ -189,9 +191,9 @@ def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float
 def sum_rows_by_token(
     arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
 ) -> Float[Array, "n D"]:
-    """Each token's sum over its rows of all arrays. `complete`: all choices have a row."""
+    """Sum each token's rows over all arrays. `complete`: no pair is dropped."""
     total: Any = 0.0
-    # One gather: each takes XLA for TPU a second to compile.
+    # A single gather, because XLA for TPU needs a second to compile each one.
     index = row.T.reshape(-1)
     for array in arrays:
         found = array.at[index].get(mode="clip").reshape(*row.T.shape, -1).astype(jnp.float32)
@@ -199,22 +201,22 @@ def sum_rows_by_token(
     return total.astype(arrays[0].dtype)
 
 
-# Rows of which some have no token, as those have that room is left in. They hold some token: its
-# weight is 0, and so is all that comes of it.
+# Permutation with empty rows, which capacities cause. An empty row holds an arbitrary token with
+# weight 0.
 
 
 @custom_vjp_with_static(static=2)
 def permute_tokens(
     x: Float[Array, "B T D"], slots: TokenPermutation, shape: tuple[int, ...]
 ) -> Float[Array, "S D"]:
-    """Each slot's token; `shape` is that of `x`."""
+    """Return the token of each row; `shape` is the shape of `x`."""
     assert x.shape == shape
     return gather_tokens(x, slots)
 
 
 @jax.custom_vjp
 def unpermute_tokens(x: Float[Array, "S D"], slots: TokenPermutation) -> Float[Array, "n D"]:
-    """Each token's sum over its slots."""
+    """Return the sum of each token's rows."""
     return sum_rows_by_token([x], slots.row_of_choice, complete=False)
 
 

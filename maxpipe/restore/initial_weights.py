@@ -1,15 +1,9 @@
-"""Weights that a run starts from: of another run, or of a Hugging Face folder.
+"""Initial weights of a run: from a checkpoint of another run or from a Hugging Face folder.
 
-Whether they are of the config's model is checked before they are read.
-
-A start from weights alone: of a Hugging Face folder, and with more tokens than there were.
-
-Arrays are in the form of checkpoints: network order, without padding.
-
-Runs with adapters: their checkpoints hold these alone, and say which base they belong to.
-
-The base stays where it is: a Hugging Face folder, or a checkpoint of another run. Its content is
-compared by a digest each time it is read.
+The model config is checked before weights are read. The vocabulary may grow. Arrays have checkpoint
+layout: network order, without padding. Checkpoints of runs with adapters hold only the adapters and
+a reference to the base. The base stays at its address, and each read compares a digest of its
+content.
 """
 
 from __future__ import annotations
@@ -58,17 +52,17 @@ Tree = Any
 
 
 def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
-    """A folder's parameters, placed like `abstract`.
+    """Read a folder's parameters with the shardings of `abstract`.
 
-    Each process reads what its devices hold, one device's part of one parameter at a time.
+    Each process reads the shards of its devices, one device's shard of one parameter at a time.
 
     Raises:
-        ConfigError: a file cannot be read, or holds NaN or infinity.
+        ConfigError: a file cannot be read, or contains NaN or infinity.
     """
     size = _vocabulary(abstract)
 
     def read(name: str, leaf: Any) -> jax.Array:
-        places: dict[str, list[Any]] = {}  # copies on several devices are read once
+        places: dict[str, list[Any]] = {}  # replicated shards are read once
         regions = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         for device, region in regions.items():
             places.setdefault(str(region), []).append(device)
@@ -77,7 +71,7 @@ def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
             values = source.read_region(name, np.dtype(leaf.dtype), regions[devices[0]], size)
             for device in devices:
                 shards[device] = jax.device_put(values, device)
-            jax.block_until_ready(shards[devices[-1]])  # `values` are then free
+            jax.block_until_ready(shards[devices[-1]])  # frees `values`
         return jax.make_array_from_single_device_arrays(
             leaf.shape, leaf.sharding, [shards[device] for device in regions]
         )
@@ -90,7 +84,7 @@ def _vocabulary(params: Tree) -> int:
 
 
 def with_vocab_size(abstract: Tree, size: int) -> Tree:
-    """The same with another vocabulary, which is not divided over devices."""
+    """Replace the vocabulary size, without sharding of the vocabulary."""
     found = dict(abstract)
     for name, dim in VOCABULARY.items():
         if name in abstract:
@@ -103,7 +97,7 @@ def with_vocab_size(abstract: Tree, size: int) -> Tree:
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
-    """The parameters with the vocabulary of `abstract`: new rows are the mean of the old ones."""
+    """Grow the vocabulary to that of `abstract`; new rows are the mean of the old ones."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
         if name in params:
@@ -120,7 +114,7 @@ def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
 
 
 def vocabulary_growth_note(before: int, now: int) -> str:
-    """The line that says what was added."""
+    """Return a message about the added vocabulary."""
     assert now > before
     return (
         f"the vocabulary grows from {before:,} to {now:,} tokens: each new row of the embedding"
@@ -131,25 +125,25 @@ def vocabulary_growth_note(before: int, now: int) -> str:
 KEY = "checkpoint.restore_from"
 
 _MTP_HEADS_KEY, _MTP_KIND_KEY = "model.mtp_heads", "model.mtp_kind"
-"""The second is not read where the first is 0."""
+"""The second key is ignored if the first is 0."""
 
-# Model keys that may change between a checkpoint and the run that resumes it.
+# Model keys that may change between a checkpoint and a run that resumes from it.
 _FREE_MODEL_KEYS = frozenset(
     {"model.dropout", "model.attention", "model.compute_dtype", "model.mtp_loss_weight"}
     | {"model.matmul", "model.matmul_parts", "model.matmul_scales", "model.frozen"}
     | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Of those in a family's section, whatever the family."""
+"""Keys of a family's section that may change, for any family."""
 
-# That of the optimizer's state, too, which weights alone have none of: they are cast.
+# Also the type of the optimizer state. A start from weights alone has none and casts them.
 _TYPE = "model.param_dtype"
 
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
 
 
 class Notifier(Protocol):
-    """What a start has to say: a run's console."""
+    """Interface for messages at the start of a run, implemented by its console."""
 
     def note(self, text: str) -> None: ...
 
@@ -157,26 +151,26 @@ class Notifier(Protocol):
 
 
 class InitialWeights(NamedTuple):
-    """What was read."""
+    """Weights that were read."""
 
     params: Any
-    """In the form of checkpoints, without adapters, on the mesh."""
+    """Parameters in checkpoint layout, without adapters, on the mesh."""
     description: str
-    """Whose they are."""
+    """Description of the source."""
     address: str
-    """That names them, whatever is saved later."""
+    """Address of the exact checkpoint or folder."""
 
 
 def read_weights(
     text: str, loaded: LoadedConfig, steps: Steps, console: Notifier, tokenizer: str = ""
 ) -> InitialWeights:
-    """The weights at an address of `checkpoint.restore_from`.
+    """Read the weights at an address of `checkpoint.restore_from`.
 
-    `tokenizer` is the fingerprint of the run's: another one is said.
+    `tokenizer` is the fingerprint of the run's tokenizer. A different one causes a warning.
 
     Raises:
-        ConfigError: they are of another model, or there are none.
-        StorageError: they cannot be read.
+        ConfigError: the weights do not exist or belong to another model.
+        StorageError: the weights cannot be read.
     """
     if (folder := folder_of(text)) is not None:
         return _read_folder_weights(folder, loaded, steps, console)
@@ -192,8 +186,8 @@ def read_weights(
         before = facts.data["fingerprint"].get("tokenizer")
         if before and tokenizer and before != tokenizer:
             console.warn(
-                f"tokenizer: was {before} when step {facts.step} was saved and is {tokenizer}: "
-                "the weights know other tokens by these ids"
+                f"tokenizer: the fingerprint was {before} at step {facts.step} and is now "
+                f"{tokenizer}: the weights were trained with other token ids"
             )
 
     abstract = with_vocab_size(wanted, size) if grows else wanted
@@ -204,7 +198,7 @@ def read_weights(
         params = grow_vocabulary(params, wanted)
     source = f"{text}, step {found.step}"
     if found.metadata.data.get(WEIGHTS_ONLY):
-        source += ", which has nothing else"
+        source += " (weights only)"
     address = parse_address(text, error_location(KEY, loaded.origins), config.run.dir).address_at(
         found.step
     )
@@ -216,17 +210,17 @@ def read_weights(
 def _read_folder_weights(
     folder: str, loaded: LoadedConfig, steps: Steps, console: Notifier
 ) -> InitialWeights:
-    """Those of a Hugging Face folder."""
+    """Read the weights of a Hugging Face folder."""
     config = loaded.config
     source = open_folder(folder, error_location(KEY, loaded.origins))
     wanted = to_dict(config)["model"]
     decided = {**WITHOUT_MTP, **source.description.section}
     if decided["mtp_heads"] and not config.model.mtp_heads:
         console.note(
-            "model.mtp_heads=0: the folder's layers that predict further ahead are left out"
+            "model.mtp_heads=0: the folder's multi-token prediction layers are not loaded"
         )
         decided |= {**WITHOUT_MTP, "mtp_kind": config.model.mtp_kind}
-    # config.json says nothing about other keys, such as dropout.
+    # config.json has no values for other keys, such as dropout.
     own = {
         name: {**wanted.get(name, {}), **keys}
         for name, keys in decided.items()
@@ -242,10 +236,10 @@ def _read_folder_weights(
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
-    """Compares the `model` sections; the run may have more tokens.
+    """Compare the `model` sections; the run may have a larger vocabulary.
 
     Raises:
-        ConfigError: with every key that must be as it was saved.
+        ConfigError: lists every key that must have the saved value.
     """
     wanted = to_dict(loaded.config)["model"]
     key, before = "vocab_size", saved.get("vocab_size")
@@ -255,41 +249,45 @@ def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
 
 
 def _check_not_adapters(facts: CheckpointMetadata, text: str, loaded: LoadedConfig) -> None:
-    """Raises ConfigError for a checkpoint that holds adapters alone."""
+    """Check that a checkpoint holds a complete model.
+
+    Raises:
+        ConfigError: the checkpoint holds only adapters.
+    """
     if has_adapters(facts):
         raise ConfigError.one(
             error_location(KEY, loaded.origins),
             text,
-            f"holds adapters and no whole model: step {facts.step} was trained with adapter.rank="
-            f"{facts.config['adapter']['rank']}.",
+            f"must hold a complete model, but step {facts.step} holds only adapters "
+            f"(adapter.rank={facts.config['adapter']['rank']}).",
             f"Export it (`maxpipe export {text} OUT` merges them), and set {KEY}=hf:OUT.",
         )
 
 
 def has_adapters(facts: CheckpointMetadata) -> bool:
-    """Whether a checkpoint is that of adapters beside a base."""
+    """Return whether a checkpoint holds adapters of a base."""
     return bool(facts.config.get("adapter", {}).get("rank"))
 
 
 def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata | None:
-    """The facts of the checkpoint at an address, if they can be read."""
+    """Return the metadata of the checkpoint at an address, or None if it cannot be read."""
     address = parse_address(text, error_location(KEY, loaded.origins), loaded.config.run.dir)
     with open_address(address) as other:
         step = resolve_step_on_all(other, address)
         try:
             return other.durable.read_metadata(step)
-        except (DamagedError, OSError):  # what restores it says so, or takes the one before
+        except (DamagedError, OSError):  # the restore reports this or uses the previous checkpoint
             return None
 
 
 def restore_other(
     text: str, loaded: LoadedConfig, abstract: Any, accept: Callable[[CheckpointMetadata], None]
 ) -> RestoredCheckpoint:
-    """The checkpoint at an address, by default its run's newest good one.
+    """Restore the checkpoint at an address, by default the newest valid one of its run.
 
     Raises:
-        ConfigError: there is none, or `accept` refuses it.
-        StorageError: it cannot be read.
+        ConfigError: no checkpoint exists, or `accept` rejects it.
+        StorageError: the checkpoint cannot be read.
     """
     address = parse_address(text, error_location(KEY, loaded.origins), loaded.config.run.dir)
     with open_address(address) as other:
@@ -313,19 +311,19 @@ def check_model(
     *,
     weights_alone: bool = False,
 ) -> None:
-    """Compares the `model` sections of a checkpoint and of a config.
+    """Compare the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is the other action for the user. With `weights_alone` they may be of another type.
+    `otherwise` is the alternative action for the user. With `weights_alone`, types may differ.
 
     Raises:
-        ConfigError: with every key that must be as it was saved.
+        ConfigError: lists every key that must have the saved value.
     """
     then, now = upgrade_model_section(saved), flatten({"model": wanted})
     problems = [
         Problem(
             error_location(key, origins),
-            format_value(now.get(key, "not there")),
-            f"must be {format_value(then[key])}, the value of the checkpoint's model.",
+            format_value(now.get(key, "missing")),
+            f"must be {format_value(then[key])}, the value in the checkpoint.",
             f"Set {key}={format_value(then[key])}, or {otherwise}.",
         )
         for key in sorted(then)
@@ -338,9 +336,10 @@ def check_model(
 
 
 def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Full key to value of a saved `model` section, in the keys of this release.
+    """Convert a saved `model` section to full keys of this release.
 
-    A key that did not exist when it was saved has the meaning that it had then.
+    A key that did not exist when the section was saved gets the value with the behavior of that
+    time.
     """
     found = dict(upgrade_setting(*item) for item in flatten({"model": saved}).items())
     family = found.get(FAMILY, legacy_value_of(FAMILY))
@@ -351,11 +350,11 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
-"""Keys that may change: what targets mean is compared by itself."""
+"""Keys that may change. The matrices that targets match are compared separately."""
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """What checkpoints say of a base that was read."""
+    """Return the record of a base that checkpoints store."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
@@ -367,21 +366,21 @@ def read_base(
     *,
     own: bool = True,
 ) -> tuple[Any, AdapterBase]:
-    """The base of a checkpoint's adapters in the form of checkpoints, and what is said of it.
+    """Read the base of a checkpoint's adapters in checkpoint layout, and return its record.
 
-    Of a run's `own` checkpoint it is read from where `checkpoint.restore_from` says if that has
-    changed; else that key names the checkpoint.
+    For a run's `own` checkpoint, a changed `checkpoint.restore_from` replaces the recorded address.
+    Otherwise that key names the checkpoint itself.
 
     Raises:
-        ConfigError: there is no such base, or its weights have changed.
-        StorageError: it cannot be read, or the checkpoint does not say which it is.
+        ConfigError: the base does not exist, or its weights have changed.
+        StorageError: the base cannot be read, or the checkpoint does not record it.
     """
     try:
         said = check_type(facts.data[BASE], AdapterBase)
     except (ValueError, KeyError) as error:
         raise StorageError(
-            f"step {facts.step}: does not say which base its adapters belong to\n"
-            f"  {error}.\n  Take another step."
+            f"step {facts.step}: does not record the base of its adapters\n"
+            f"  {error}.\n  Use another step."
         ) from error
     given = loaded.config.checkpoint.restore_from
     moved = own and given not in ("", said["given"])
@@ -391,18 +390,18 @@ def read_base(
         raise ConfigError.one(
             error_location(KEY, loaded.origins),
             found.address,
-            f"must hold the weights that the adapters of step {facts.step} were trained beside: "
-            f"their digest was {said['digest'][:16]}, and this is {now['digest'][:16]}.",
-            f"Bring the base back as it was, or set {KEY} to where it is now.",
+            f"must hold the base weights that step {facts.step} was trained with: "
+            f"their digest was {said['digest'][:16]}, but this digest is {now['digest'][:16]}.",
+            f"Restore the original base, or set {KEY} to its new address.",
         )
     return found.params, now
 
 
 def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
-    """A run goes on with the adapters that it has.
+    """Check that a resumed run has the adapters of its checkpoint.
 
     Raises:
-        ConfigError: the checkpoint's are other ones than the config's, or only one of both has any.
+        ConfigError: adapters of the checkpoint and the config differ.
     """
     saved, now = facts.config.get(_SECTION, {}), loaded.config.adapter
     names = [name for name in names_in(_SECTION) if name not in _FREE]
@@ -416,9 +415,8 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
             raise ConfigError.one(
                 error_location(key, loaded.origins),
                 format_value(getattr(now, name)),
-                f"must be {format_value(before)}, which step {facts.step} was saved with: its "
-                "parameters "
-                "are those of its own adapters.",
+                f"must be {format_value(before)}, the value of step {facts.step}, because "
+                "it determines the adapter parameters.",
                 f"Set {key}={format_value(before)}, or {action}.",
             )
     targets = check_type(saved.get("targets", []), list[str])
@@ -427,7 +425,7 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
     )
     if before != after:
         key = f"{_SECTION}.targets"
-        changes = [f"{', '.join(sorted(before - after))} had one"] if before - after else []
+        changes = [f"{', '.join(sorted(before - after))} had an adapter"] if before - after else []
         changes += [f"{', '.join(sorted(after - before))} had none"] if after - before else []
         raise ConfigError.one(
             error_location(key, loaded.origins),

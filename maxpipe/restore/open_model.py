@@ -1,4 +1,4 @@
-"""A model that a user named, opened for its parameters alone; nothing is written."""
+"""Read-only access to the model of a checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -38,35 +38,35 @@ _PROCESS_KEYS = ("num_processes", "process_id", "coordinator", "compiled_step")
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model and its own config, changed by what the user gave."""
+    """A model and its config with the user's changes."""
 
     name: str
     loaded: LoadedConfig
     step: int | None
-    """Of a checkpoint."""
+    """Step of a checkpoint."""
     fingerprint: Mapping[str, Any]
-    """Of the data that it was trained on, as far as that is known."""
+    """Fingerprint of its training data, if known."""
     read: Callable[[LoadedConfig, Steps], Any]
-    """See `params`."""
+    """Function that reads the parameters. See `params`."""
     conversation: ChatSpec | None = None
-    """How the conversations that it was trained on are written."""
+    """Chat format of its training conversations."""
 
     def is_overridden(self, *prefixes: str) -> bool:
-        """Whether the user gave a key that begins so."""
+        """Return whether the user set a key with one of the prefixes."""
         return is_overridden(self.loaded, self.name, *prefixes)
 
     @property
     def is_trained(self) -> bool:
-        """Whether it was trained here, on documents that are known."""
+        """Return whether maxpipe trained the model on known data."""
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer with which prompts begin and texts end as this model was trained.
+        """Return the tokenizer with the framing of prompts and texts from the model's training.
 
-        Of weights that were not trained here, as `transformers` encodes a prompt.
+        For other models, the framing is that of `transformers`.
 
         Raises:
-            ConfigError: as `fitted`.
+            ConfigError: see `fitted`.
         """
         tokenizer = self.fit_tokenizer(tokenizer)
         if self.conversation is not None:
@@ -76,40 +76,47 @@ class OpenedModel:
         return tokenizer.with_control(framing=tokenizer.control.published)
 
     def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer as this model needs it.
+        """Return the tokenizer, checked and adapted for this model.
 
         Raises:
-            ConfigError: it was trained with another one, or text would give ids without a row.
+            ConfigError: the model was trained with another tokenizer, or ids exceed its vocabulary.
         """
         self.check_tokenizer(tokenizer)
         return fit_tokenizer(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError unless it was trained with this tokenizer."""
+        """Check that the model was trained with this tokenizer.
+
+        Raises:
+            ConfigError: the fingerprints differ.
+        """
         saved, config = self.fingerprint.get("tokenizer"), self.loaded.config.tokenizer
-        if saved not in (None, tokenizer.fingerprint()):  # imported weights may know of none
+        if saved not in (None, tokenizer.fingerprint()):  # imported weights may have no record
             raise ConfigError.one(
                 "tokenizer",
                 config.path or config.kind,
-                f"must be the one that {self.name} was trained with: it was {saved}, and this is "
-                f"{tokenizer.fingerprint()}.",
+                f"must be the tokenizer of {self.name}: its fingerprint was {saved}, but this "
+                f"fingerprint is {tokenizer.fingerprint()}.",
                 suggest_tokenizer_action(
-                    tokenizer, saved, "Set tokenizer.kind and tokenizer.path to that of the run."
+                    tokenizer, saved, "Set tokenizer.kind and tokenizer.path to the run's values."
                 ),
             )
 
     def params(self, steps: Steps) -> Any:
-        """Its parameters in the form that a checkpoint holds, on the mesh of the steps.
+        """Read the parameters in checkpoint layout, on the mesh of the steps.
 
         Raises:
-            ConfigError: they are of another model than the config.
-            StorageError: they are damaged.
+            ConfigError: the parameters belong to another model than the config.
+            StorageError: the parameters are damaged.
         """
         return self.read(self.loaded, steps)
 
 
 def is_overridden(loaded: LoadedConfig, name: str, *prefixes: str) -> bool:
-    """Whether the user gave a key that begins so; `name` is that of the checkpoint's config."""
+    """Return whether the user set a key with one of the prefixes.
+
+    `name` is the origin of the checkpoint's config.
+    """
     return any(
         key.startswith(prefixes) and origin not in (DEFAULT, name)
         for key, origin in loaded.origins.items()
@@ -121,14 +128,14 @@ def open_address_or_folder(
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
-    """Opens a checkpoint, or a Hugging Face folder, before any device is used: its config says
-    which.
+    """Open a checkpoint or a Hugging Face folder, before any device is used.
 
-    `saved_of` takes of its config what counts now; `inputs` are files and overrides that change it.
+    `saved_of` returns the parts of its config that apply. `inputs` are config files and overrides
+    that change it.
 
     Raises:
-        ConfigError: there is no such checkpoint or folder, or the inputs do not fit it.
-        StorageError: it is damaged, or cannot be reached.
+        ConfigError: the checkpoint or folder does not exist, or the inputs do not match it.
+        StorageError: the checkpoint is damaged or cannot be reached.
     """
     if isinstance(named, Path):
         return _open_folder(named, inputs, saved_of)
@@ -143,7 +150,7 @@ def _open_checkpoint(
     home = address.home
     folder = CheckpointFolder(os.path.join(home, CHECKPOINTS_FOLDER))
     if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # says so
+        open_run(address.run_dir, address.where, address.parent)  # raises an error
     step = resolve_step(folder, address)
     try:
         facts = folder.read_metadata(step)
@@ -151,15 +158,15 @@ def _open_checkpoint(
         conversation = _conversation(facts)
     except DamagedError as damage:
         others = [str(each) for each in folder.steps() if each != step]
-        other = f"Take {address.address_at(int(others[-1]))}, or bring" if others else "Bring"
+        other = f"Use {address.address_at(int(others[-1]))}, or restore" if others else "Restore"
         raise StorageError(
-            f"{folder / step}: cannot be used\n  {damage}.\n  {other} its files back."
+            f"{folder / step}: cannot be used\n  {damage}.\n  {other} its files."
         ) from damage
     except OSError as error:
         raise StorageError(
             f"{folder / step}: cannot be reached\n"
             f"  {root_cause_text(error)}.\n"
-            "  Try again when the storage answers."
+            "  Try again when the storage is available."
         ) from error
     saved = saved_of(_without_teacher(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
@@ -169,12 +176,12 @@ def _open_checkpoint(
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
         def accept(facts: CheckpointMetadata) -> None:
             wanted, saved = to_dict(loaded.config)["model"], facts.config["model"]
-            check_model(saved, wanted, loaded.origins, "leave it out", weights_alone=True)
+            check_model(saved, wanted, loaded.origins, "omit the key", weights_alone=True)
             check_adapter(facts, loaded, own=True)
 
         params = steps.abstract_saved["params"]
         wanted = {"params": params}
-        if address.average:  # frozen parameters have none
+        if address.average:  # frozen parameters have no averages
             averages = steps.param_layout.select_trainable_saved(params)
             is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
@@ -195,21 +202,23 @@ def _open_checkpoint(
 
 
 def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:
-    """Raises Damaged if what the checkpoint records is not that."""
+    """Parse the chat format that the checkpoint records.
+
+    Raises:
+        DamagedError: the record is invalid.
+    """
     try:
         return parse_chat_spec(facts.data)
     except ValueError as error:
-        raise DamagedError(f"its record of conversations is wrong: {error}") from error
+        raise DamagedError(f"the record of the chat format is invalid: {error}") from error
 
 
 _TEACHING = ("distill", "grpo")
-"""Sections, each with the objective of its name, that evaluation and generation do not read."""
+"""Sections and objectives that evaluation and generation ignore."""
 
 
 def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run without its teacher or rewards: what a model has learned from does not
-    matter.
-    """
+    """Return the config of a run without its teacher or rewards, which inference ignores."""
     found = {section: keys for section, keys in config.items() if section not in _TEACHING}
     if isinstance(train := found.get("train"), Mapping) and train.get("objective") in _TEACHING:
         found["train"] = {key: value for key, value in train.items() if key != "objective"}
@@ -221,9 +230,9 @@ def _open_folder(
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
-    """The same of a Hugging Face folder, which has a model, a tokenizer and a length of rows."""
+    """Open a Hugging Face folder, which provides a model, a tokenizer and a sequence length."""
     source = open_folder(str(folder))
-    # Heads ahead are for training: they are not read.
+    # Multi-token prediction heads are only for training and are not read.
     model = {**source.model_dtypes, **source.description.section, **WITHOUT_MTP}
     known = {
         "model": model,
@@ -233,11 +242,11 @@ def _open_folder(
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
     if rank := loaded.config.adapter.rank:
-        rule = f"must be 0: {name} holds a whole model, and no adapters beside it."
-        action = "Leave it out, or name the run of the adapters."
+        rule = f"must be 0, because {name} holds a complete model without separate adapters."
+        action = "Omit the key, or use the run of the adapters."
         raise ConfigError.one(error_location("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
-    check_model(model, wanted, loaded.origins, "leave it out", weights_alone=True)
+    check_model(model, wanted, loaded.origins, "omit the key", weights_alone=True)
 
     twice = [Problem(name, "", line, "") for line in lines(source.description.differences)]
     loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
@@ -249,18 +258,21 @@ def _open_folder(
 
 
 class _SilentNotifier:
-    """Says nothing: a base was talked about when adapters were trained beside it."""
+    """Notifier without output: the run that trained the adapters already reported on the base."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Ignore the text."""
 
     def warn(self, text: str) -> None:
-        """Nothing."""
+        """Ignore the text."""
 
 
 @contextlib.contextmanager
 def detect_interrupt() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C came: where C++ calls Python, the exception is lost."""
+    """Yield a function that returns whether Ctrl-C was pressed.
+
+    C++ code that calls Python would lose the exception.
+    """
     asked = False
 
     def interrupt(number: int, frame: Any) -> None:
@@ -277,9 +289,9 @@ def detect_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C came, which raises nothing inside but at the second time.
+    """Yield a function that returns whether Ctrl-C was pressed; only the second press raises.
 
-    Python that ends while devices compute may crash: the caller waits for them first.
+    Python may crash if it exits while devices compute, so the caller waits for the devices.
     """
     asked = False
 

@@ -138,7 +138,7 @@ def test_the_token_that_closes_an_answer_ends_a_text(tmp_path: Path) -> None:
 def test_stop_strings_of_control_tokens(tmp_path: Path) -> None:
     tokenizer = folder(tmp_path, tokenizer_config=EOS)
     assert parse_stops(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
-    with pytest.raises(ConfigError, match="never matches: <|im_end|>".replace("|", r"\|")):
+    with pytest.raises(ConfigError, match="control token <|im_end|>".replace("|", r"\|")):
         parse_stops(["<|im_end|>\n"], tokenizer, "--stop")
 
 

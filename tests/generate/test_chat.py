@@ -112,7 +112,7 @@ def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None
 
 
 def test_a_chat_needs_a_template() -> None:
-    with pytest.raises(ConfigError, match="needs the chat template of a model's folder"):
+    with pytest.raises(ConfigError, match="requires a chat template"):
         encode_chats([user_chat("Hi")], ByteTokenizer(), 99)
 
 

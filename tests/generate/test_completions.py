@@ -122,8 +122,8 @@ def test_a_prompt_must_leave_room() -> None:
         encode_prompts(["ok", "abcd"], BYTES, 5)
     (problem,) = caught.value.problems
     assert (problem.where, problem.value) == ("prompt 2", "'abcd'")
-    assert "has 5 tokens, control tokens included" in problem.rule and "5 (train" in problem.rule
-    assert problem.action.endswith("set train.sequence_length=10 to go beyond that.")
+    assert "has 5 tokens" in problem.rule and "5 (train" in problem.rule
+    assert problem.action.endswith("set train.sequence_length=10 to exceed that length.")
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
@@ -145,5 +145,5 @@ def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path)
     shutil.copytree(GOLDEN, tmp_path / "folder")
     (tmp_path / "folder" / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
-    with pytest.raises(ConfigError, match="makes none of prompt 1"):
+    with pytest.raises(ConfigError, match="none for prompt 1"):
         encode_chats([ChatInput([{"role": "user", "content": "Hi"}])], tokenizer, 99)

@@ -35,17 +35,17 @@ V2 = ["DeepseekV2ForCausalLM"]
         ({"qk_rope_head_dim": 3, "qk_nope_head_dim": 5}, "must be even"),
         ({"qk_nope_head_dim": 0}, "less than model.head_dim (4)"),
         ({"qk_nope_head_dim": "6"}, "qk_nope_head_dim"),
-        ({"head_dim": 6}, "must be 4, as other keys say"),
+        ({"head_dim": 6}, "must be 4"),
         ({"topk_method": "noaux"}, "noaux_tc"),
         ({"architectures": V2, "topk_method": "noaux_tc"}, "topk_method"),
         (
             {"architectures": V2, "topk_method": "group_limited_greedy", "n_group": None},
-            "must be there, and topk_group",
+            "is required with groups",
         ),
         ({"n_group": 4}, "must divide model.deepseek.num_experts (6)"),
-        ({"topk_group": 4}, "is more than model.deepseek.num_expert_groups (3)"),
-        ({"topk_group": 1, "num_experts_per_tok": 3}, "leaves a token 2 of the 6 experts"),
-        ({"n_group": 6, "topk_group": 3}, "asks for two experts in a group"),
+        ({"topk_group": 4}, "must be at most model.deepseek.num_expert_groups (3)"),
+        ({"topk_group": 1, "num_experts_per_tok": 3}, "selects only 2 of 6 experts"),
+        ({"n_group": 6, "topk_group": 3}, "must be max"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ({"rope_interleave": False}, "rope_interleave"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -142,11 +142,11 @@ def test_a_copy_that_differs_is_refused(
     folder = maker.write(tmp_path / "x", CONFIG, tensors | {BEHIND + copy: other})
     out = tmp_path / "imported"
     told = said(capsys, "import", folder, "--out", out, code=2)
-    assert f"{BEHIND}{copy}\n  must be {COPIES[copy]}, bit for bit" in told
+    assert f"{BEHIND}{copy}\n  must be bitwise equal to {COPIES[copy]}" in told
     assert "Set num_nextn_predict_layers to 0" in told and not out.exists()
     maker.write(folder, CONFIG | {"num_nextn_predict_layers": 0}, tensors)
     told = said(capsys, "import", folder, "--out", out)
-    assert f"left out, as this model does not use them: {BEHIND}" in told
+    assert f"left out, because this model does not use them: {BEHIND}" in told
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -164,7 +164,7 @@ def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_
     maker.same_bits(maker.read(out), kept)
     maker.write(folder, config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}, tensors)
     told = said(capsys, "import", folder, "--out", tmp_path / "other", code=2)
-    assert "has 3 layers of weights, and config.json says num_hidden_layers = 2" in told
+    assert "has 3 layers of weights, but config.json sets num_hidden_layers = 2" in told
 
 
 def test_a_folder_without_the_layers_that_it_says_of_starts_without(
@@ -174,7 +174,7 @@ def test_a_folder_without_the_layers_that_it_says_of_starts_without(
     less = {name: array for name, array in tensors.items() if not name.startswith(BEHIND)}
     folder = maker.write(tmp_path / "x", CONFIG, less)
     told = said(capsys, "import", folder, "--out", tmp_path / "imported")
-    assert "says of 1 layer to predict further ahead, and the folder has none" in told
+    assert "declares 1 multi-token prediction layer, but the folder has none" in told
     said(capsys, "export", tmp_path / "imported", tmp_path / "out")
     maker.same_bits(maker.read(tmp_path / "out"), less)
     written = json.loads((tmp_path / "out" / "config.json").read_text())

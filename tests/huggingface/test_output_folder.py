@@ -100,7 +100,7 @@ def test_links_of_a_download_cache_are_followed_and_no_others(
     (folder / "qwen.tiktoken").unlink()
     (folder / "qwen.tiktoken").symlink_to(secret)
     assert main(["import", str(folder), "--out", str(tmp_path / "other")]) == 2
-    assert f"is a link to {secret}, out of the folder" in capsys.readouterr().err
+    assert f"must not link to {secret}" in capsys.readouterr().err
     assert {each.name for each in tmp_path.iterdir()} == {"models--a--b", "secret", "cached"}
 
 
@@ -119,7 +119,7 @@ def test_other_families_and_types(
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
     if tensors.pop("mtp.fc.weight", None) is not None:
-        assert "left out, as this model does not use them: mtp.fc" in capsys.readouterr().out
+        assert "left out, because this model does not use them: mtp.fc" in capsys.readouterr().out
     export(
         parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
     )
@@ -217,15 +217,15 @@ BAD = {
     "wrong type": (_with(NORM, ROWS.astype(np.int8)), "must be of type F32"),
     "NaN": (_with(NORM, ROWS + np.nan), "10 values that are NaN"),
     "infinite": (_with(NORM, ROWS - np.inf), "NaN or infinite"),
-    "file outside": (_index(lambda m: m.update({NORM: "../x.safetensors"})), "of this folder only"),
-    "absolute file": (_index(lambda m: m.update({NORM: "/etc/passwd"})), "of this folder only"),
-    "another kind of file": (_index(lambda m: m.update({NORM: "x.bin"})), "of this folder only"),
-    "missing file": (_index(lambda m: m.update({NORM: "x.safetensors"})), "has no such file"),
+    "file outside": (_index(lambda m: m.update({NORM: "../x.safetensors"})), "in this folder only"),
+    "absolute file": (_index(lambda m: m.update({NORM: "/etc/passwd"})), "in this folder only"),
+    "another kind of file": (_index(lambda m: m.update({NORM: "x.bin"})), "in this folder only"),
+    "missing file": (_index(lambda m: m.update({NORM: "x.safetensors"})), "has no x.safetensors"),
     "not in its file": (
         _index(lambda m: m.update({NORM: next(f for f in m.values() if f != m[NORM])})),
-        "Copy the folder again",
+        "Copy the complete folder again",
     ),
-    "not in the index": (_index(lambda m: m.pop(NORM)), "is nowhere"),
+    "not in the index": (_index(lambda m: m.pop(NORM)), "maps it to no file"),
     "a number as a file": (_index(lambda m: m.update({NORM: 5})), "weight_map"),
     "pickled": (_pickled, "save_pretrained"),
     "truncated": (_truncated, "ends too early"),

@@ -132,4 +132,4 @@ def test_text_of_a_folder_is_that_of_its_import(
     assert main(["generate", f"hf:{weights / 'none'}", *asked]) == 2
     assert "must be a folder on this machine" in capsys.readouterr().err
     assert main(["generate", str(weights / "hf"), *asked, "model.num_layers=2"]) == 2
-    assert "the value of the checkpoint's model" in capsys.readouterr().err
+    assert "the value in the checkpoint" in capsys.readouterr().err

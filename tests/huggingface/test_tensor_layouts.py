@@ -184,55 +184,55 @@ ODD: dict[str, tuple[Change, str, str]] = {
     ),
     "Meta": (
         _renamed("self_attn.q_proj", "attention.wq"),
-        "the names of Meta's",
-        "that transformers reads",
+        "the tensor names of Meta's",
+        "in the format of transformers",
     ),
     "GPTQ": (
         _renamed("q_proj.weight", "q_proj.qweight"),
-        "has weights quantised by GPTQ or AWQ",
-        "before they were quantised: no tool restores them",
+        "weights quantized by GPTQ or AWQ",
+        "no tool restores these",
     ),
     "FP8": (
         lambda x: x | {"model.layers.0.self_attn.q_proj.weight_scale_inv": ROW},
-        "has quantised weights, and its config.json has no quantization_config",
-        "Put back the config.json",
+        "quantized weights, but its config.json has no quantization_config",
+        "Restore the config.json",
     ),
     "fused and separate": (
         lambda x: x | {"model.layers.0.self_attn.qkv_proj.weight": ROW},
         "has 1 tensor that config.json does not describe",
-        "Give the config.json",
+        "Use the config.json",
     ),
-    "Megatron": (_renamed("self_attn.q_proj", "query_key_value"), "Megatron", "transformers reads"),
+    "Megatron": (_renamed("self_attn.q_proj", "query_key_value"), "Megatron", "of transformers"),
     "classifier": (
         lambda x: {**_renamed("lm_head", "score")(x)},
-        "is of a classifier",
+        "output projection of a classifier",
         "AutoModelForCausalLM",
     ),
     "value head": (lambda x: x | {"v_head.summary.bias": ROW}, "a value head", "pretrained_model"),
     "no head": (
         lambda x: {name: each for name, each in x.items() if name != "lm_head.weight"},
-        "no lm_head.weight, and config.json says tie_word_embeddings = false",
+        "no lm_head.weight, but config.json sets tie_word_embeddings = false",
         "set tie_word_embeddings to true",
     ),
     "fewer layers": (
         _layers(2),
-        "has 2 layers of weights, and config.json says num_hidden_layers = 3",
+        "has 2 layers of weights, but config.json sets num_hidden_layers = 3",
         "Set num_hidden_layers to 2",
     ),
     "more layers": (
         _another,
-        "has 4 layers of weights, and config.json says num_hidden_layers = 3",
+        "has 4 layers of weights, but config.json sets num_hidden_layers = 3",
         "Set num_hidden_layers to 4",
     ),
     "biases": (
         lambda x: x | {"model.layers.0.self_attn.q_proj.bias": ROW},
         "has 1 tensor that config.json does not describe",
-        "Give the config.json",
+        "Use the config.json",
     ),
     "another tool": (
         _renamed("mlp.down_proj", "ffn.out"),
         "lacks 3 tensors: 'model.layers.0.mlp.down_proj.weight'",
-        "If the same weights are here under names of another tool",
+        "If a tool saved these weights with other names",
     ),
     "both layouts": (
         lambda x: x | {"norm.weight": ROW},
@@ -273,7 +273,7 @@ def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
     config, tensors = maker.qwen3_next("F32", num_experts=10**9)
     change = stacked(GATED, "gate_up_proj", "down_proj")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
-    with pytest.raises(ConfigError, match="describes a model of far more"):
+    with pytest.raises(ConfigError, match="describes a much larger model"):
         open_folder(str(folder))
 
 
@@ -291,10 +291,10 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        (["model-00001-of-00001.safetensors"], "Rename it to model.safetensors"),
-        (["model-00001-of-00002.safetensors"], "Download model.safetensors.index.json"),
-        (["a.safetensors", "b.safetensors"], "and 1 other file are there"),
-        (["x-Q4_K_M.gguf"], "is of llama.cpp"),
+        (["model-00001-of-00001.safetensors"], "Rename the file to model.safetensors"),
+        (["model-00001-of-00002.safetensors"], "Also download model.safetensors.index.json"),
+        (["a.safetensors", "b.safetensors"], "and 1 other file"),
+        (["x-Q4_K_M.gguf"], "a file of llama.cpp"),
         (["pytorch_model.bin"], "is pickled"),
         ([], "Download the model's safetensors files"),
     ],

@@ -387,7 +387,7 @@ def test_the_model_is_described_once() -> None:
     own_only = describe(CONFIG)
     assert sum(count.layer_costs(own_only, 32)) + head == needed + pairs
     assert model.notes == ("all 5 experts for each token",)
-    assert own_only.notes == ("2 of 5 experts for each token, by blocks of rows",)
+    assert own_only.notes == ("2 of 5 experts for each token, by blocks of tokens",)
     assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
 
 
@@ -412,19 +412,19 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("model.moe.top_k=9", "is more than model.moe.num_experts (8)"),
+        ("model.moe.top_k=9", "must be at most model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
-        ("model.moe.dispatch=all model.moe.capacity_factor=2", "has no meaning with model.moe.cap"),
+        ("model.moe.dispatch=all model.moe.capacity_factor=2", "must be auto with model.moe.cap"),
         ("model.moe.num_expert_groups=3", "must divide model.moe.num_experts (8)"),
         (
             "model.moe.num_expert_groups=4 model.moe.expert_groups_per_token=5",
-            "is more than model.moe.num_expert_groups",
+            "must be at most model.moe.num_expert_groups",
         ),
-        ("model.moe.num_expert_groups=8", "leaves a token 1 of the 8 experts"),
+        ("model.moe.num_expert_groups=8", "selects only 1 of 8 experts"),
         (
             "model.moe.num_expert_groups=8 model.moe.expert_groups_per_token=2 model.moe.group_scores=top2",
-            "two exp",
+            "must be max",
         ),
         ("model.q_lora_rank=4", "Write model.family=deepseek model.deepseek.q_lora_rank=4."),
         ("model.moe.load_balance_loss_weight=-1", "0 only records the balance loss"),

@@ -26,17 +26,29 @@ LATENT = replace(MODEL, family="deepseek", own=DeepseekConfig(), num_kv_heads=MO
     ("model", "platform", "tokens", "wanted", "refused"),
     [
         (MODEL, "cpu", 256, "blockwise", []),
-        (MODEL, "cpu", 255, "xla", ["blockwise is for 256 tokens or more"]),
+        (MODEL, "cpu", 255, "xla", ["blockwise requires 256 tokens"]),
         (LATENT, "cpu", 4096, "blockwise", []),
         (MODEL, "gpu", 2048, "cudnn", []),
         (MODEL, "cuda", 4096, "cudnn", []),
-        (replace(MODEL, compute_dtype="float32"), "gpu", 4096, "blockwise", ["cudnn has no float"]),
-        (SINKS, "gpu", 4096, "blockwise", ["cudnn has no sinks"]),
-        (CAPPED, "gpu", 512, "xla", ["cudnn has no soft cap", "blockwise is for 4,096"]),
-        (LATENT, "gpu", 4096, "blockwise", ["cudnn has no value size"]),
-        (replace(MODEL, head_dim=160), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
-        (replace(MODEL, head_dim=60), "gpu", 4096, "blockwise", ["cudnn needs heads"]),
-        (MODEL, "gpu", 4097, "blockwise", ["cudnn needs an even"]),
+        (
+            replace(MODEL, compute_dtype="float32"),
+            "gpu",
+            4096,
+            "blockwise",
+            ["cudnn does not support float32"],
+        ),
+        (SINKS, "gpu", 4096, "blockwise", ["cudnn does not support sinks"]),
+        (
+            CAPPED,
+            "gpu",
+            512,
+            "xla",
+            ["cudnn does not support soft cap", "blockwise requires 4,096"],
+        ),
+        (LATENT, "gpu", 4096, "blockwise", ["cudnn does not support value size"]),
+        (replace(MODEL, head_dim=160), "gpu", 4096, "blockwise", ["cudnn requires head sizes"]),
+        (replace(MODEL, head_dim=60), "gpu", 4096, "blockwise", ["cudnn requires head sizes"]),
+        (MODEL, "gpu", 4097, "blockwise", ["cudnn requires an even"]),
     ],
 )
 def test_the_best_backend_is_chosen(
@@ -69,14 +81,14 @@ def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_auto, "CANNOT", {name: CANNOT[name] for name in ("xla", "blockwise")}
     )
     found = choose(MODEL, "tpu", 8192)
-    assert found == ("blockwise", ("splash is not there",))
+    assert found == ("blockwise", ("splash is not available",))
 
 
 def test_a_ring_is_by_blocks_everywhere() -> None:
     ring = Divided(2, method="ring")
     for platform in ("cpu", "tpu"):
         assert choose(MODEL, platform, 16, ring) == ("blockwise", ())
-        assert words(MODEL, platform, 16, ring).startswith("blockwise, as mesh.context_attention=")
+        assert words(MODEL, platform, 16, ring).startswith("blockwise, because mesh.context")
     assert choose(MODEL, "cpu", 16, ring._replace(context=1)).backend == "xla"
 
 

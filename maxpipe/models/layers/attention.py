@@ -1,4 +1,4 @@
-"""Self-attention in which few key/value heads serve many query heads."""
+"""Grouped-query self-attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from maxpipe.models.spec import (
 )
 
 AUTO = "auto"
-"""A backend that is still to be chosen (`model.choice`): what is described of it is `xla`'s."""
+"""Placeholder of a backend that is not selected yet (`model.choice`). Memory estimates use
+`xla`."""
 
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
@@ -31,23 +32,23 @@ CANNOT: Mapping[str, frozenset[str]] = {
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
     "splash": frozenset(),
 }
-"""For each backend (`model.attention`) the options of attention that it cannot compute."""
+"""Attention options that each backend (`model.attention`) does not support."""
 
 
 LOG_SUM = "attention_lse"
-"""Name of the logarithm of each query's sum of exponentials, in float32, which backends with a
-backward of their own keep with `context`: from both the shares of all keys follow."""
+"""Checkpoint name of the log-sum-exp of each query's scores in float32. Backends with a custom
+backward save it with `context` to recompute the probabilities."""
 
 _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
 
 def stands(backend: str) -> Stands:
-    """What of its scores a backend has in memory."""
+    """Return which arrays over pairs a backend stores."""
     return _STANDS.get(backend, "block")
 
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
-    """What a backend keeps where `context` is kept. `Part.kept_with` of attention."""
+    """Return the arrays that a backend saves with `context`, for `Part.kept_with`."""
     return {} if stands(backend) == "scores" else {"context": {LOG_SUM: heads}}
 
 
@@ -56,80 +57,85 @@ Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (arXiv:2104.09864): pairs turn by `position * theta ** -exponent`."""
+    """Rotary positions (arXiv:2104.09864): pairs rotate by `position * theta ** -exponent`."""
 
     theta: Number
     factor: Number = 1.0
-    """By which wavelengths are stretched."""
+    """Factor that multiplies the wavelengths."""
     scaling: Scaling = "linear"
-    """`linear` stretches all; `dynamic` takes a larger base in rows of more than `original_tokens`,
-    when decoding in caches of more; `llama3` stretches those that do not fit `original_tokens` four
-    times; `yarn` (arXiv:2309.00071) those that do not fit 32 times, and what turns is made longer.
+    """Method of scaling. `linear` multiplies all wavelengths. `dynamic` increases the base for
+    sequences longer than `original_tokens`; in decoding, for caches longer than that. `llama3`
+    multiplies wavelengths that fit fewer than four times into `original_tokens`. `yarn`
+    (arXiv:2309.00071) multiplies those that fit fewer than 32 times and also scales the rotated
+    entries.
     """
     original_tokens: int = 0
-    """Context length that the wavelengths were made for."""
+    """Context length for which the wavelengths were designed."""
     rotary_dims: int = 0
-    """How many of a head's entries turn, the first ones. 0: all."""
+    """Number of entries of a head that are rotated, counted from the first. 0 rotates all."""
     stretch: tuple[float, ...] = ()
-    """By which each pair's wavelength is stretched besides (arXiv:2402.13753). Empty: by 1."""
+    """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple uses 1."""
     stretch_beyond: tuple[float, ...] = ()
-    """The same in rows of more than `original_tokens`; when decoding, in caches of more."""
+    """Factors like `stretch`, for sequences longer than `original_tokens`; in decoding, for longer
+    caches."""
     attention_factor: float = 1.0
-    """Factor of what turns."""
+    """Multiplier of the rotated entries."""
     truncate: bool = True
-    """Whether YaRN begins and ends to stretch at whole numbers of pairs."""
+    """Whether the YaRN ramp starts and ends at integer pair indices."""
     fast: float = 0.0
-    """Pairs that turn at least so often in `original_tokens` are not stretched by `llama3` and
-    `yarn`. 0: as published, 4 and 32."""
+    """Minimum rotations in `original_tokens` of pairs that `llama3` and `yarn` do not scale. 0 uses
+    the published values, 4 and 32."""
     slow: float = 0.0
-    """Pairs that turn at most so often are stretched by the whole factor. 0: as published, 1."""
+    """Maximum rotations in `original_tokens` of pairs that are scaled by the full factor. 0 uses
+    the published value, 1."""
 
 
 @dataclass(frozen=True)
 class Attention(Part):
-    """Causal attention within segments; query heads share key/value heads (arXiv:2305.13245)."""
+    """Causal grouped-query attention within segments (arXiv:2305.13245)."""
 
     d_model: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     out_gain: float
-    """Of the output projection, which writes to the residual stream."""
+    """Gain of the output projection, which writes to the residual stream."""
     backend: str
     rope: Rope
     scale: float | None = None
-    """Of the scores. None: `head_dim ** -0.5`."""
+    """Multiplier of the scores. None uses `head_dim ** -0.5`."""
     window: str = ""
-    """Per-layer value: tokens that a query sees, itself included; 0 for all."""
+    """Name of the per-layer value with the number of tokens that a query attends to, including
+    itself. 0 means all tokens."""
     soft_cap: float = 0.0
-    """Scores become `cap * tanh(scores / cap)`. 0: as they are."""
+    """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
-    """Of each query and key, in front of the rotation."""
+    """Norm of each query and key before the rotation."""
     joint_norm: bool = False
-    """Whether it norms the heads of a token together, with a scale for each entry of each head."""
+    """Whether `head_norm` normalizes all heads of a token together, with one scale per entry."""
     biased: tuple[str, ...] = ()
-    """Projections to which a bias is added."""
+    """Names of the projections with a bias."""
     gated: bool = False
-    """Whether what heads mix is multiplied by sigmoids (arXiv:2505.06708). Their logits are
-    projected with the queries: the second half of each head's entries."""
+    """Whether the attention output is multiplied by sigmoid gates (arXiv:2505.06708). The query
+    projection also produces the gate logits, in the second half of each head's entries."""
     sinks: bool = False
-    """Whether each head has a score that takes a share of each query and adds nothing
-    (arXiv:2309.17453, learned as in arXiv:2508.10925)."""
+    """Whether each head has a learned sink logit in the softmax (arXiv:2309.17453, learned as in
+    arXiv:2508.10925)."""
 
     @property
     def options(self) -> frozenset[str]:
-        """What it asks of a backend that not all of them can compute."""
+        """Return the options in use that some backends do not support."""
         used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
         return frozenset(name for name, value in used.items() if value)
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """Options that its backend cannot compute."""
+        """Return the options in use that the backend does not support."""
         return CANNOT[self.backend] & self.options
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Projections, and scales of the norms of queries and keys."""
+        """Return the projections and the scales of query and key norms."""
         embed, size = (self.d_model, "embed"), (self.head_dim, "head_dim")
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_dim
@@ -157,19 +163,21 @@ class Attention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """`query` and `key` are rotated; `context` is what attention mixes."""
+        """Return the named activations. `query` and `key` are rotated; `context` is the mixed
+        values.
+        """
         found = {"query": self._query, "key": self._key, "value": self._key}
         found |= {"query_gate": self._query} if self.gated else {}
         return found | {"context": self._query, "attention_out": self._width}
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Of `context` its sums, where its backward starts from them."""
+        """Return the log-sum-exp that is saved with `context` if the backward pass reads it."""
         return kept_with_context(self.backend, self._heads)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Four projections and the two products with the scores."""
+        """Return four projections and the two matmuls with the scores."""
         scores = Scores(
             self.num_heads,
             "heads",
@@ -184,16 +192,16 @@ class Attention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Input and output, and what is mixed: queries and keys stay near the scores."""
+        """Return input, output and mixed values. Queries and keys are counted with the scores."""
         return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 
     @property
     def backward_peak(self) -> Held:
-        """Of each pair its score and its probability.
+        """Return the score and the probability of each pair.
 
-        By blocks, besides: queries and the cotangent of what is mixed in the order of blocks, and
-        of keys and values what is not there anyway, their gradients in float32 among it. Behind a
-        mask of numbers a kernel's gradients, of keys and values for each head of queries.
+        Blockwise attention adds the queries and the output cotangent in block order, and copies of
+        keys and values with their float32 gradients. Kernels with a dense mask add gradients of
+        keys and values for each query head.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -206,13 +214,14 @@ class Attention(Part):
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
+        """Return the inputs of all matmuls, rotation angles and two statistics of each softmax
+        (float32).
 
-        A sink keeps one statistic more. Of each pair whether it counts, its score in float32, with
-        a soft cap its slope, and its probability. Each block of queries keeps the keys and values
-        that it reads. What computes its scores again keeps one statistic and nothing of pairs.
+        A sink adds one statistic. Each pair has a mask bit, a float32 score, the slope of the soft
+        cap (if any) and a probability. Each block of queries saves the keys and values that it
+        reads. Backends that recompute scores save one statistic per query and nothing per pair.
         """
-        # Gates keep what they multiply, their sigmoids, and the product.
+        # Gates save their inputs, their sigmoids and the product.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
         keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
@@ -231,9 +240,10 @@ class Attention(Part):
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs.
+        """Return the inputs of the projections and the cotangents of their outputs.
 
-        What head norms wait for; of each sink its share and the cotangent of that, or its gradient.
+        Head norms add their arrays. A sink adds its probability and the probability's cotangent, or
+        only its gradient.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
@@ -253,14 +263,14 @@ class Attention(Part):
         return found
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
-        """Dims for each of which there is a norm, and those over which it norms."""
+        """Return the dims of the separate norms, and the dims that each norm reduces."""
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_dim, "norm"),)
 
     @property
     def _projected(self) -> int:
-        """Entries of a head in the projection of queries."""
+        """Return the entries per head of the query projection."""
         return self.head_dim * (2 if self.gated else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""A mixture of experts: gated MLPs, of which a router chooses a few for each token."""
+"""Mixture of experts: a router selects a few gated MLPs for each token."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from maxpipe.models.spec import (
 )
 
 BalanceOver = Literal["sequence", "microbatch", "devices"]
-"""Tokens of which the balance loss takes the shares that experts get."""
+"""Tokens over which the balance loss computes expert loads."""
 
 
 class Groups(NamedTuple):
-    """Experts in groups of one size; a token goes to experts of few groups (arXiv:2405.04434)."""
+    """Groups of experts. Each token is routed to experts of a few groups (arXiv:2405.04434)."""
 
     num_groups: int
     per_token: int
-    """Groups that a token is sent to."""
+    """Number of groups per token."""
     by: Literal["max", "top2"]
-    """What a group's score is: its largest score, or the sum of its two largest."""
+    """Score of a group: its largest score, or the sum of its two largest scores."""
 
 
 @dataclass(frozen=True)
 class Experts(Part):
-    """The weighted sum of each token's experts (arXiv:1701.06538, routed as arXiv:2401.04088).
+    """Weighted sum of each token's experts (arXiv:1701.06538, routed as in arXiv:2401.04088).
 
-    Without a capacity tokens pass through their own experts, or through all of them with a weight
-    of 0 where they are not routed to: `dispatch`. With one an expert has room for a number of
-    tokens of a sequence; the others lose it.
+    Without a capacity, `dispatch` selects between computing only the token's experts and computing
+    all experts with weight 0 for those that are not selected. With a capacity, each expert accepts
+    a limited number of tokens per sequence and drops further tokens.
     """
 
     d_model: int
@@ -50,101 +50,102 @@ class Experts(Part):
     """Hidden width of one expert."""
     num_experts: int
     per_token: int
-    """Experts that a token is sent to, those with the largest probabilities."""
+    """Number of experts per token, those with the largest probabilities."""
     out_gain: float
-    """Of the output projections, which write to the residual stream."""
+    """Gain of the output projections, which write to the residual stream."""
     load_balance_loss_weight: float
     """Coefficient of the balance loss."""
     z_loss_weight: float = 0.0
-    """Coefficient of the router's z-loss (arXiv:2202.08906)."""
+    """Coefficient of the router z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
-    """Tokens that an expert has room for, as a multiple of an even share. 0: for all."""
+    """Expert capacity in tokens, as a multiple of an even share. 0 means no limit."""
     send_capacity_factor: float = 0.0
-    """Choices for which a device has room at each other one of the expert axis, as a multiple of an
-    even share. 0: for all."""
+    """All-to-all capacity: token-expert pairs that a device sends to each device of the expert
+    axis, as a multiple of an even share. 0 means no limit."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    """What becomes of the router's logits: probabilities, or scores that do not compete
+    """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores
     (arXiv:2412.19437)."""
     weight_scale: float = 1.0
-    """Factor of the weights of experts."""
+    """Multiplier of the expert weights."""
     shared: GatedMLP | None = None
-    """Added for every token (arXiv:2401.06066)."""
+    """Shared expert that processes every token (arXiv:2401.06066)."""
     shared_gated: bool = False
-    """Whether it is multiplied by a sigmoid of the token's own."""
+    """Whether the shared expert's output is multiplied by a per-token sigmoid gate."""
     normalised: bool = True
-    """Whether the probabilities of a token's experts are divided by their sum."""
+    """Whether the probabilities of a token's experts are normalized to sum to 1."""
     function: Gate = "silu"
-    """Of the gates."""
+    """Activation function of the gates."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
-    """Whether tokens pass through all experts or through their own. `auto`: through their own when
-    that is at most half of them."""
+    """Whether tokens pass through all experts or only through those selected. `auto` computes only
+    the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
-    """None: a token may go to any experts."""
+    """Grouping of the experts. None allows any experts for a token."""
     load_balance_scope: BalanceOver = "sequence"
-    """`sequence`: each by itself. `microbatch`: the rows that a device has in one. `devices`: the
-    rows that all devices have in one."""
+    """Tokens of one balance loss. `sequence`: each sequence separately. `microbatch`: a device's
+    sequences in a microbatch. `devices`: all devices' sequences in a microbatch."""
     expert_bias_update_rate: float | None = None
-    """By how much each step moves an expert's bias towards equal loads (arXiv:2408.15664). Biases
-    are added to scores where experts are chosen, and not where they are weighted. None: none."""
+    """Step size of the router biases towards equal loads (arXiv:2408.15664). Biases affect the
+    selection of experts but not their weights. None disables the biases."""
     biased: bool = False
-    """Whether biases are added to the router's logits and to all projections."""
+    """Whether the router logits and all projections have biases."""
     rows_received: float | None = None
-    """Rows of experts that a device has room for, for each of its tokens, where experts or a row's
-    tokens are divided over devices. None: as many as it computes."""
+    """Capacity of a device in token-expert pairs, per local token, if experts or tokens are
+    sharded. None uses the number of pairs that the device computes."""
     shards: int = 1
-    """Devices over which experts are divided."""
+    """Number of devices over which experts are sharded."""
 
     metrics: ClassVar[Mapping[str, Summary]] = {
         "moe/balance_loss": Summary(
             "balance",
             "mean",
             "",
-            "Balance loss, mean over layers with experts, without its coefficient. 1 when experts "
-            "get equally many tokens of each sequence, or of what `load_balance_scope` says; the number "
-            "of experts divided by those of a token when all go to the same ones.",
+            "Balance loss without its coefficient, mean over layers with experts. It is 1 if all "
+            "experts get equally many tokens of each sequence, or of the tokens that "
+            "`load_balance_scope` selects. It is the number of experts divided by `top_k` if all tokens "
+            "select the same experts.",
         ),
         "moe/router_z_loss": Summary(
             "router_z",
             "mean",
             "",
-            "Square of the logarithm of the router's partition function, mean over layers with "
-            "experts and tokens, without its coefficient.",
+            "Squared log partition function of the router without its coefficient, mean over "
+            "layers with experts and tokens.",
         ),
         "moe/router_entropy": Summary(
             "entropy",
             "mean",
             "nats",
             "Entropy of a token's scores over the experts, mean over layers with experts. The "
-            "logarithm of their number when the router does not choose at all.",
+            "maximum, for a uniform router, is the logarithm of the number of experts.",
         ),
         "moe/dropped": Summary(
             "dropped",
             "mean",
             "",
-            "Fraction of the choices of tokens for which an expert had no room, mean over layers "
-            "with experts. With a `capacity_factor`.",
+            "Fraction of token-expert pairs dropped because of full experts, mean over layers "
+            "with experts. Reported with a `capacity_factor`.",
         ),
         "moe/load_max": Summary(
             "load",
             "largest",
             "",
-            "Tokens of the most used expert in any layer, as a multiple of an expert's mean.",
+            "Largest number of tokens of an expert in any layer, relative to the layer's mean.",
         ),
         "moe/load_min": Summary(
             "load",
             "smallest",
             "",
-            "Tokens of the least used expert in any layer, as a multiple of an expert's mean: 0 "
-            "when an expert gets none.",
+            "Smallest number of tokens of an expert in any layer, relative to the layer's mean. It "
+            "is 0 if an expert gets no tokens.",
         ),
     }
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """The router, and the projections of all experts.
+        """Return the router and the projections of all experts.
 
-        With the dims that are summed over in front, or with those that are kept at the end, each
-        projection of all experts is one plain matmul: nothing is transposed.
+        The dims that the matmul contracts come first, or the dims that it keeps come last. Each
+        projection of all experts is therefore one matmul without transposes.
         """
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
         embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
@@ -171,22 +172,25 @@ class Experts(Part):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """The bias goes down where an expert gets more tokens than the mean, else up."""
+        """Return the update rule of the router bias: lower for experts above the mean load, else
+        higher.
+        """
         rate = self.expert_bias_update_rate
         return {"router_bias": Follows("load", rate)} if rate else {}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Both inputs of the gates, of all rows of experts."""
+        """Return both inputs of the gates for all token-expert pairs."""
         hidden = ((math.ceil(self._rows_in_memory), "experts"), *self._hidden)
         found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """The router, and the projections of all experts, of which a token needs its own.
+        """Return the router and the projections of all experts.
 
-        A bias counts as one more row of its projection.
+        A token needs only the projections of its experts. A bias counts as one more row of its
+        projection.
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         found = [Matmul("router")]
@@ -201,14 +205,14 @@ class Experts(Part):
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Target tokens of each expert."""
+        """Return the number of target tokens of each expert."""
         return {"load": self._each}
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """How unequally tokens are spread over experts, and how large logits are.
+        """Return the coefficients of the balance loss and the z-loss.
 
-        The others are for the record.
+        The other losses are only reported, with coefficient 0.
         """
         found = {
             "balance": self.load_balance_loss_weight,
@@ -219,21 +223,21 @@ class Experts(Part):
 
     @property
     def traffic(self) -> Held:
-        """Input and output; the gates' inputs, and what goes into the last matmul, twice."""
+        """Return input, output, the gates' inputs, and the input of the last matmul twice."""
         found = self._with_rows(6.0, width=2.0, placed=2.0)
         return found if self.shared is None else found + self.shared.traffic
 
     @property
     def backward_peak(self) -> Held:
-        """The gates' inputs and outputs and their gradients; what is sent to other devices."""
+        """Return the gates' inputs and outputs, their gradients, and tokens sent elsewhere."""
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls and of the gates; the weights of experts; where tokens are placed.
+        """Return the inputs of matmuls and gates, the expert weights, and the token placement.
 
-        In float32 the probabilities, those of the z-loss, which of them are taken, and sums over
-        experts. What the balance loss keeps of each sequence is too small to count.
+        In float32, they include the probabilities, the z-loss terms, the selected experts and sums
+        over experts. The residuals of the balance loss are too small to count.
         """
         extra = float(self.normalised)
         found = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
@@ -248,13 +252,13 @@ class Experts(Part):
             found += self._weights_for_biases
         if self.shared is None:
             return found
-        # Gated: what it is multiplied with, and what with it.
+        # The gate adds the shared expert's output and the gate value.
         gate = Held(compute_dtype=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
         return found + self._without_inputs(self.shared.residuals) + gate
 
     @property
     def _received(self) -> Held:
-        """Rows from other devices, the expert of each, and what it weighs at all that are here."""
+        """Return the tokens received from other devices, their experts and their weights."""
         weights = self._per_token_rows(1.0, ((self.num_experts // self.shards, ""),))
         places = Held(float32=(self._per_token_rows(1.0, ()), (2.0, self._choices)))
         return (
@@ -263,10 +267,11 @@ class Experts(Part):
         )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of all matmuls and cotangents of their outputs, those of the router in float32.
+        """Return the inputs of all matmuls and the cotangents of their outputs (float32 for the
+        router).
 
-        Recomputed, what goes into the last matmul follows from the gates' inputs and the weights,
-        unless it has been needed.
+        If recomputed, the input of the last matmul follows from the gates' inputs and the weights,
+        unless it has been saved.
         """
         found = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
@@ -286,22 +291,28 @@ class Experts(Part):
         return found + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Of the shared expert: what goes in is there already, and so is what comes back."""
+        """Return the shared expert's arrays without its input and output, which are counted
+        already.
+        """
         return replace(
             held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)
         )
 
     @property
     def rows(self) -> float:
-        """Experts that compute something for a token, on average, used or not."""
+        """Return the mean number of experts that are computed per token, used or not."""
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
-        if self.rows_received is not None:  # what is not sent is not computed
+        if self.rows_received is not None:  # dropped tokens are not computed
             return min(self.capacity, 1.0) * self.per_token
         return min(self.capacity * self.per_token, float(self.num_experts))
 
     def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
-        """The same on `shards` devices; each has `tokens` of the `whole` tokens of `rows` rows."""
+        """Return this part on `shards` devices, each with `tokens` of the `whole` tokens per
+        sequence.
+
+        `rows` is the number of sequences.
+        """
         if not self.permutes_tokens:
             return self
         found = self.per_token * rows * tokens
@@ -311,12 +322,12 @@ class Experts(Part):
 
     @property
     def _rows_in_memory(self) -> float:
-        """Rows of experts in memory, for each token."""
+        """Return the number of token-expert pairs in memory, per token."""
         return self.rows if self.rows_received is None else self.rows_received
 
     @property
     def grouped(self) -> bool:
-        """Whether tokens are sorted by expert, and pass through their own only."""
+        """Return whether tokens are sorted by expert and pass only through selected experts."""
         if self.capacity:
             return False
         if self.dispatch == "auto":
@@ -325,29 +336,30 @@ class Experts(Part):
 
     @property
     def note(self) -> str:
-        """Which experts are computed for a token, and by what."""
+        """Describe which experts are computed for a token, and how."""
         if self.capacity:
-            return f"{self.num_experts} experts with room for {self.capacity:g} x an even share"
+            return f"{self.num_experts} experts with capacity {self.capacity:g} x an even share"
         if not self.grouped:
             return f"all {self.num_experts} experts for each token"
         kernel = not (self.d_model % 128 or self.d_mlp % 128)
-        by = "kernels on TPUs, else blocks of rows" if kernel else "blocks of rows"
+        by = "kernels on TPUs, else blocks of tokens" if kernel else "blocks of tokens"
         return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
 
     @property
     def permutes_tokens(self) -> bool:
-        """Whether tokens are brought to the rows of their experts, and back."""
+        """Return whether tokens are permuted to their experts and back."""
         return self.grouped or bool(self.capacity)
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether tokens may lose experts, for which there is no room."""
+        """Return whether tokens can be dropped because of a capacity."""
         return bool(self.capacity or self.send_capacity_factor)
 
     def send_capacity(self, shards: int, rows: int, tokens: int, whole: int) -> int:
-        """Choices for which a device has room at each of the `shards` of the expert axis.
+        """Return the capacity, in token-expert pairs, from one device to each of the `shards`
+        devices.
 
-        It has `tokens` tokens of each of `rows` rows, which have `whole` tokens.
+        The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
         """
         choices, mine = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, mine)
@@ -358,12 +370,14 @@ class Experts(Part):
         return most
 
     def expert_capacity(self, tokens: int) -> int:
-        """Tokens of a sequence for which an expert has room."""
+        """Return the capacity of an expert in tokens of a sequence."""
         each = tokens * self.per_token / self.num_experts
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Copies of what experts compute; of the width, for each token and each row of experts."""
+        """Return copies of arrays of expert width, of arrays per token, and of arrays per expert
+        token.
+        """
         found = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
         )
@@ -373,12 +387,12 @@ class Experts(Part):
 
     @property
     def _weights(self) -> Held:
-        """Those of rows."""
+        """Return the weights of the token-expert pairs."""
         return Held(compute_dtype=(self._per_token_rows(1.0, ()),))
 
     @property
     def _weights_for_biases(self) -> Held:
-        """What the biases of the last projection are multiplied with."""
+        """Return the weights of the biases of the last projection."""
         return self._weights if self.capacity else Held(compute_dtype=((1.0, self._each),))
 
     @property
@@ -387,14 +401,14 @@ class Experts(Part):
 
     @property
     def _places(self) -> Held:
-        """Which choice is in each row, and how many rows each expert has."""
+        """Return the token-expert pair of each row, and the number of rows per expert."""
         if not self.permutes_tokens:
             return Held()
         counts = (self._each,) if self.grouped else ()
         return Held(float32=(self._per_token_rows(1.0, ()),), float32_token_independent=counts)
 
     def _per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
-        """Copies of something that each row of experts has, as a number for each token."""
+        """Return the copies and dims per token of an array with one entry per token-expert pair."""
         if self._rows_in_memory.is_integer():
             return copies, ((int(self._rows_in_memory), "experts"), *dims)
         return copies * self._rows_in_memory / self.num_experts, (*self._each, *dims)

@@ -1,4 +1,4 @@
-"""The gated delta rule: linear attention whose state forgets and corrects itself."""
+"""Gated delta rule: linear attention with a decaying, error-correcting state."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from maxpipe.models.spec import (
     Products,
 )
 
-# What gates start from, as in Mamba 2 (arXiv:2405.21060): a head forgets at a rate up to
-# `_FASTEST` times a step of time between these two.
+# Initialization of the gates as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is at most
+# `_FASTEST` times a time step between `_SHORTEST` and `_LONGEST`.
 _FASTEST = 16.0
 _SHORTEST, _LONGEST = 1e-3, 1e-1
 _GOLDEN = (5**0.5 - 1) / 2
@@ -28,46 +28,46 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class GatedDelta(Part):
-    """The gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
+    """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
 
-    Of each value head a state `S [dk, dv]` is read by queries, and corrected where a key finds
-    another value than it should: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has a
-    query, a key and several value heads. Queries, keys and values pass a short convolution over
-    tokens; what is read is normed and gated.
+    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct it where the
+    stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has one
+    query, one key and several value heads. Queries, keys and values pass through a short
+    convolution over tokens. The output is normalized and gated.
     """
 
     d_model: int
     num_key_heads: int
     num_value_heads: int
     key_size: int
-    """dk."""
+    """dk, the size of a key."""
     value_size: int
-    """dv."""
+    """dv, the size of a value."""
     kernel: int
-    """Tokens that the convolution sees, the token itself included."""
+    """Width of the convolution in tokens, including the current token."""
     norm: RMSNorm
-    """Of what each value head reads."""
+    """Norm of each value head's output."""
     out_gain: float
-    """Of the output projection, which writes to the residual stream."""
+    """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 64
-    """Tokens that are computed at once, a power of two."""
+    """Number of tokens per chunk, a power of two."""
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def mixed_size(self) -> int:
-        """Entries of a key head that the convolution mixes: query, key and values."""
+        """Entries per key head that pass through the convolution: query, key and values."""
         return 2 * self.key_size + self.group * self.value_size
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Projections, the convolution's kernels, gates, the norm's scale.
+        """Return the projections, convolution kernels, gates and the norm's scale.
 
-        Of each key head `qkvz` holds query, key, values and output gates, side by side, and `ba`
-        the logits of its write and forget gates.
+        For each key head, `qkvz` concatenates query, key, values and output gates, and `ba`
+        concatenates the logits of its write and decay gates.
         """
         embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
@@ -91,7 +91,7 @@ class GatedDelta(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """`qkvz` and `ba` as they are projected; `read` is what the output projection takes."""
+        """Return the projections `qkvz` and `ba`, and the output projection's input `read`."""
         return {
             "qkvz": self._qkvz,
             "ba": self._ba,
@@ -101,14 +101,16 @@ class GatedDelta(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Projections, the convolution, and the products with the state and inside chunks.
+        """Return the projections, the convolution, and the matmuls with the state and inside
+        chunks.
 
-        Needed is what the recurrence does: it reads by key and query, and writes.
+        The needed FLOPs are those of the recurrence: reads by key and query, and the write.
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk
         needed = 3.0 * dk * dv
-        # Between tokens of a chunk: keys and queries once for a key head; solved values and keys,
-        # mixed values; the inverse, with two products for each doubling of its blocks.
+        # Matmuls between the tokens of a chunk: keys and queries (once per key head), the solved
+        # values and keys, and the mixed values. The inverse needs two matmuls per doubling of its
+        # blocks.
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_value_heads, "heads", needed, needed + inside)
@@ -117,18 +119,20 @@ class GatedDelta(Part):
 
     @property
     def traffic(self) -> Held:
-        """Input and output, what is projected, what is read."""
+        """Return input, output, the projections and the state's output."""
         return Held(compute_dtype=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
 
     @property
     def backward_peak(self) -> Held:
-        """What chunks hold and its gradients, of each token and of pairs in a chunk; the states."""
+        """Return the arrays of the chunks and their gradients, per token and per pair, and the
+        states.
+        """
         wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
         return Held(compute_dtype=((2.0, self._qkvz),), float32=wide)
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls; in float32 the state in front of each chunk."""
+        """Return the inputs of all matmuls, and the float32 state before each chunk."""
         return Held(
             compute_dtype=(
                 (1.0, self._width),
@@ -140,7 +144,9 @@ class GatedDelta(Part):
         )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs; all other gradients."""
+        """Return the inputs of the projections, the cotangents of their outputs, and other
+        gradients.
+        """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         narrow = (width, (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value))
@@ -182,14 +188,14 @@ class GatedDelta(Part):
 
 
 def _rates(heads: int) -> tuple[float, ...]:
-    """Logarithms of rates, spread evenly."""
+    """Return the logarithms of evenly spaced decay rates."""
     return tuple(math.log(_FASTEST * (number + 0.5) / heads) for number in range(heads))
 
 
 def _times(heads: int) -> tuple[float, ...]:
-    """What softplus makes steps of time of, spread evenly by their logarithms.
+    """Return the inverse softplus of log-uniformly spaced time steps.
 
-    In another order than the rates: by multiples of the golden ratio.
+    Multiples of the golden ratio make their order differ from that of the rates.
     """
     span = math.log(_LONGEST / _SHORTEST)
     steps = (_SHORTEST * math.exp(span * (number * _GOLDEN % 1)) for number in range(heads))

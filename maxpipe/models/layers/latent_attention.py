@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads from one small vector per token."""
+"""Multi-head latent attention: one small latent per token encodes all keys and values."""
 
 from __future__ import annotations
 
@@ -13,67 +13,69 @@ from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Pa
 
 @dataclass(frozen=True)
 class LatentAttention(Part):
-    """Causal attention within segments, of latents (arXiv:2405.04434, section 2.1).
+    """Causal multi-head latent attention within segments (arXiv:2405.04434, section 2.1).
 
-    A token's latent gives keys and values of each head. Positions are in further entries of a head,
-    which turn: of a query they are the head's own, of a key one vector is for all heads.
+    Each head's keys and values are projected from the token's latent. Positions are encoded in
+    additional rotated entries: separate ones for each query head, and one vector per key that all
+    heads share.
     """
 
     d_model: int
     num_heads: int
     head_dim: int
-    """Of queries and keys, the entries that turn included."""
+    """Size of a query or key head, including the rotated entries."""
     value_size: int
-    """Of a head's values."""
+    """Size of a value head."""
     rank: int
     """Size of a token's latent."""
     q_lora_rank: int
-    """Size of the vector that queries are made of. 0: they are made of the input."""
+    """Size of the query latent. 0 projects queries from the input."""
     out_gain: float
-    """Of the output projection, which writes to the residual stream."""
+    """Gain of the output projection, which writes to the residual stream."""
     backend: str
     rope: Rope
-    """Its `turned` are the last entries of a head as projections have them, in pairs (2i, 2i+1)."""
+    """Rotary positions. The projections store the `turned` entries at the end of a head, as pairs
+    (2i, 2i+1)."""
     scale: float
-    """Of the scores."""
+    """Multiplier of the scores."""
     epsilon: float
-    """Of the norms of latents."""
+    """Epsilon of the latent norms."""
 
     @property
     def options(self) -> frozenset[str]:
-        """What it asks of a backend that not all of them can compute."""
+        """Return the options in use that some backends do not support."""
         return frozenset({"value_size"})
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """Options that its backend cannot compute."""
+        """Return the options in use that the backend does not support."""
         return CANNOT[self.backend] & self.options
 
     @property
     def rope_size(self) -> int:
-        """Entries of a head that turn."""
+        """Return the number of rotated entries of a head."""
         return self.rope.rotary_dims
 
     @property
     def rest_size(self) -> int:
-        """Entries of a query or key that do not."""
+        """Return the number of entries of a query or key that are not rotated."""
         return self.head_dim - self.rope_size
 
     @cached_property
     def norm(self) -> RMSNorm:
-        """Of latents."""
+        """Return the norm of the key-value latent."""
         return RMSNorm(self.rank, self.epsilon)
 
     @cached_property
     def query_norm(self) -> RMSNorm:
-        """Of what queries are made of."""
+        """Return the norm of the query latent."""
         return RMSNorm(self.q_lora_rank, self.epsilon)
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Projections down, their norms, and projections up to the heads.
+        """Return the down projections, their norms, and the up projections to the heads.
 
-        Of `key_value_up` the first entries of a head are those of its key, without what turns.
+        In `key_value_up`, the first entries of a head are its key without the rotated entries.
         """
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
         size, into = (self.head_dim, "head_dim"), Normal(self.d_model)
@@ -98,7 +100,11 @@ class LatentAttention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Latents before their norms; `query` and `key` are rotated, `context` is what is mixed."""
+        """Return the named activations. Latents are not normalized yet; `query` and `key` are
+        rotated.
+
+        `context` is the mixed values.
+        """
         latents = {"query_latent": self._query_latent} if self.q_lora_rank else {}
         return latents | {
             "query": self._query,
@@ -111,12 +117,12 @@ class LatentAttention(Part):
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Of `context` its sums, where its backward starts from them."""
+        """Return the log-sum-exp that is saved with `context` if the backward pass reads it."""
         return kept_with_context(self.backend, ((self.num_heads, "heads"),))
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """All projections and the two products with the scores."""
+        """Return all projections and the two matmuls with the scores."""
         mean = (self.head_dim + self.value_size) / 2
         scores = Scores(
             self.num_heads,
@@ -132,16 +138,16 @@ class LatentAttention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Input and output, latents with their norms, and queries and what is mixed."""
+        """Return input, output, the latents with their norms, queries and the attention output."""
         latents = tuple((4.0, dims) for _, dims in self._normed)
         mixed = ((1.0, self._query), (1.0, self._value))
         return Held(compute_dtype=((2.0, self._width), *latents, *mixed))
 
     @property
     def backward_peak(self) -> Held:
-        """Of each pair its score and its probability; by blocks arrays in their order, too.
+        """Return the score and the probability of each pair.
 
-        Behind a mask of numbers a kernel's gradients.
+        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradients.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -153,11 +159,12 @@ class LatentAttention(Part):
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls; angles, and two statistics of each softmax, in float32.
+        """Return the inputs of all matmuls, rotation angles and two statistics of each softmax
+        (float32).
 
-        Of each pair whether it counts, its score in float32 and its probability. Each block of
-        queries keeps the keys and values that it reads. What computes its scores again keeps one
-        statistic and nothing of pairs.
+        Each pair has a mask bit, a float32 score and a probability. Each block of queries saves the
+        keys and values that it reads. Backends that recompute scores save one statistic per query
+        and nothing per pair.
         """
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
@@ -172,7 +179,9 @@ class LatentAttention(Part):
         return found
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of the projections and cotangents of their outputs; what norms wait for."""
+        """Return the inputs of the projections, the cotangents of their outputs, and arrays of the
+        norms.
+        """
         del normed
         rest = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
         turned = ((self.rope_size, "head_dim"),)
@@ -180,14 +189,14 @@ class LatentAttention(Part):
         found = Held(compute_dtype=(width, (2.0, self._value)))
         found += Held(compute_dtype=((1.0, self._query), (1.0, rest), (1.0, turned)))
         for norm, dims in self._normed:
-            # Recomputed, what a norm's output is made of stands for that.
+            # If recomputed, the input of the norm replaces its output.
             found += norm.deferred_of((), dims, recomputed=recomputed)
             found += Held(compute_dtype=((2.0, dims),))
         return found
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:
-        """Norms of latents, and what they norm."""
+        """Return the norms of the latents and the dims of their inputs."""
         own = ((self.query_norm, self._query_latent),) if self.q_lora_rank else ()
         return (*own, (self.norm, self._latent))
 

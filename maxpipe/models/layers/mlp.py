@@ -1,7 +1,4 @@
-"""The gated MLP.
-
-Normalisation over the model's width.
-"""
+"""Gated MLP, RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ from maxpipe.models.spec import (
 
 
 class ClampedSilu(NamedTuple):
-    """`g * sigmoid(slope * g) * (u + 1)` of a gate g, at most `limit`, and u within `limit` of 0.
+    """GPT-OSS gate, `g * sigmoid(slope * g) * (u + 1)`.
 
-    As in the released models of arXiv:2508.10925.
+    The gate g is clamped to at most `limit`, and u to `-limit`..`limit`, as in the released models
+    of arXiv:2508.10925.
     """
 
     slope: float
@@ -33,7 +31,7 @@ class ClampedSilu(NamedTuple):
 
 
 Gate = Literal["silu", "gelu"] | ClampedSilu
-"""What is done with gate and up: `f(gate) * up` by the name of f, or all of it."""
+"""Activation that combines gate and up: `f(gate) * up` for a named f, or a complete formula."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,12 @@ class GatedMLP(Part):
     d_model: int
     d_mlp: int
     out_gain: float
-    """Of the output projection, which writes to the residual stream."""
+    """Gain of the output projection, which writes to the residual stream."""
     function: Gate = "silu"
-    """Of the gate; GELU by its approximation with tanh, as released models have it."""
+    """Activation function of the gate. GELU uses the tanh approximation, as in released models."""
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Projections."""
         embed, mlp = (self.d_model, "embed"), (self.d_mlp, "mlp")
         return {
             "gate": Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1),
@@ -59,38 +56,40 @@ class GatedMLP(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Both inputs of the gate."""
+        """Return both inputs of the gate."""
         return {"gate": self._hidden, "up": self._hidden}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Three projections."""
+        """Return the three projections."""
         return Matmul("gate"), Matmul("up"), Matmul("down")
 
     @property
     def traffic(self) -> Held:
-        """Input and output; the gate's inputs are written and read."""
+        """Return input and output, and the gate's inputs, which are written and read."""
         return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
 
     @property
     def backward_peak(self) -> Held:
-        """The gate's inputs and output, and their gradients."""
+        """Return the gate's inputs and output, and their gradients."""
         return Held(compute_dtype=((6.0, self._hidden),))
 
     @property
     def barrier_copies(self) -> Held:
-        """Behind a barrier, gradients are there once: transposed when their inputs are gone."""
+        """Return the gradient copies that barriers avoid by freeing the inputs before the
+        transposes.
+        """
         return Held(compute_dtype=((2.0, self._hidden),))
 
     @property
     def residuals(self) -> Held:
-        """Inputs of all matmuls, and of the gate."""
+        """Return the inputs of all matmuls and of the gate."""
         return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Inputs of all matmuls and cotangents of their outputs.
+        """Return the inputs of all matmuls and the cotangents of their outputs.
 
-        Recomputed, the gate's output follows from its inputs once more, unless it has been needed.
+        If recomputed, the gate's output follows from its inputs, unless it has been saved.
         """
         if recomputed:
             return Held(compute_dtype=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
@@ -107,59 +106,57 @@ class GatedMLP(Part):
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """What all norms have in common."""
+    """Base class of the norms."""
 
     d_model: int
     epsilon: float
-    """Added to the mean of squares."""
+    """Epsilon that is added to the mean of squares."""
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """None."""
         return {}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """No matmuls."""
         return ()
 
     @property
     def traffic(self) -> Held:
-        """Input and output."""
+        """Return input and output."""
         return Held(compute_dtype=((2.0, self._width),))
 
     @property
     def backward_peak(self) -> Held:
-        """Nothing that counts: it is fused with its neighbours."""
+        """Return nothing: norms are fused with adjacent operations."""
         return NOTHING
 
     @property
     def residuals(self) -> Held:
-        """See `residuals_of`."""
         return self.residuals_of((), self._width)
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """See `deferred_of`."""
         del normed
         return self.deferred_of((), self._width, recomputed=recomputed)
 
     def residuals_of(self, each: Dims, over: Dims) -> Held:
-        """What is scaled; in float32 the input, twice the input, and two statistics.
+        """Return the scaled array; in float32 the input twice and two statistics.
 
-        `over`: dims that are normed together, once for `each` of the dims in front of them.
+        `over` are the dims that a norm reduces; it is applied separately along the dims `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
-        """Its parameters; where nothing is recomputed what is scaled, and a cotangent of that."""
+        """Return the norm's parameters; without recomputation also the scaled array and a
+        cotangent.
+        """
         if recomputed:
             return Held(token_independent=(over,) * len(self.params))
         dims = (*each, *over)
         return Held(compute_dtype=((1.0, dims),)) + self._scaled(dims)
 
     def _scaled(self, dims: Dims) -> Held:
-        """What the scale is multiplied with, in float32."""
+        """Return the float32 array that the scale multiplies."""
         return Held(float32=((1.0, dims),))
 
     @property
@@ -169,31 +166,29 @@ class Norm(Part):
 
 @dataclass(frozen=True)
 class RMSNorm(Norm):
-    """Scales by the root mean square (arXiv:1910.07467)."""
+    """Normalizes by the root mean square (arXiv:1910.07467)."""
 
     offset: float = 0.0
-    """Added to the stored scale: 1 where a scale of 0 stands for no change."""
+    """Offset that is added to the stored scale. 1 means that a stored scale of 0 has no effect."""
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """The scale."""
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Without an offset it is scaled in the compute type."""
+        """Return the scaled array. It is in the compute type if there is no offset."""
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """Subtracts the mean, and scales by the standard deviation (arXiv:1607.06450)."""
+    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
 
     bias: bool = True
-    """Whether one is added."""
+    """Whether a bias is added."""
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """The scale, and the bias."""
         scale = Param(self._width, Constant(1.0), decays=False)
         bias = Param(self._width, Constant(0.0), decays=False)
         return {"scale": scale} | ({"bias": bias} if self.bias else {})

@@ -1,4 +1,4 @@
-"""The backends of attention by their names, the values of `model.attention`."""
+"""Attention backends by name, the values of `model.attention`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maxpipe.nn.attention import blockwise, cudnn, splash, xla
 from maxpipe.nn.attention.interface import AttentionBackend
 
 BACKENDS: Mapping[str, AttentionBackend] = {
-    AUTO: xla.attend,  # where the device is not known
+    AUTO: xla.attend,  # used if the platform is unknown
     "xla": xla.attend,
     "blockwise": blockwise.attend,
     "cudnn": cudnn.attend,

@@ -1,11 +1,11 @@
-"""Attention by blocks of queries and keys, in plain jax: memory linear in T on every platform.
+"""Blockwise attention in plain jax, with memory linear in T on every platform.
 
-Scores exist for one pair of blocks at a time. The softmax is computed as keys go by (online
-softmax, arXiv:1805.02867), and the backward computes scores again from each query's logarithm of
-the sum of exponentials (arXiv:2205.14135, algorithm 4 of arXiv:2307.08691 in the order of its
-forward). Loops turn as often as the causal band, the window and the documents of a row ask for,
-numbers that may differ by device and layer: nothing is differentiated through them. In short rows
-there are no loops: each of a few blocks of queries scores all keys up to its own end at once.
+Only the scores of one pair of blocks exist at a time. The forward pass uses online softmax
+(arXiv:1805.02867). The backward pass recomputes scores from each query's log-sum-exp
+(arXiv:2205.14135; algorithm 4 of arXiv:2307.08691 in the loop order of its forward). The number of
+loop iterations follows from causality, the window and the documents of a sequence. It may differ
+between devices and layers, because nothing is differentiated through the loops. Short sequences use
+no loops: each of a few query blocks scores all its keys at once.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import mark_varying
 
 _MASK_VALUE = -1e30
-"""Score of a key that a query does not see."""
+"""Score of a masked key."""
 MIN_SCORE = -1e20
-"""Below it no query's largest score is: where it sees no key, the share of each is exactly 0."""
+"""Lower limit of the largest score of a query. Without visible keys, all probabilities are then
+exactly 0."""
 _PADDING_SEGMENT = -2
-"""Segment of a place behind the last key: no query has it."""
+"""Segment of padding after the last key. No query has this segment."""
 
 
 class Options(NamedTuple):
-    """What is known when the program is made."""
+    """Static options of a compiled program."""
 
     scale: float
     soft_cap: float
@@ -45,21 +46,21 @@ class Options(NamedTuple):
     query_block: int
     key_block: int
     mean_key_blocks: float
-    """Blocks of keys that one of queries sees, on average of the windows, where a row is one
-    document: no more than these are computed."""
+    """Mean number of key blocks per query block over the windows, for sequences with one document.
+    This is the maximum that is computed."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
-    """Of each block of queries (the first key that it sees, where it begins, where it ends), with
-    which its keys end, too: blocks without loops. Empty: blocks in loops."""
+    """(first key, start, stop) of each query block, for computation without loops. The keys of a
+    block also end at `stop`. If the tuple is empty, blocks are computed in loops."""
 
 
 class QueryKeyMask(NamedTuple):
-    """What queries and keys are to each other."""
+    """Segments, positions and window that determine the mask."""
 
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
     places: Int[Array, " T"]
     window: Int[Array, ""] | None
-    """None: no layer has one."""
+    """Window of this layer, or None if no layer has a window."""
 
 
 def attend(
@@ -69,23 +70,23 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Attention of which no array grows with T times S. Queries that see no key get zeros.
+    """Compute attention without arrays of size T x S. Queries without visible keys return zeros.
 
-    Sums are in float32, whatever the inputs are. `block` is the most queries and keys of a block in
-    loops; 0 chooses. Behind a cache it is `xla`'s: few queries have few scores, and the order of
-    keys says nothing about what is seen.
+    Sums are in float32 for any input type. `block` is the maximum number of queries and keys in a
+    block; 0 selects it automatically. With a cache, `xla` is used: few queries have few scores, and
+    the order of cached keys does not determine the mask.
     """
     if not mask.has_places:
         return xla.attend(query, key, value, mask)
     options, rows = prepare_mask(query, key.shape[1], mask, block)
-    # Marked out here, their gradients are summed where an input is the same on several devices.
+    # `mark_varying` sums gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, rows)), options)
 
 
 def prepare_mask(
     query: Float[Array, "B T N H"], keys: int, mask: Mask, block: int = 0
 ) -> tuple[Options, QueryKeyMask]:
-    """What a mask says, for this number of keys."""
+    """Return the static options and the mask arrays for this number of keys."""
     tokens = query.shape[1]
     run = mask.run or tokens
     query_block, key_block = even_blocks(run, block), even_blocks(keys, block)
@@ -114,7 +115,10 @@ def prepare_mask(
 def _mean_trips(
     keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
 ) -> float:
-    """As `_Blocks.bounds` has them for the blocks of a whole row that is one document."""
+    """Return the mean number of key blocks per query block for a sequence with one document.
+
+    The bounds are those of `_Blocks.bounds`.
+    """
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
     end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
@@ -142,7 +146,7 @@ def _forward_rule(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """The result is named once, here: what the backward reads is what is kept."""
+    """Name the result and log-sum-exp once, so that the backward pass reads the saved arrays."""
     run = _forward_unrolled if options.unrolled else forward
     mixed, log_sum = run(query, key, value, sinks, rows, options)
     mixed = checkpoint_name(mixed.astype(query.dtype), "context")
@@ -153,8 +157,8 @@ def _forward_rule(
 class _Blocks:
     """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
 
-    In front, a block is one piece of memory. Runs of queries are filled up to whole blocks of their
-    own.
+    The block dim comes first, so that a block is contiguous in memory. Each run of queries is
+    padded to full blocks.
     """
 
     def __init__(self, query: Array, key: Array, rows: QueryKeyMask, options: Options):
@@ -169,7 +173,7 @@ class _Blocks:
         self.key_segments = self.split_keys(rows.key_segments, _PADDING_SEGMENT)
 
     def _pad_runs(self, x: Array, axis: int, fill: float = 0, *, edge: bool = False) -> Array:
-        """`[..., T, ...]` -> `[..., runs, blocks x block, ...]`."""
+        """Pad `[..., T, ...]` to `[..., runs, blocks x block, ...]`."""
         run = self.options.run
         x = x.reshape(*x.shape[:axis], self.runs, run, *x.shape[axis + 1 :])
         more = self.per_run * self.options.query_block - run
@@ -179,19 +183,19 @@ class _Blocks:
         return jnp.pad(x, width, "edge") if edge else jnp.pad(x, width, constant_values=fill)
 
     def split_tokens(self, x: Array, fill: float = 0) -> Array:
-        """`[B, T, ...]` -> `[blocks, B, t, ...]`."""
+        """Reshape `[B, T, ...]` to `[blocks, B, t, ...]`."""
         x = self._pad_runs(x, 1, fill)
         shape = (self.batch, self.runs * self.per_run, self.options.query_block, *x.shape[3:])
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
-        """In blocks, heads by the keys that they share."""
+        """Return queries in blocks, with heads grouped by the keys that they share."""
         x = self.split_tokens(x)
         x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
         return x.transpose(0, 1, 3, 4, 2, 5)
 
     def split_keys(self, x: Array, fill: float = 0) -> Array:
-        """`[B, S, ...]` -> `[blocks, B, s, ...]`."""
+        """Reshape `[B, S, ...]` to `[blocks, B, s, ...]`."""
         more = self.num_key_blocks * self.options.key_block - self.keys
         width = [(0, more if dim == 1 else 0) for dim in range(x.ndim)]
         x = jnp.pad(x, width, constant_values=fill) if more else x
@@ -199,24 +203,25 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_kv(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
-        """Keys or values in blocks."""
+        """Return keys or values in blocks."""
         return self.split_keys(x).swapaxes(2, 3)
 
     def merge_queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
-        """From blocks to rows."""
+        """Return queries from blocks to sequences."""
         x = x.transpose(1, 0, 4, 2, 3, 5)  # B i t G n h
         x = x.reshape(self.batch, self.runs, -1, self.heads, x.shape[-1])
         return x[:, :, : self.options.run].reshape(self.batch, self.tokens, *x.shape[3:])
 
     def merge_kv(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
-        """From blocks to rows."""
+        """Return keys or values from blocks to sequences."""
         x = x.transpose(1, 0, 3, 2, 4)
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
     def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-        """Of each block of queries, the first block of keys that some see, and one past the last.
+        """Return, for each query block, the first visible key block and the end of the visible
+        range.
 
-        Keys of documents before the first and behind the last of a block's are outside.
+        Key blocks outside the documents of the query block are excluded.
         """
         size, window = self.options.key_block, self.rows.window
         near = (self.segments.min(-1)[:, None] <= self.key_segments.max(-1)) & (
@@ -236,7 +241,7 @@ class _Blocks:
     def visible(
         self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
     ) -> Bool[Array, "B 1 1 t s"]:
-        """Whether queries of a block see the keys of a block."""
+        """Return whether queries of a block see the keys of a block."""
         size, window = self.options.key_block, self.rows.window
         seen = segments[:, :, None] == _at(self.key_segments, block)[:, None, :]
         distance = places[:, None] - (block * size + jnp.arange(size, dtype=jnp.int32))
@@ -255,7 +260,7 @@ def forward(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """(result, logarithm of each query's sum of exponentials), both in float32."""
+    """Compute the result and the log-sum-exp of each query, both in float32."""
     blocks = _Blocks(query, key, rows, options)
     keys, values = blocks.split_kv(key), blocks.split_kv(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
@@ -310,9 +315,9 @@ def backward(
     log_sum: Float[Array, "B T N"],
     d_mixed: Float[Array, "B T N v"],
 ) -> tuple[Array, Array, Array, Array]:
-    """Gradients of query, key, value and sinks in float32.
+    """Compute the gradients of query, key, value and sinks in float32.
 
-    `mixed` and `log_sum` are those of all keys, of which these may be a part.
+    `mixed` and `log_sum` cover all keys; `key` and `value` may be a subset.
     """
     blocks = _Blocks(query, key, rows, options)
     keys, values, log_sums = blocks.split_kv(key), blocks.split_kv(value), log_sum[..., None]
@@ -346,7 +351,7 @@ def backward(
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *found = lax.fori_loop(first, last, add, start)
-        if sinks is not None:  # among the sums, so that a split backward waits for nothing else
+        if sinks is not None:  # summed in the scan, so that a split backward keeps only sums
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*found, d_sinks), d_query
@@ -363,34 +368,35 @@ def backward(
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-# Short rows.
+# Short sequences.
 
 _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 
 
 class _Unrolled:
-    """Queries with their heads in front, and keys; what a block of queries sees.
+    """Queries with leading head dims, and keys, for attention without loops.
 
-    Queries that share keys are one dim with their heads: a sum over queries is one over one dim.
+    Query heads that share keys are merged with the query dim, so a sum over queries reduces one
+    dim.
     """
 
     def __init__(self, groups: int, rows: QueryKeyMask, options: Options):
         self.groups, self.rows, self.options = groups, rows, options
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
-        """By the keys that they share."""
+        """Group query heads by the keys that they share."""
         x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
         return x.transpose(0, 2, 3, 1, 4)
 
     def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
-        """A block, x = n t."""
+        """Return a block of queries, x = n t."""
         x = x[:, :, :, start:stop]
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def mask_scores(
         self, scores: Float[Array, "B G x s"], block: tuple[int, int, int]
     ) -> Float[Array, "B G x s"]:
-        """Scores of what queries see."""
+        """Replace the scores of masked keys by `_MASK_VALUE`."""
         first, start, stop = block
         segments, keys = self.rows.segments[:, start:stop], self.rows.key_segments[:, first:stop]
         distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
@@ -401,7 +407,7 @@ class _Unrolled:
         return jnp.where(seen[:, None, None], wide, _MASK_VALUE).reshape(scores.shape)
 
     def merge_queries(self, blocks: list[Array]) -> Float[Array, "B T N h"]:
-        """Blocks of queries `[B, G, x, h]` put together."""
+        """Concatenate query blocks `[B, G, x, h]`."""
         sizes = [stop - start for _, start, stop in self.options.unrolled]
         pairs = zip(blocks, sizes, strict=True)
         wide = [x.reshape(*x.shape[:2], -1, size, x.shape[-1]) for x, size in pairs]
@@ -410,7 +416,7 @@ class _Unrolled:
         return found.reshape(*found.shape[:2], -1, found.shape[-1])
 
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
-        """Of gradients `[B, G, s, h]` of the keys of each block of queries the sum at each key."""
+        """Sum the key gradients `[B, G, s, h]` of the query blocks at each key."""
         blocks, found = self.options.unrolled, []
         for number, (_, start, stop) in enumerate(blocks):  # keys have the same blocks
             seeing = zip(blocks[number:], parts[number:], strict=True)
@@ -433,7 +439,7 @@ def _forward_unrolled(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """As `forward`."""
+    """Implement `forward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     queries, keys, values = blocks.split_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
     found, log_sums = [], []
@@ -469,7 +475,7 @@ def _backward_unrolled(
     log_sum: Array,
     d_mixed: Array,
 ) -> tuple[Array, Array, Array, Array]:
-    """As `backward`."""
+    """Implement `backward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
@@ -494,25 +500,25 @@ def _backward_unrolled(
             share = jnp.exp(_sinks_per_query(sinks, blocks.groups, stop - start) - log_sum)
             lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
             d_sinks -= lost.sum((0, 3))
-    if sinks is not None:  # beside the others, so that a split backward waits for nothing else
+    if sinks is not None:  # the barrier lets a split backward wait for nothing else
         d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
     of_keys = blocks.sum_key_gradients(d_keys), blocks.sum_key_gradients(d_values)
     return blocks.merge_queries(d_queries), *of_keys, d_sinks.reshape(-1)
 
 
 def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
-    """Of each query of a block."""
+    """Return the sinks, repeated for each query of a block."""
     return jnp.repeat(_group_sinks(sinks, groups), tokens, axis=1)
 
 
 def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
-    """Of all pairs, capped, in float32."""
+    """Return the capped float32 scores of all pairs."""
     found, cap = _dot(form, query, key) * options.scale, options.soft_cap
     return cap * jnp.tanh(found / cap) if cap else found
 
 
 def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
-    """A product with float32 sums."""
+    """Compute an einsum that accumulates in float32."""
     return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
 
 
@@ -521,7 +527,7 @@ def _at(blocks: Array, block: Array) -> Array:
 
 
 def _add_to_block(blocks: Array, more: Array, block: Array) -> Array:
-    """Blocks of which one is larger."""
+    """Add `more` to one block."""
     return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
 
 

@@ -1,16 +1,14 @@
-"""Attention of rows whose tokens are divided over the context axis, by any backend.
+"""Attention over sequences that are sharded over the context axis, for any backend.
 
-`gather`: every device gets the keys and values of whole rows and computes its own queries; their
-pairs are as many on all devices, as tokens are in zig-zag order (arXiv:2407.21783). Where all
-layers have a window, only those get around that are in front of another device's tokens. `heads`:
-devices exchange their tokens' heads for all tokens of some heads, compute those as without the
-axis, and exchange back (arXiv:2309.14509). `ring` is in a file of its own.
+`gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag order
+balances the number of pairs between devices (arXiv:2407.21783). If all layers have a window, only
+tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for head
+shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
+(arXiv:2309.14509).
 
-Attention in which keys and values go around the context axis, from device to device.
-
-No device has those of whole rows. While one part is scored the next is on its way. Parts of the
-softmax are put together by the logarithms of their sums (arXiv:2310.01889), scored by blocks, on
-all platforms. Permutes stand in it: all stages have to turn alike.
+`ring`: keys and values rotate around the context axis, and the next shard is sent while the current
+one is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
+blockwise attention on all platforms. All stages must run the ring's permutes in the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +47,10 @@ def attend(
     inputs: Mapping[str, Any],
     rules: AxisRules,
 ) -> Float[Array, "B T N v"]:
-    """Of this device's tokens; `inputs` are the microbatch's arrays, `mask` that of its tokens."""
+    """Compute attention of the local tokens.
+
+    `inputs` are the arrays of the microbatch and `mask` is the mask of the local tokens.
+    """
     if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
     segments, tokens = inputs[context_parallel.FULL_SEGMENT_IDS], query.shape[1]
@@ -73,7 +74,7 @@ def attend(
     return backend(query, key, value, mask)
 
 
-# By heads.
+# Exchange of heads.
 
 
 def _tensor_shards() -> int:
@@ -91,17 +92,17 @@ def _by_heads(
 
 
 def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
-    """All tokens of this device's share of the heads, in order."""
+    """Exchange sequence shards for head shards; the tokens are in order."""
     rows, tokens, _, size = x.shape
     count = axis_size(CONTEXT)
-    # Shards over tensor stay where they are: each of them is divided.
+    # Tensor shards are kept: each of them is split further.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
     got = all_to_all(apart, CONTEXT, 3, 1)
     return context_parallel.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
-    """The way back."""
+    """Exchange head shards for sequence shards, the inverse of `_to_heads`."""
     rows, tokens, heads, size = x.shape
     count = axis_size(CONTEXT)
     apart = context_parallel.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
@@ -114,11 +115,11 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
     return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
 
 
-# By keys nearby. A device's two pieces are as two rows, in front of each the tokens before it.
+# Windowed attention. The two local chunks become two sequences, each with its preceding tokens.
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
-    """Of all layers; 0 where there is none, or it is not known."""
+    """Return the windows of all layers, with 0 for layers without a known window."""
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 
@@ -143,16 +144,16 @@ def _attend_in_window(
 
 
 def _as_rows(x: Array) -> Array:
-    """`[B, 2t, ...]` -> `[2B, t, ...]`."""
+    """Reshape `[B, 2t, ...]` to `[2B, t, ...]`."""
     return jnp.concatenate(jnp.split(x, 2, axis=1))
 
 
 def _prepend_preceding_tokens(
     x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
 ) -> Float[Array, "_ _ G H"]:
-    """Each of the two pieces behind the last tokens of the one that is before it in the row.
+    """Prepend to both local chunks the last tokens of the preceding chunk of the sequence.
 
-    In front of a row's first piece is any: no query sees it.
+    The tokens before the first chunk of a sequence are arbitrary, because no query sees them.
     """
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
@@ -171,7 +172,7 @@ def ring_attend(
     value: Float[Array, "B T G v"],
     mask: Mask,
 ) -> Float[Array, "B T N v"]:
-    """Of this device's tokens; the mask is that of its queries among whole rows."""
+    """Compute ring attention of the local tokens; the mask covers its queries in full sequences."""
     options, pairs = blockwise.prepare_mask(query, mask.run, mask)
     return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
 
@@ -202,12 +203,12 @@ def _forward_rule(
 
 
 def _shift_to_next(tree: Any) -> Any:
-    """From each device to the next one."""
+    """Send arrays from each device to the next."""
     return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
 
 
 def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
-    """What queries are to one of the two pieces of keys that are here after this number of hops."""
+    """Return the mask for one of the two key chunks that are local after `hop` hops."""
     owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
     start = context_parallel.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
@@ -262,7 +263,7 @@ def _backward_rule(
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
             d_query, found = d_query + more, [*found, of_keys]
         added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
-        # Gradients of keys and values go on with them, and are at home after the last hop.
+        # Gradients of keys and values rotate with them and return home after the last hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
 
     zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731

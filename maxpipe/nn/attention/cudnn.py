@@ -1,18 +1,15 @@
-"""Attention by cuDNN's fused kernels, for NVIDIA GPUs.
+"""Attention with cuDNN's fused kernels, for NVIDIA GPUs.
 
-A kernel that reads a number for each pair of tokens takes twice the time of one that knows which
-count. So data choose: where every row is one document, a kernel that knows causality alone; where
-documents stand one after the other, from Hopper on one that takes where each begins, and skips all
-pairs of different ones; the numbers elsewhere.
+A kernel with a dense bias is twice as slow as one with document offsets. The kernel is therefore
+selected at run time from the data. If every sequence is one document, the kernel uses only the
+causal mask. If documents are contiguous, kernels for Hopper and later skip pairs of different
+documents. In all other cases the kernel reads a dense bias.
 
-Each device calls the kernels by itself, in a program that is written per device over all axes.
+Each device calls the kernels separately in a program that is manual over all axes. The module emits
+XLA's custom calls directly. The functions in jax are private, change between releases and query the
+local GPU, which does not exist in ahead-of-time compilation.
 
-XLA's calls of cuDNN's fused attention, as its compiler for GPUs takes them.
-
-jax's own functions for them are private, change with its releases, and ask the GPU that is present
-what it can do, which a step that is compiled ahead of time has none of.
-
-Source: FlashAttention-2 (arXiv:2307.08691), as cuDNN has it.
+Source: FlashAttention-2 (arXiv:2307.08691), as implemented in cuDNN.
 """
 
 from __future__ import annotations
@@ -40,31 +37,31 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
-"""Of the versions of custom calls the one that these have."""
+"""Version of the custom-call interface."""
 _HEADS_FIRST = (0, 2, 1, 3)
-"""[B, T, N, H] to [B, N, T, H], and back: results have these dims, which in memory lie as those of
-the inputs do."""
+"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have these dims with the memory layout
+of the inputs."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one is compiled for."""
+    """Static options of a kernel."""
 
     causal: bool
     scale: float
     window: int = 0
-    """Tokens that a query sees at most, itself and those right before it; 0 for all."""
+    """Number of tokens that a query sees, including itself. 0 means all."""
     packed: int = 1
-    """Documents of a row at most, on average over the rows; with 1 each row is one."""
+    """Maximum mean number of documents per sequence. 1 means one document per sequence."""
 
 
 class DocumentOffsets(NamedTuple):
-    """Those of all rows of tokens `[B, T]`, one after the other; B times `packed` at most."""
+    """Lengths and starts of the documents in tokens `[B, T]`, at most B times `packed`."""
 
     lengths: Int[Array, "B packed"]
-    """In tokens; behind the last one 0."""
+    """Lengths in tokens, padded with 0."""
     starts: Int[Array, "B packed+1"]
-    """The number of the first token, counted through all rows; behind the last one B times T."""
+    """Index of the first token in the flattened batch, padded with B times T."""
 
 
 def forward(
@@ -74,11 +71,11 @@ def forward(
     value: Float[Array, "B S G H"],
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "D N T"]]:
-    """What is mixed, and the logarithm of the sum of exponentials of each query's scores.
+    """Run the forward kernel. Returns the output and the log-sum-exp of each query's scores.
 
-    `beside` is nothing, or what is added to the scores, `[B, 1, T, S]`, or, of packed documents,
-    `Documents`. D is B, or the most documents, and T of the sums counts from the first token of
-    each.
+    `beside` is None, a bias `[B, 1, T, S]` that is added to the scores, or the offsets of packed
+    documents. D is B or the maximum number of documents. T of the log-sum-exp then counts from the
+    first token of each document.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -99,7 +96,7 @@ def backward(
     d_mixed: Float[Array, "B T N H"],
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     found = tuple(
         jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in _HEADS_FIRST), x.dtype)
         for x in (query, key, value)
@@ -113,7 +110,7 @@ def backward(
 def _operands(
     query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """(bias, lengths and places in memory of documents), each empty where there is none."""
+    """Return the bias and the lengths and offsets of documents, as empty tuples if not used."""
     if beside is None:
         return (), ()
     if not isinstance(beside, DocumentOffsets):
@@ -135,7 +132,7 @@ def _call(
         f"__cudnn$fmha{'ScaleBias' if biased else ''}Softmax{direction}",
         (*results, workspace),
         vmap_method="sequential",
-        # From major to minor.
+        # Dims from major to minor.
         output_layouts=[_HEADS_FIRST if each.ndim == 4 else None for each in (*results, workspace)],
         custom_call_api_version=_STATUS_RETURNING,
         legacy_backend_config=json.dumps(_config(kernel, query, key, bool(direction))),
@@ -144,7 +141,7 @@ def _call(
 
 
 def _config(kernel: Kernel, query: Array, key: Array, is_backward: bool) -> Mapping[str, Any]:
-    """XLA's `GpuBackendConfig`."""
+    """Return XLA's `GpuBackendConfig`."""
     rows, tokens, heads, _ = query.shape
     mask = "CAUSAL" if kernel.causal else "PADDING" if kernel.packed > 1 else "NO_MASK"
     scores = {
@@ -181,7 +178,7 @@ _FORWARD: Mapping[str, _Dims] = {
     "bmm1": ((3, 3), (0, 2), (0, 2)),  # BTNH, BSNH -> BNTS
     "bmm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
 }
-"""Of each product the dims that are summed over, and those of batches on the left and the right."""
+"""Contracting dims of each matmul, and its batch dims on the left and on the right."""
 _BACKWARD_CALL: Mapping[str, _Dims] = {
     "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),  # BNTS, BTNH -> BSNH
     "bmm1_grad_gemm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
@@ -200,13 +197,13 @@ def _dims(summed: tuple[int, int], left: Sequence[int], right: Sequence[int]) ->
 
 
 _BACKWARD = 2.5
-"""Products of the backward for each of the forward: the scores once more, and four gradients."""
+"""FLOPs of the backward relative to the forward: recomputed scores and four gradients."""
 _PACKING_GPUS = re.compile(r"\bG?[HB]\d{3}\b")
-"""Kinds of GPU whose kernels take documents: of compute capability 9.0 or 10.0."""
+"""Names of GPUs with support for packed documents, of compute capability 9.0 or 10.0."""
 _MAX_ELEMENTS = 2**31
-"""Elements that kernels can count."""
+"""Maximum number of elements that the kernels can index."""
 _MASK_VALUE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-"""Added to a score that does not count; cuDNN subtracts two of them."""
+"""Bias of a masked score. cuDNN subtracts two of them."""
 
 
 def attend(
@@ -215,10 +212,10 @@ def attend(
     value: Float[Array, "B S G H"],
     mask: Mask,
 ) -> Float[Array, "B T N H"]:
-    """Attention in one kernel; what it cannot do is in `parts.attention.CANNOT`.
+    """Compute attention in one kernel; `parts.attention.CANNOT` lists unsupported options.
 
-    Behind a cache, and for rows of an odd length, in plain jax. Training has neither: a rule of the
-    config sees to it.
+    With a cache, and for sequences of odd length, plain jax is used. Config rules exclude both in
+    training.
     """
     assert not mask.soft_cap and mask.sinks is None, "refused with the config"
     tokens, keys = query.shape[1], key.shape[1]
@@ -234,28 +231,28 @@ def attend(
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _CudnnMask(mask.segments, window, seen)
     key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
-    # Marked out here, their gradients are summed where an input is the same on several devices.
+    # `mark_varying` sums gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, beside)), call)
 
 
 @dataclass(frozen=True)
 class CudnnOptions:
-    """What is known when the program is made."""
+    """Static options of a compiled program."""
 
     windows: tuple[int, ...]
-    """Of which data choose one, where there are several."""
+    """Possible windows. If there are several, the data select one."""
     causal: bool
-    """By places in the row, of queries and keys that are the same tokens."""
+    """Whether the mask is causal by index, with queries and keys of the same tokens."""
     scale: float
 
 
 class _CudnnMask(NamedTuple):
-    """Data that tell which keys a query sees, as in `Mask`."""
+    """Arrays that determine the visible keys, as in `Mask`."""
 
     segments: Int[Array, "B T"]
     window: Int[Array, ""] | None
     visible: Bool[Array, "B 1 T S"] | None
-    """Of queries and keys that are not in order: the whole answer."""
+    """Complete mask, for queries and keys that are not in order."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -266,7 +263,7 @@ def _attention(
     beside: _CudnnMask,
     call: CudnnOptions,
 ) -> Float[Array, "B T N H"]:
-    """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
+    """Compute attention. Its differentiation rules enter the per-device program (`on_shards`)."""
     return _forward(query, key, value, beside, call)[0]
 
 
@@ -281,7 +278,7 @@ def _forward(
         (arrays, sums),
     )
     mixed, log_sums = mark_varying(run(query, key, value, beside))
-    # Both, so that who keeps what is mixed never runs the kernel again.
+    # Both are named, so that the kernel does not run again if the output is saved.
     mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
     return mixed, (query, key, value, beside, mixed, log_sums)
 
@@ -300,7 +297,9 @@ _attention.defvjp(_forward, _backward)
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
-    """(of arrays with heads, of the sums, of what is the same for all heads)."""
+    """Return the specs of arrays with heads, of the log-sum-exp, and of arrays shared by
+    all heads.
+    """
     rows, heads = interface.query_axes(query)
     batch: Any = PartitionSpec(rows)
     whole: Any = PartitionSpec()
@@ -312,7 +311,7 @@ def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
 
 
 def _supports_packing() -> bool:
-    """Whether the kernels of the mesh's devices take documents."""
+    """Return whether the kernels of the mesh's devices support packed documents."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and _PACKING_GPUS.search(device.device_kind) is not None
 
@@ -329,7 +328,7 @@ def local_forward(
     call: CudnnOptions,
     packs: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
-    """What is mixed, and the logarithm of each softmax's sum in float32."""
+    """Compute the output and the float32 log-sum-exp on one device."""
 
     def run(kernel: Kernel, known: _KernelMask, query: Array, key: Array, value: Array) -> Any:
         with jax.named_scope(scopes.flops(_matmul_flops(query, key, call.causal))):
@@ -351,7 +350,7 @@ def local_backward(
     call: CudnnOptions,
     packs: bool,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
-    """Of queries, keys and values."""
+    """Compute the gradients of queries, keys and values on one device."""
 
     def run(kernel: Kernel, known: _KernelMask, *arrays: Array) -> Any:
         query, key, value, mixed, sums, d_mixed = arrays
@@ -367,19 +366,19 @@ def _matmul_flops(query: Array, key: Array, causal: bool) -> float:
     return 4 * size * rows * heads * tokens * key.shape[1] / (2 if causal else 1)
 
 
-# Which kernel.
+# Kernel selection.
 
 
 class _PackedDocuments(NamedTuple):
-    """Documents of rows in which they stand one after the other, and those of each token."""
+    """Packed documents of sequences, and the document of each token."""
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
-    """Of each token's document, through all rows."""
+    """Document of each token, counted over the batch."""
 
     @classmethod
     def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
-        """Of rows that have no more than `packed` on average."""
+        """Return the documents of sequences with at most `packed` documents on average."""
         rows, tokens = segments.shape
         first = _document_starts(segments).reshape(-1)
         size, end = rows * packed, rows * tokens
@@ -389,13 +388,16 @@ class _PackedDocuments(NamedTuple):
         return cls(documents, jnp.cumsum(first, dtype=jnp.int32) - 1)
 
     def to_rows(self, sums: Float[Array, "D N T"]) -> Float[Array, "B N T"]:
-        """What counts tokens from the first of each document, from the first of each row."""
+        """Convert the log-sum-exp from per-document to per-sequence token indices."""
         rows, tokens = self.documents.starts.shape[0], sums.shape[2]
         places = jnp.arange(len(self.number)) - self.documents.starts.reshape(-1)[self.number]
         return jnp.swapaxes(sums[self.number, :, places].reshape(rows, tokens, -1), 1, 2)
 
     def to_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
-        """The other way around; what is behind the end of a document is not read."""
+        """Convert the log-sum-exp from per-sequence to per-document token indices.
+
+        Entries after the end of a document are not read.
+        """
         _, heads, tokens = sums.shape
         twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))
         starts = self.documents.starts.reshape(-1)[: self.documents.lengths.size]
@@ -408,7 +410,7 @@ class _PackedDocuments(NamedTuple):
 
 
 _KernelMask = _PackedDocuments | Array | None
-"""Of documents, or numbers for pairs of tokens `[B, 1, T, S]`, or nothing besides the kernel."""
+"""Packed documents, a bias `[B, 1, T, S]`, or None if the kernel needs no further mask."""
 
 
 def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
@@ -416,7 +418,7 @@ def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
 
 
 def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Where something else begins."""
+    """Return whether a token starts a document."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 
@@ -427,7 +429,7 @@ def _run_fastest_kernel(
     packs: bool,
     arrays: tuple[Array, ...],
 ) -> Any:
-    """`run(kernel, known, *arrays)` with the fastest kernel for what queries see."""
+    """Run `run(kernel, known, *arrays)` with the fastest kernel for the mask."""
     query, key = arrays[:2]
     masked = Kernel(call.causal, call.scale)
     hidden = _MASK_VALUE[str(query.dtype)]
@@ -440,7 +442,7 @@ def _run_fastest_kernel(
 
     def of_window(window: int, beside: _CudnnMask, *arrays: Array) -> Any:
         def by_numbers(beside: _CudnnMask, *arrays: Array) -> Any:
-            # Of causality the kernel knows.
+            # The kernel applies the causal mask itself.
             mask = Mask(beside.segments, window=window)
             seen = mask.seen(0, query.shape[1], key.shape[1], causal=False)
             return with_numbers(seen, *arrays)
@@ -470,6 +472,6 @@ def _run_fastest_kernel(
 
 
 def _documents_are_contiguous(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
-    """Whether no document begins again behind another one: ids rise, 0, padding, comes last."""
+    """Return whether documents are contiguous: ids increase, and padding (id 0) comes last."""
     last = jnp.where(segments == 0, jnp.iinfo(segments.dtype).max, segments)
     return jnp.all(jnp.diff(last, axis=1) >= 0)

@@ -1,11 +1,8 @@
-"""What attention is asked for: which keys a query sees, and how scores become shares.
+"""Interface of attention backends: masks, KV caches and sharding of heads.
 
-How attention is divided over axes that the pipeline's program leaves to the compiler.
-
-A kernel is a program for one device: what calls it enters the devices' own programs
-(`per_device.on_shards`), heads over tensor, and rows where the program is automatic throughout.
-
-A kernel for each size of window, where layers differ in it and data say which one it is.
+Kernels run on one device. Their callers enter the per-device program (`per_device.on_shards`) with
+heads sharded over tensor, and with sequences sharded if the program is automatic over all axes. If
+layers have different windows, `switch_window` selects a kernel by window at run time.
 """
 
 from __future__ import annotations
@@ -27,52 +24,55 @@ from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees, and what happens to their scores.
+    """Mask and score transformations of attention.
 
-    Queries and keys stand in one row, from its first token on, unless queries have places of their
-    own in it, or keys have positions of their own, as those of a cache do.
+    By default queries and keys are the tokens of one sequence, from its first token. `places` gives
+    the indices of queries that are a subset of the sequence. `key_positions` gives the positions of
+    cached keys.
     """
 
     segments: Int[Array, "B T"]
-    """Documents of the queries: a query sees its own only."""
+    """Document of each query. A query sees only keys of the same document."""
     positions: Int[Array, "B T"] | None = None
-    """Of the queries in their documents. None: by their places in the row."""
+    """Position of each query in its document. None uses the index in the sequence."""
     key_segments: Int[Array, "B S"] | None = None
-    """None: those of the queries."""
+    """Document of each key. None uses the documents of the queries."""
     key_positions: Int[Array, "B S"] | None = None
-    """None: keys stand in the row, the first at place 0."""
+    """Position of each key in its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Of the queries in the row of the keys, when a device has some of them. None: 0 to T - 1."""
+    """Indices of the queries in the sequence of the keys, if the device holds a subset. None uses
+    0 to T - 1."""
     run: int = 0
-    """With `places`: how many queries stand next to each other in the row; then as many elsewhere.
-    Divides T."""
+    """Number of contiguous queries if `places` is set. Must divide T."""
     causal: bool = True
-    """A query sees itself and what is before it."""
+    """Whether a query sees only itself and earlier tokens."""
     window: int | Int[Array, ""] = 0
-    """Tokens that a query sees at most, itself and those right before it. 0: all."""
+    """Number of tokens that a query sees, including itself. 0 means all."""
     windows: tuple[int, ...] = ()
-    """Sizes of which `window` is one, where it is an array."""
+    """Possible values of `window` if it is an array."""
     scale: float | None = None
-    """Of the scores. None: `H ** -0.5`."""
+    """Multiplier of the scores. None uses `H ** -0.5`."""
     soft_cap: float = 0.0
-    """Scores become `cap * tanh(scores / cap)`. 0: as they are."""
+    """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
-    """A score for each head that takes a share and adds nothing."""
+    """Sink logit of each head in the softmax."""
 
     @property
     def has_places(self) -> bool:
-        """Whether keys stand in a row with the queries: places tell what is before what."""
+        """Return whether keys are in sequence order, so that indices determine the order of
+        tokens.
+        """
         return self.key_positions is None
 
     @property
     def is_self_ordered(self) -> bool:
-        """Whether queries and keys are the same tokens of a row, in its order."""
+        """Return whether queries and keys are the same tokens in sequence order."""
         return self.has_places and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
-        """Whether queries from `start` to `stop` see each of the first `keys` keys.
+        """Return whether queries from `start` to `stop` see each of the first `keys` keys.
 
-        `causal=False` leaves out causality, which the caller sees to.
+        `causal=False` omits the causal mask, which the caller applies.
         """
         key_segments = self.segments if self.key_segments is None else self.key_segments
         seen = self.segments[:, None, start:stop, None] == key_segments[:, None, None, :keys]
@@ -95,35 +95,35 @@ AttentionBackend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
     Float[Array, "B T N v"],
 ]
-"""(query, key, value, mask) -> mixed values of each query head.
+"""Function (query, key, value, mask) -> attention output of each query head.
 
-A backend names its result `context`. One with a backward of its own does so in its forward rule,
-where it names `parts.attention.LOG_SUM` as well: a name behind the rule would not spare its
-backward another forward, and two names would keep two copies."""
+A backend names its result `context`. A backend with a custom backward does so in its forward rule,
+where it also names `parts.attention.LOG_SUM`. A name outside the rule would not prevent another
+forward pass in the backward, and two names would save two copies."""
 
 
 _EMPTY = -1
-"""Segment of a place in a cache that holds no token."""
+"""Segment of an empty cache slot."""
 
 
 class KVCache(NamedTuple):
-    """Keys and values of earlier tokens, with room for later ones.
+    """Keys and values of earlier tokens, with free slots for later tokens.
 
-    Each head's lie together: a query reads all of them. Places are a ring: token n is at n modulo
-    their number.
+    Each head's entries are contiguous, because a query reads all of them. The slots form a ring
+    buffer: token n is in slot n modulo the number of slots.
     """
 
     keys: Float[Array, "B G S H"]
-    """Rotated."""
+    """Rotated keys."""
     values: Float[Array, "B G S v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]
     length: Int[Array, ""]
-    """Tokens of each row that it holds."""
+    """Number of cached tokens per sequence."""
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: jnp.dtype) -> KVCache:
-        """Room for `shape` = (B, S, G, H)."""
+        """Return an empty cache; `shape` is (B, S, G, H)."""
         rows, tokens, heads, size = shape
         places = jnp.full((rows, tokens), _EMPTY, jnp.int32)
         none = jnp.zeros((rows, heads, tokens, size), dtype)
@@ -131,18 +131,18 @@ class KVCache(NamedTuple):
 
     @classmethod
     def axes(cls) -> Any:
-        """Logical axes of each array."""
+        """Return the logical axes of each array."""
         kept, places = ("batch", "kv_heads", None, "head_dim"), ("batch", None)
         return cls._make((kept, kept, places, places, ()))
 
     @property
     def key(self) -> Float[Array, "B S G H"]:
-        """As backends take them."""
+        """Return the keys in the layout of attention backends."""
         return jnp.swapaxes(self.keys, 1, 2)
 
     @property
     def value(self) -> Float[Array, "B S G v"]:
-        """As backends take them."""
+        """Return the values in the layout of attention backends."""
         return jnp.swapaxes(self.values, 1, 2)
 
     def append(
@@ -152,7 +152,9 @@ class KVCache(NamedTuple):
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> KVCache:
-        """With T tokens more, in place of the oldest ones where there is no room."""
+        """Return the cache with T more tokens, which replace the oldest tokens if the cache is
+        full.
+        """
         put = partial(_put, start=self.length)
         return KVCache(
             put(self.keys, jnp.swapaxes(key, 1, 2), 2),
@@ -164,11 +166,11 @@ class KVCache(NamedTuple):
 
 
 def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
-    """New tokens from place `start` of a ring on."""
+    """Write new tokens into the ring buffer from slot `start`."""
     size, count, new = old.shape[axis], new.shape[axis], new.astype(old.dtype)
     if count == 1:
         return lax.dynamic_update_slice_in_dim(old, new, start % size, axis)
-    # They may lie on both sides of the ring's end.
+    # The new tokens may wrap around the end of the ring buffer.
     number = (jnp.arange(size) - start) % size
     turned = jnp.take(new, jnp.minimum(number, count - 1), axis)
     is_new = (number < count).reshape([-1 if dim == axis else 1 for dim in range(old.ndim)])
@@ -176,7 +178,7 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
 
 
 def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
-    """(axes over which rows are divided here, that of the heads)."""
+    """Return the axes that shard sequences here, and the axis that shards heads."""
     mesh = jax.sharding.get_abstract_mesh()
     rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows = tuple(axis for axis in BATCH_AXES if axis in rest)
@@ -186,13 +188,13 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Key/value heads, some repeated where there are fewer than shards of the query heads."""
+    """Repeat key/value heads if there are fewer than shards of the query heads."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 
 
 def _head_shards(num_heads: int) -> int:
-    """Devices over which heads are split here."""
+    """Return the number of devices that shard heads here."""
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
         return 1
@@ -203,7 +205,7 @@ def _head_shards(num_heads: int) -> int:
 def switch_window(
     run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
 ) -> Any:
-    """`run(size, *arrays)` with the size that is asked for, None for the only one."""
+    """Run `run(size, *arrays)` with the size that equals `window`; None selects the only size."""
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])

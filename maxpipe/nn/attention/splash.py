@@ -1,10 +1,10 @@
-"""Attention by jax's splash kernels, for TPUs: no score leaves the chip's fast memory.
+"""Attention with jax's splash kernels, for TPUs. Scores stay in on-chip memory.
 
-The kernels take lists of the blocks of keys that a block of queries sees, and the places of the
-queries: both may be data, so that a device can have any blocks of a row. What is asked of them here
-is pinned by tests, as jax has no public entry for their backward.
+The kernels read lists of the visible key blocks of each query block, and the indices of the
+queries. Both may be arrays, so a device can hold any chunks of a sequence. Tests pin the private
+entry points, because jax has no public one for the backward.
 
-Source: FlashAttention-2 (arXiv:2307.08691), as `jax.experimental.pallas.ops.tpu` has it.
+Source: FlashAttention-2 (arXiv:2307.08691), as in `jax.experimental.pallas.ops.tpu`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 LANES = 128
-"""Blocks of queries and keys are multiples of it."""
+"""Block sizes are multiples of this number."""
 _LONG = 4096
-"""Tokens from which on blocks are large: a step of the kernel has a cost of its own, and of few
-blocks a larger share is on the diagonal, of whose pairs half are hidden."""
+"""Minimum sequence length for large blocks. Each kernel step has a fixed cost, but few blocks waste
+a larger share of work on the half-masked diagonal."""
 
 
 def attend(
@@ -44,10 +44,11 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N v"]:
-    """Attention in kernels; behind a cache, and for rows that are not whole blocks, in plain jax.
+    """Compute attention in kernels.
 
-    Training has neither: a rule of the config sees to it. `interpret` runs the kernels as jax's
-    operations, which any device can.
+    With a cache, and for sequences that are not multiples of the block size, plain jax is used.
+    Config rules exclude both in training. `interpret` runs the kernels as jax operations on any
+    device.
     """
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
@@ -64,26 +65,26 @@ def attend(
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
     key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
-    # Marked out here, their gradients are summed where an input is the same on several devices.
+    # `mark_varying` sums gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
 
 @dataclass(frozen=True)
 class SplashOptions:
-    """What a kernel is compiled for."""
+    """Static options of a kernel."""
 
     windows: tuple[int, ...]
-    """Of which data choose one, where there are several."""
+    """Possible windows. If there are several, the data select one."""
     causal: bool
     scale: float
     soft_cap: float
     run: int
-    """Queries that stand next to each other in the row."""
+    """Number of contiguous queries in the sequence."""
     interpret: bool
 
 
 class _SplashMask(NamedTuple):
-    """Data that tell which keys a query sees, as in `Mask`."""
+    """Arrays that determine the visible keys, as in `Mask`."""
 
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
@@ -100,7 +101,7 @@ def _attention(
     seen: _SplashMask,
     call: SplashOptions,
 ) -> Float[Array, "B T N v"]:
-    """Differentiated by rules that each enter the devices' own program: see `on_shards`."""
+    """Compute attention. Its differentiation rules enter the per-device program (`on_shards`)."""
     return _forward(query, key, value, sinks, seen, call)[0]
 
 
@@ -119,7 +120,7 @@ def _forward(
         (arrays, _heads_first(arrays)),
     )
     mixed, sums = run(query, key, value, sinks, seen)
-    # Both, so that who keeps what is mixed never runs the kernel again.
+    # Both are named, so that the kernel does not run again if the output is saved.
     mixed, sums = checkpoint_name(mixed, "context"), checkpoint_name(sums, LOG_SUM)
     return mixed, (query, key, value, sinks, seen, mixed, sums)
 
@@ -130,7 +131,7 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
 
     def run(*given: Any) -> tuple[Any, ...]:
         d_sinks = _sink_gradients(given[3], *given[5:])
-        # Here, so that a split backward keeps it, and not what it is made of.
+        # Summed here, so that a split backward saves the sum and not its inputs.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
         return *local_backward(*given, call=call), d_sinks
 
@@ -152,7 +153,7 @@ def _sink_gradients(
     sums: Float[Array, "B N T"],
     d_mixed: Float[Array, "B T N v"],
 ) -> Float[Array, " N"] | None:
-    """A sink takes its share of each query, and adds nothing."""
+    """Return the gradients of the sinks, which have probabilities but no values."""
     if sinks is None:
         return None
     shares = jnp.exp(sinks.astype(jnp.float32)[:, None] - sums)
@@ -160,11 +161,13 @@ def _sink_gradients(
     return -jnp.einsum("bnt,btnv,btnv->n", shares, *wide).astype(sinks.dtype)
 
 
-# On the mesh.
+# Sharding over the mesh.
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _SplashMask]:
-    """(of arrays with heads, of those for each head alone, axes of the rows, of `_Seen`)."""
+    """Return the specs of arrays with heads, of per-head arrays, the sequence axes, and
+    mask specs.
+    """
     rows, heads = interface.query_axes(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
     beside: Any = (batch, batch, whole, whole)
@@ -175,7 +178,7 @@ def _heads_first(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(spec[0], spec[2], None)
 
 
-# On one device.
+# Computation on one device.
 
 
 def local_forward(
@@ -187,7 +190,7 @@ def local_forward(
     *,
     call: SplashOptions,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B N T"]]:
-    """What is mixed, and the logarithm of each softmax's sum in float32."""
+    """Compute the output and the float32 log-sum-exp on one device."""
 
     def run(window: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         kernel = _kernel(query, key, seen.places, window, call)
@@ -223,7 +226,7 @@ def local_backward(
     *,
     call: SplashOptions,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"]]:
-    """Of queries, keys and values."""
+    """Compute the gradients of queries, keys and values on one device."""
     del sinks  # in `sums`
 
     def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
@@ -236,7 +239,7 @@ def local_backward(
             saved = (query, key, value, ids, None, mixed, sums, *lists)
             return _backward_kernels(kernel.kwargs, saved, d_mixed)
 
-        # Two kernels, one of three products for the queries and one of four: of each the half.
+        # Two kernels run, with three matmuls for queries and four for keys; each counts half.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
         with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
@@ -258,7 +261,7 @@ def local_backward(
 def _backward_kernels(
     settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
 ) -> tuple[Array, Array, Array]:
-    """Of one row, by the rule that jax's own function is differentiated with."""
+    """Run the backward kernels of one sequence with the differentiation rule of jax."""
     found = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
         False,
         settings["mask_value"],
@@ -275,12 +278,12 @@ def _backward_kernels(
 
 
 def _swap_heads_and_tokens(x: Array) -> Array:
-    """[B, T, N, H] to [B, N, T, H], and back."""
+    """Swap [B, T, N, H] and [B, N, T, H]."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def _scale_queries(x: Array, call: SplashOptions) -> Array:
-    """The kernels have no scale of the scores: queries take it, and their gradients."""
+    """Multiply queries or their gradients by the scale, which the kernels do not support."""
     return (x.astype(jnp.float32) * call.scale).astype(x.dtype)
 
 
@@ -293,20 +296,22 @@ def _ids(seen: _SplashMask) -> kernels.SegmentIds:
 
 @dataclass(frozen=True)
 class CausalWindowMask:
-    """Which places of a row a query sees, besides documents."""
+    """Causal and window mask by index, without documents."""
 
     causal: bool
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """For each pair, as the kernels ask it."""
+        """Return the mask of each pair, as the kernels require."""
         near = places - keys < self.window
         if not self.causal:
             return near
         return (places >= keys) & near if self.window else places >= keys
 
     def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
-        """Whether some query of a block sees some key of another, by where they begin."""
+        """Return whether any query of a block sees any key of another, given their start
+        indices.
+        """
         if not (self.causal or self.window):
             return np.ones((len(first), len(first_keys)), bool)
         first, last = first[:, None], first[:, None] + size - 1
@@ -317,22 +322,22 @@ class CausalWindowMask:
 
 
 def attention_block_size(tokens: int, head_dim: int) -> int:
-    """Size of the blocks that `tokens` in a row are cut into, of queries as of keys."""
+    """Return the block size of queries or keys for `tokens` contiguous tokens."""
     most = 1024 if tokens >= _LONG and head_dim <= LANES else 512
     sizes = range(LANES, min(tokens, most) + 1, LANES)
     return max(size for size in sizes if tokens % size == 0)
 
 
 def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
-    """(size of blocks of queries, of keys)."""
+    """Return the block sizes of queries and of keys."""
     size = max(query.shape[-1], key.shape[-1])
     return attention_block_size(call.run, size), attention_block_size(key.shape[-2], size)
 
 
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
-    """Pairs that a kernel scores, over all rows and heads: whole blocks.
+    """Return the pairs that a kernel scores over all sequences and heads, in full blocks.
 
-    Of queries that have places of their own, the mean over the devices.
+    For queries with explicit indices, the result is the mean over devices.
     """
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
@@ -346,16 +351,16 @@ def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions
 def _kernel(
     query: Array, key: Array, places: Array | None, window: int, call: SplashOptions
 ) -> kernels.SplashAttentionKernel:
-    """For queries [B, N, T, H] and keys [B, G, S, H]."""
+    """Return the kernel for queries [B, N, T, H] and keys [B, G, S, H]."""
     size, size_keys = _blocks(query, key, call)
     sees = CausalWindowMask(call.causal, window)
     where: Any = np.arange(query.shape[-2], dtype=np.int32) if places is None else places
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
     seen = sees.intersects_block(first, size, first_keys, size_keys)
     most = (len(first_keys), len(first))
-    if call.causal and window:  # however blocks of queries are placed
+    if call.causal and window:  # upper bounds for any placement of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # documents alone
+    plain = not (call.causal or window)  # documents only
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
@@ -370,7 +375,7 @@ def _kernel(
         block_kv_dkv_compute=_key_step_size(size_keys),
         block_q_dq=size,
         block_kv_dq=size_keys,
-        use_fused_bwd_kernel=False,  # it holds a gradient of the queries for each block of keys
+        use_fused_bwd_kernel=False,  # the fused kernel stores one query gradient per key block
     )
     return kernels.SplashAttentionKernel(
         rows,
@@ -388,14 +393,15 @@ def _kernel(
 
 
 def _key_step_size(block: int) -> int:
-    """Keys of a block that are scored at a time."""
+    """Return the number of keys of a block that are scored at a time."""
     return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
 
 
 def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
-    """(numbers of the blocks that each block sees, whether there is one): int `[I, j]`.
+    """Return the indices of the visible blocks of each block `[I, j]`, and which are valid.
 
-    Behind its last one a block has that again: nothing is fetched for it. At most `most` of them.
+    Indices after the last visible block repeat it, so that nothing more is fetched. `most` limits
+    the number of blocks.
     """
     kind: Any = np if isinstance(seen, np.ndarray) else jnp
     count = seen.sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Attention in plain jax, which runs everywhere: by blocks of queries."""
+"""Attention in plain jax for every platform, by blocks of queries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Attention by blocks of queries, of which each scores only the keys up to its own end.
+    """Compute attention by query blocks. Each block scores only the keys up to its end.
 
-    At T = 2048 that is 9/16 of the square, and the scores are small enough to stay out of the
-    chip's main memory. `block` 0 chooses.
+    At T = 2048, this is 9/16 of all pairs, and the scores are small enough to stay out of main
+    memory. `block` 0 selects the block size automatically.
     """
     tokens = query.shape[1]
     by_place = mask.causal and mask.is_self_ordered
@@ -33,10 +33,10 @@ def attend(
     for start, stop in blocks:
         keys = stop if by_place else key.shape[1]
         part = query[:, start:stop], key[:, :keys], value[:, :keys]
-        # The first block is the square that `is_causal` is made for.
+        # The first block is square, so `is_causal` applies.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
-        # Behind a cache jax's function puts keys and values in another order first.
+        # With a cache, jax's function would transpose keys and values first.
         plain = mask.has_places and not mask.soft_cap and mask.sinks is None
         if not plain or key.shape[-1] != value.shape[-1]:
             if square:
@@ -58,13 +58,14 @@ def _attend_unfused(
     seen: Bool[Array, "B 1 t s"],
     mask: Mask,
 ) -> Float[Array, "B t N v"]:
-    """With a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453) or values of another size.
+    """Compute attention with features that jax's function lacks.
 
-    jax's own function has none of these.
+    They are a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453), and values of a different
+    size.
     """
     rows, tokens, heads, size = query.shape
     groups, num_keys = key.shape[2], key.shape[1]
-    # Heads in front, as caches have them: one matmul of plain matrices for each.
+    # Heads come first, as in caches, so each is one plain matmul.
     grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, groups, -1, size)
     key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
@@ -86,9 +87,10 @@ def _attend_unfused(
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _soft_cap(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
-    """`cap * tanh(scores / cap)`, of which its slope alone is kept.
+    """Return `cap * tanh(scores / cap)` and save only its slope for the backward pass.
 
-    Releases of jax differ in what they keep of a tanh: its slope, or two arrays that make it.
+    Releases of jax differ in the residuals of tanh: its slope, or two arrays from which it is
+    computed.
     """
     return cap * jnp.tanh(scores / cap)
 
@@ -104,9 +106,9 @@ def _soft_cap_forward(
 def _softmax_with_sinks(
     scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
 ) -> Float[Array, "B G n t s"]:
-    """Softmax of the scores beside their head's sink, whose share is left out.
+    """Return the softmax over scores and sinks, without the probabilities of the sinks.
 
-    The scores stay as they are: one more of them in each row would be a copy of all.
+    Appending the sinks to the scores would copy all scores.
     """
     sinks = sinks.astype(jnp.float32)
     largest = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
