@@ -4,8 +4,8 @@
     python scripts/prose.py maxpipe/data docs   # only these files and folders
     python scripts/prose.py --counts            # matches by pattern and by file, and their share
 
-Docstrings, comments, messages and Markdown are split into sentences. Inline code, code blocks, links
-and text in double quotes are left out: they quote programs or other projects.
+Docstrings, comments, messages and Markdown are split into sentences. Inline code, code blocks,
+addresses of links and text in double quotes are left out: they quote programs or other projects.
 """
 
 from __future__ import annotations
@@ -22,26 +22,45 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKED = ("maxpipe", "docs", "benchmarks", "scripts", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+CHECKED = (
+    "maxpipe",
+    "docs",
+    "benchmarks",
+    "scripts",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
 MIN_WORDS = 5
 """Shorter texts are names or labels."""
 
-_DURATION = r"(about |around |up to |at most |at least |under |over |less than |more than )?(\d|an? |one|two|ten|half|seconds|minutes|hours|days|long|time|place|effect|part|precedence|longer|as long|into account)"
+_NOT_USE = (
+    r"(about |around |up to |at most |at least |under |over |less than |more than )?"
+    r"(\d|(an? |one |two |half an? )?(second|minute|hour|day)|(as )?long|time|place|effect|part|"
+    r"precedence|into account)"
+)
+"""Words after a correct "take": durations, and phrases such as "take place"."""
+_COMPARATIVE = r"more|less|fewer|longer|shorter|slower|faster|larger|smaller|worse|better|different"
 PATTERNS = {
     'a clause with "what" in place of a noun': r"\bwhat\b(?!.*\?$)",
     'a sentence that begins with "Of"; "of which", "of those"': r"^of\b|\bof (which|those)\b",
     'software that "says" or "tells"': r"\b(says?|said|saying|tells?|told)\b",
-    '"take" for use, accept or require': rf"\b(takes?|taken|taking|took)\b(?! {_DURATION})",
+    '"take" for use, accept or require': rf"\b(takes?|taken|taking|took)\b(?! {_NOT_USE})",
     '"whole" for full, complete or unsharded': r"\bwholes?\b",
     '"ask" and "answer" for request and response': r"\b(ask(s|ed|ing)?|answer(s|ed|ing)?)\b",
-    '"stand" or "is there" for exist': r"\b(stands?|stood|standing)\b|\b(is|are|was|were|be) there\b",
+    '"stand" or "is there" for exist': (
+        r"\b(stands?|stood|standing)\b|\b(is|are|was|were|be) there\b"
+    ),
     '"of its own"': r"\bof (its|their|your|our|his) own\b",
     '"beside"': r"\bbesides?\b",
     '"behind"': r"\bbehind\b",
-    'a verb with "of" ("makes of", "says of")': r"\b(says?|said|makes?|holds?|held|keeps?|kept|knows?|known|has|have|had|gives?|given|takes?|needs?|needed|reads?|does|done|sees?|seen) of\b",
+    'a verb with "of" ("makes of", "says of")': (
+        r"\b(says?|said|makes?|holds?|held|keeps?|kept|knows?|known|has|have|had|gives?|given|"
+        r"takes?|needs?|needed|reads?|does|done|sees?|seen) of\b"
+    ),
     '"as it is"': r"\bas (it|they) (is|are|was|were)\b",
     '"go on" for resume or continue': r"\b(goes|go|went|going|gone) on\b",
-    '"is no X" for "is not an X"': r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more|less|fewer|different|slower|faster|larger|smaller|worse|better))",
+    '"is no X" for "is not an X"': (rf"(?<!there )\b(is|are|was|were) no\b(?! ({_COMPARATIVE}))"),
     '", too"': r", too\b",
 }
 _OPENING = (
@@ -73,7 +92,9 @@ def sentences_of(path: Path) -> list[Sentence]:
     result = []
     for line, part, is_docstring in parts:
         for number, (offset, sentence) in enumerate(_split(part)):
-            if len(re.findall(r"[A-Za-z]{2,}", sentence)) >= MIN_WORDS or (is_docstring and not number):
+            if len(re.findall(r"[A-Za-z]{2,}", sentence)) >= MIN_WORDS or (
+                is_docstring and not number
+            ):
                 opens = is_docstring and number == 0
                 result.append(Sentence(path, line + offset, sentence, opens))
     return result
@@ -111,7 +132,7 @@ def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) in docstrings:
                 yield node.lineno, node.value, True
-            elif id(node) not in inside and " " in node.value:
+            elif id(node) not in inside and " " in node.value and not _is_regex(node.value):
                 yield node.lineno, node.value, False
         elif isinstance(node, ast.JoinedStr):
             inside |= {id(value) for value in node.values}
@@ -119,7 +140,9 @@ def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, "".join(map(str, values)), False
     comments: list[tuple[int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not re.match(r"#\s*(type|noqa|pyright|!)", token.string):
+        if token.type == tokenize.COMMENT and not re.match(
+            r"#\s*(type|noqa|pyright|!)", token.string
+        ):
             text = token.string.lstrip("#").strip()
             starts_line = not token.line[: token.start[1]].strip()
             if comments and starts_line and comments[-1][0] == token.start[0] - 1:
@@ -129,6 +152,10 @@ def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
                 comments.append((token.start[0], text))
     for line, text in comments:
         yield line - text.count("\n"), text, False
+
+
+def _is_regex(text: str) -> bool:
+    return r"\b" in text or "(?" in text
 
 
 def _markdown_texts(text: str) -> Iterator[tuple[int, str, bool]]:
@@ -141,7 +168,7 @@ def _markdown_texts(text: str) -> Iterator[tuple[int, str, bool]]:
         if match := re.match(r"(```+|~~~+)", stripped):
             fence = "" if fence and stripped.startswith(fence) else fence or match[1]
             stripped = ""
-        elif fence or line.startswith(("    ", ">")) and not paragraph:
+        elif fence or (line.startswith(("    ", ">")) and not paragraph):
             continue
         begins = re.match(r"([-*+]|\d+\.) |#|\|", stripped)
         if (not stripped or begins) and paragraph:
@@ -162,7 +189,9 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"\]\([^)]*\)", "]", text)
     text = re.sub(r"https?://\S+", "U", text)
     offset = 0
-    for piece in re.split(r"(?<=[.!?:;])\s+(?=[A-Z\[(*\d])|\n\s*\n|\n(?=\s*(?:[-*] |[A-Za-z_, ]+: ))", text):
+    for piece in re.split(
+        r"(?<=[.!?:;])\s+(?=[A-Z\[(*\d])|\n\s*\n|\n(?=\s*(?:[-*] |[A-Za-z_, ]+: ))", text
+    ):
         lead = len(piece) - len(piece.lstrip())
         at = text.find(piece, offset)
         yield text.count("\n", 0, at + lead), " ".join(piece.split())
@@ -172,7 +201,9 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="*", help="files and folders (default: all that is checked)")
-    parser.add_argument("--counts", action="store_true", help="print counts and the share; never fail")
+    parser.add_argument(
+        "--counts", action="store_true", help="print counts and the share; never fail"
+    )
     options = parser.parse_args(arguments)
     sentences = [s for file in files_of(options.paths or list(CHECKED)) for s in sentences_of(file)]
     matches = [match for sentence in sentences for match in matches_of(sentence)]
