@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         "pipeline.group=3 pipeline.microbatches=8 mesh.ici_stage=4",
         "pipeline.group",
-        "between the stages (4) and the microbatches (8)",
+        "number of stages (4) and the number of microbatches (8)",
     ),
     ("pipeline.group=9 pipeline.microbatches=8", "pipeline.group", "the microbatches (8)"),
     ("pipeline.microbatches=3", "train.batch_size", "pipeline.microbatches (3)"),
