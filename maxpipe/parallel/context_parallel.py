@@ -49,7 +49,8 @@ def contiguous_length(tokens: int) -> int:
 
 def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Return the start positions of this device's two pieces, which have `tokens` tokens in
-    total."""
+    total.
+    """
     return shard_starts(axis_index(CONTEXT), tokens)
 
 

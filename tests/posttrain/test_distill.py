@@ -226,7 +226,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
     (
         ("distill.devices=8",),
-        "Set distill.devices=7, or mesh.cpu_devices=16, or distill.devices=0 to take turns",
+        "Set distill.devices=7, or mesh.cpu_devices=16, or distill.devices=0 to alternate",
     ),
     (("distill.devices=2", "distill.layout=[mesh.ici_stage=3]"), "distill.layout: mesh = stage 3"),
     (
