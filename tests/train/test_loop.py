@@ -556,4 +556,4 @@ def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_
     assert losses[0] == losses[1]
     more = (f"runtime.executable={folder}", f"run.dir={tmp_path}", "run.name=other")
     other = run("train", tiny, *alone, *more, "mesh.ici_fsdp=2", "mesh.cpu_devices=2", code=2)
-    assert "was compiled for mesh.ici_fsdp = 1, and this run has 2." in other
+    assert "was compiled for mesh.ici_fsdp = 1, but this run has 2." in other
