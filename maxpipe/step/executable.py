@@ -1,9 +1,8 @@
 """A compiled train step on disk, loaded only after its owner, checksum and metadata are verified.
 
 A compiled program is executable code, and jax stores part of it as a pickle, which can run code as
-well. The folder must therefore be writable by its owner only. It contains the
-program, a checksum, and the metadata of the compilation. The program is deserialized only after all three
-checks.
+well. The folder must therefore be writable by its owner only. It contains the program, a checksum,
+and the metadata of the compilation. The program is deserialized only after all three checks.
 """
 
 from __future__ import annotations
