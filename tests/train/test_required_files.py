@@ -28,7 +28,10 @@ def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: P
         "checkpoint.restore_from",
         "data.path",
     ]
-    assert f"there is no {here}/base. tokenizer.path=base is read from it" in found[0].rule
+    assert (
+        f"{here}/base does not exist. tokenizer.path=base is also read from that folder"
+        in found[0].rule
+    )
     assert "hf download NAME --local-dir base" in found[0].action
     (here / "base").mkdir()
     (here / "chats.jsonl").touch()
