@@ -135,7 +135,7 @@ class SlowDataMonitor:
         )
 
     def stepped(self, waited: float, seconds: float) -> None:
-        """Record the duration `seconds` of steps, and the time `waited` that they waited for data."""
+        """Record the duration `seconds` of steps, and the time `waited` spent waiting for data."""
         if not self._has_begun:  # the first batches are slower
             self._has_begun = True
             read_tracker.take_read_times()
