@@ -20,8 +20,8 @@ from jaxtyping import Float
 from maxpipe.pipeline.objective import BatchArraySpec, LogProbSpec, Objective, Scores
 
 ON_POLICY = 1.0
-"""Marks on-policy tokens in place of a log-probability, which is never positive: the old
-log-probability is that of the current weights, so the ratio is exactly 1."""
+"""Marks on-policy tokens in `old_logp`; log-probabilities are never positive. The current weights
+sampled these tokens, so their ratio is exactly 1."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Muon's updates: matrices with singular values near 1, computed without gathering everywhere.
+"""Muon's updates: matrices with singular values near 1, distributed over the devices.
 
 Each device has a shard of every matrix of its layers. All-to-alls over the axes that shard the
 matrices give each device some complete matrices. The device orthogonalizes them, and the inverse
@@ -6,9 +6,9 @@ all-to-alls return the shards. Over an axis of n devices, a shard of B bytes sen
 in total if n divides the number of matrices.
 
 Source: the Newton-Schulz iteration and its coefficients are those of Keller Jordan's Muon. The
-scale of the update, 0.2 times the root of the longer side, gives it the size of AdamW's
-(arXiv:2502.16982). "Dion" (arXiv:2504.05295) and other distributed Muons also distribute matrices
-over devices.
+update is scaled by 0.2 times the root of the longer side, which gives it the size of AdamW's
+updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other versions of Muon also distribute
+matrices over devices.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ class _Flat(NamedTuple):
 
     @classmethod
     def of(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
-        """Convert a shard to matrices. If several dims form a side, devices may order its entries
-        differently: the entries of the singular vectors have the same order.
+        """Convert a shard to matrices.
+
+        If several dims form a side, devices may order its entries differently, because the entries
+        of the singular vectors have the same order.
         """
         inputs, outputs, _ = matrices
         others = tuple(dim for dim in range(shard.ndim) if dim not in inputs + outputs)

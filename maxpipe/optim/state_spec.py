@@ -38,7 +38,7 @@ def matrix_dims(param: Param) -> MatrixDims | None:
     contracted dim. None: the parameter is not a matrix.
     """
     if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
-        return None  # the latter are convolution kernels
+        return None  # a vector or a convolution kernel
     dims = [n for n, axis in enumerate(param.axes) if axis not in ("experts", "ahead")]
     for count in range(1, len(dims)):
         inputs = tuple(dims[:count])

@@ -109,7 +109,7 @@ def map_auto_axes(
 
     `entries` name the automatic axes of each dim, as a PartitionSpec does. Through sums and
     permutes XLA's partitioner keeps such a dim sharded. Before a gather or scatter of another dim
-    it gathers that dim first: with tensor 4 this is four times the traffic and memory.
+    it gathers that dim first; with tensor 4 this is four times the traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -185,9 +185,9 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     if dim and _is_cpu_program():  # XLA for CPU would transpose, as in `all_gather`
         first = jnp.moveaxis(x, dim, 0)
         return jnp.moveaxis(_sum_in_float32(partial(add, scatter_dimension=0), first), 0, dim)
-    # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic: those with
-    # dims of size 1, with several leading dims, or along a last dim whose shards are not multiples
-    # of a register.
+    # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic. This affects
+    # arrays with dims of size 1 or several leading dims, and a last dim whose shards are not
+    # multiples of a register.
     size = x.shape[dim] // axis_size(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     after = [size for size in x.shape[dim + 1 :] if size > 1]

@@ -149,7 +149,7 @@ def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
 
 
 def merge_lora(weight: Any) -> Any:
-    """Return one array for uses of a weight other than matmuls."""
+    """Merge the low-rank update into a weight, for uses other than matmuls."""
     return weight.merged() if isinstance(weight, LoraWeight) else weight
 
 

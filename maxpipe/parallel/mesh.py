@@ -121,7 +121,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """Return all devices but the last `count`, and the last `count`; for 0 return all, twice.
+    """Split off the last `count` devices; for 0, both parts contain all devices.
 
     Every process keeps some devices and contributes the same number, so both parts span all
     processes.

@@ -3,7 +3,7 @@
 Every token has its own scale, in the forward and in the backward, so results depend neither on
 other sequences of the batch nor on sharding. `channel` and `tensor` multiply 8-bit values and apply
 the scales to the sums. `block` rounds blocks along the contracted dim to 8-bit values times a power
-of two, and multiplies the dequantized values in the dtype of the activations, which represents them
+of two. It multiplies the dequantized values in the dtype of the activations, which represents them
 exactly.
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
@@ -278,7 +278,7 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     back: QuantizedArray | None
-    """Form for the gradient with respect to the other operand; None if it equals `forward`."""
+    """Quantized weight for the gradient of the other operand; None if it equals `forward`."""
     gradient: Array | None = None
     """Zeros with the shape and dtype of the gradient; autodiff differentiates them, not the
     weight."""

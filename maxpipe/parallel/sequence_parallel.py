@@ -3,8 +3,8 @@
 The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls all
 devices would compute the same, so each device gets some of the tokens. A projection into the layer
 gathers the tokens, and a projection out of it reduces and scatters them. Gradients of tokens and of
-weights are separate equations, so that a split backward can defer the weights'. Tokens are saved as
-shards and gathered again for the backward.
+weights are separate equations, so that a split backward can defer weight gradients. Tokens are
+saved as shards and gathered again for the backward.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """

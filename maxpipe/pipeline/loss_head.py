@@ -2,7 +2,7 @@
 
 Each stage holds V / P columns of the projection and computes their logits. Small reductions over
 the stage axis combine the partial results, so every stage does an equal share of the work. Forward
-and backward are explicit: autodiff is applied only to the objective, which is a function of a few
+and backward are explicit. Autodiff is applied only to the objective, which is a function of a few
 values per token.
 
 Logits can be computed for one block of tokens at a time, which limits their memory.
@@ -229,7 +229,7 @@ class LossHead(NamedTuple):
 
         `output` is read from the last stage, `head` is this stage's shard, and `inputs` are the
         microbatch's arrays. MTP heads add to both gradients; their other results are returned
-        second: see `MtpLossHeads.add`.
+        second (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._blocks_of(output, inputs)

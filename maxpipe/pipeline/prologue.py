@@ -12,10 +12,10 @@ looks up the tokens among them; one small sum over the stage axis combines the r
 stage does an equal share of work that would otherwise be on the first stage. Forward and backward
 are explicit, and their control flow is the same on all stages.
 
-The table's columns stay sharded over fsdp, expert and context: tokens are sent to all shards and
+The table's columns stay sharded over fsdp, expert and context. Tokens are sent to all shards and
 activations are returned, which is less traffic than a gather of the table. In shapes, `v` is V / P,
 this stage's part of the padded vocabulary, and `d` is the number of table columns that a device
-holds: D, or its shard.
+holds, which is D or its shard.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 """

@@ -1,9 +1,9 @@
 """Differentiate a layer once, and define its forward, backward and weight-gradient functions.
 
 A layer is traced into a forward that also returns the residuals of its backward, and a backward
-that is a function of the residuals. A backward slot can read the weights and the batch arrays
-anyway: they, and values computed from weights alone, are never saved. The data flow decides
-this, not the shapes.
+that is a function of the residuals. Weights, batch arrays and values
+computed from weights alone are never saved, because a backward slot has access to the weights and
+the batch. The data flow determines which values these are, not their shapes.
 
 A split backward cuts the traced program in two: input gradients first, weight gradients later. Both
 parts come from one program, so shared values are computed once, in the first part. Values that the
@@ -476,8 +476,8 @@ class _ValueSources:
         """Whether a value must be saved from the forward slot to the backward slot.
 
         Inputs other than `x` are available in the backward slot. Values that depend on weights but
-        not on `x` are recomputed, whatever they cost: saved, they would use memory in every slot
-        although they are identical in all slots. Values without inputs, such as the zeros of a
+        not on `x` are always recomputed. They are identical in all slots, so saving them in every
+        slot would waste memory. Values without inputs, such as the zeros of a
         mask,
         are recomputed too. Values that depend on the microbatch's arrays alone are saved, because
         they differ between slots.

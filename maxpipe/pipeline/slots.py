@@ -3,7 +3,7 @@
 The layers of a slot run in a loop whose trip count comes from the table: 0 when the stage is idle.
 So no conditional ever copies a buffer. With several layer types, every iteration contains one inner
 loop per type with a trip count of 0 or 1. Reads from a type's stacks are indexed by the inner
-counter: otherwise XLA would treat them as loop-invariant and copy them out of the loop. With
+counter; otherwise XLA would treat them as loop-invariant and copy them out of the loop. With
 `idle="compute"` every stage runs as many iterations as the busiest stage and discards unused
 results, so that control flow is identical on all stages.
 
@@ -184,8 +184,7 @@ class LayerSlots:
     """Runs the layers of a stage's chunks.
 
     Trees of weights, gradients and saved arrays are dicts by layer type. The argument `held` of the
-    methods is the tree that weights are read from: all weights of the stage, or the prefetch
-    window.
+    methods is the tree with the weights, either all of the stage or the prefetch window.
     """
 
     layers: dict[str, LayerFn]

@@ -65,7 +65,7 @@ def replace_subtree(tree: Tree, part: Tree) -> Tree:
 Tree = Any
 GatherMode = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
-"""Marks that no dim is gathered."""
+"""Value of `WeightSharding.dim` if no dim is gathered."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class WeightSharding:
 
     @property
     def summed_over(self) -> tuple[str, ...]:
-        """Axes over which gradients are summed with `psum`: devices hold partial gradients, and no
-        reduce-scatter over the axis takes place during the step or at its end.
+        """Axes over which partial gradients are summed by an all-reduce, because no reduce-scatter
+        sums over them.
         """
         later = () if self.owned == NOT_SHARDED else (DATA,)
         return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.kept, *later))

@@ -75,7 +75,7 @@ Tree = Any
 _STREAM = "rollouts"
 """Name of the random stream; rollouts use a separate seed."""
 _NUM_ROW_IDS = 1 << 31
-"""Number of sample ids, which are int32."""
+"""Number of distinct sample ids, which are int32."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     INTERLEAVED: ScheduleSpec(
         orders.one_forward_one_backward,
-        "1F1B with a chosen group, by default P",
+        "1F1B with a configurable group size (default: P)",
         group="chosen",
         idle=_bubble_fraction,
     ),
@@ -106,7 +106,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "zb_h2": ScheduleSpec(
         orders.zero_bubble_h2,
-        "split backward, twice the memory, no bubble but the first fill",
+        "split backward, twice the memory, only the initial fill idle",
         repeats=1,
         split=True,
         idle=_zero_bubble_fraction,

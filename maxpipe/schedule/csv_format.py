@@ -1,6 +1,6 @@
 """Schedules as CSV in the usual action notation: one line per stage, one action per cell.
 
-`2F0` is the forward of chunk 2 for microbatch 0, `B` is a full backward, and `I` and `W` are the
+`2F0` is the forward of chunk 2 for microbatch 0. `B` is a full backward; `I` and `W` are the
 gradients of the chunk's input and weights. Empty cells are idle. Chunks are numbered in network
 order. The format is that of torch.distributed.pipelining, so schedules can be exchanged. A file
 defines only the order in which each stage computes; the ticks follow from the order.
@@ -154,7 +154,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
         raise ConfigError.one(
             f"{path}",
             f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",
-            "the number of chunks must be a multiple of the number of lines: a line is a stage, "
+            "the number of chunks must be a multiple of the number of lines. A line is a stage, "
             "and every stage runs the same number of chunks.",
             "Add the missing lines or chunks.",
         )

@@ -182,9 +182,9 @@ def _ratio(costs: Costs) -> str:
 
 
 _LEGEND = (
-    "idle: share of a step at costs of F:I:W. saved chunks, deferred (weight gradients), inbox:",
-    "slots on each stage; in layers: the first two, in units of one stage's layers. messages: the",
-    "most that a stage sends per step. gathers: of each weight per step, by weight_gather=visit.",
+    "idle: fraction of a step, at costs F:I:W. saved chunks, deferred (weight gradients), inbox:",
+    "number of slots per stage; in layers: sum of the first two, in units of a stage's layers.",
+    "messages: maximum sent per stage and step. gathers: per weight and step, weight_gather=visit.",
 )
 
 

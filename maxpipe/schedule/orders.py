@@ -234,8 +234,8 @@ def _repeated_block(
 ) -> Orders:
     """Return one microbatch's pattern over a V, repeated every six ticks.
 
-    `offsets` are the ticks between neighbouring stages, in this order: forward of the first and of
-    the second chunk, input gradients of the second and of the first chunk. A microbatch is in
+    `offsets` are the ticks between neighbouring stages: in the forward of the first and the second
+    chunk, then in the input gradients of the second and the first chunk. A microbatch is in
     flight, and uses memory, for their sum times the number of stages. Weight gradients use the
     free ticks.
 

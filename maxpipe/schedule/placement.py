@@ -3,8 +3,8 @@
 1. `_earliest_ticks` runs each action in the first tick that its inputs and its stage's order allow.
 2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
    interval of time on one stage. Colouring the intervals assigns the fewest possible slots.
-3. `_weight_window` turns a stage's consecutive work on one chunk into a gather into the weight
-   prefetch window, and its gradients into a reduction out of the window.
+3. `_weight_window` schedules a gather before a stage's consecutive work on a chunk, and a reduction
+   of the chunk's gradients after it.
 4. `_prologue_rounds` groups entering microbatches into rounds, which run the prologue layers.
 """
 

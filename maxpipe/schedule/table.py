@@ -6,8 +6,9 @@ Stages advance in ticks. There are two types of schedules:
   Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour. A
   message
   is in transit while the other slot computes.
-- *mixed* slots: a tick is one action of any kind on each stage: a forward (F), the gradient of a
-  chunk's input (I), or that of its weights (W). Weight gradients fill ticks that would be idle.
+- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward (F), the
+  gradient of a chunk's input (I), or that of its weights (W). Weight gradients fill ticks that
+  would be idle.
 
 A message needs one tick to reach the neighbour. In a *delayed* schedule it needs two, so that a
 full
@@ -54,7 +55,7 @@ class Ring:
     """The ring of stages: the stage of each chunk of the network, and the direction of messages.
 
     In a `loop` every repeat visits the stages in the same direction. In a `v` the direction
-    alternates: each repeat starts on the stage on which the previous one ended.
+    alternates, and each repeat starts on the stage on which the previous one ended.
     """
 
     num_stages: int
@@ -250,8 +251,8 @@ class Schedule:
     def loss_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch whose loss is computed in this tick, or `IDLE`.
 
-        In mixed ticks the loss head reads the outputs of the previous tick: all stages compute the
-        loss head together, and no stage has to wait for another one's slot of the same tick.
+        In mixed ticks the loss head reads the outputs of the previous tick. All stages compute the
+        loss head together, so no stage has to wait for a slot of the same tick.
         """
         stage = self.ring.last_stage
         last = self.forward.repeat[:, stage] == self.num_repeats - 1
@@ -316,8 +317,8 @@ def balance_layers(
 
     Every chunk has at least one layer. `costs` are the costs of the layers; `first` and `last` are
     added to the first and the last chunk, for an embedding and a loss head that only one stage
-    computes. Among equally good partitions the most even one is chosen, with longer chunks first:
-    stages advance in lockstep, so long chunks should run at the same time.
+    computes. Among equally good partitions the most even one is chosen, with longer chunks first.
+    Stages advance in lockstep, so long chunks should run at the same time.
 
     Source: dynamic programming over contiguous partitions, as in Alpa (arXiv:2201.12023).
     """

@@ -153,7 +153,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 class _Message(NamedTuple):
-    """A message of a slot, and the direction in which its reader is (None: no reader)."""
+    """A message of a slot, and the direction of its reader (None: no reader)."""
 
     value: str
     step: int | None
@@ -404,7 +404,7 @@ class _Simulation:
             left = [*self.stash[stage].values(), *self.deferred[stage].values()]
             left += [self.inbox[stage][slot] for slot in self.unread[stage]]
             left += [
-                f"the gradient of chunk {chunk} from {microbatch}"
+                f"the gradient of chunk {chunk}, microbatch {microbatch},"
                 for held in self.partial[stage]
                 for chunk, microbatch in held
             ]

@@ -138,8 +138,8 @@ Tree = Any
 
 
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
-"""Metrics by tag; losses are in nats per token, in evaluations in nats. With a mixture there are
-sums of each source, `[sources]`: under `BY_SOURCE` in training, and for all sums of evaluations."""
+"""Metrics by tag; losses are in nats per token, in evaluations in nats. A mixture has sums
+`[sources]` of each source, under `BY_SOURCE` in training and for all sums of evaluations."""
 
 
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")

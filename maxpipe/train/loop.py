@@ -44,7 +44,7 @@ def train(loaded: LoadedConfig) -> int:
     Raises:
         ConfigError: the config does not fit the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
-        Preemption: the run received a stop request and has saved; UserInterrupt after Ctrl-C.
+        Preemption: the run received a stop request and saved its state; UserInterrupt: Ctrl-C.
         DivergenceError: the config does not allow the run to continue after a bad step.
         ReplicaError: replicas on different devices differ.
     """
