@@ -416,7 +416,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     arguments = (*arguments, "train.steps=25")
     output = run(*arguments, code=2)
     is_explained(output)
-    assert "when step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
+    assert "since step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
     more = copy.parent / "more"
     more.mkdir()
     (more / "a.txt").write_text("some other text\n" * 400)
@@ -443,7 +443,7 @@ def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
     output = run(*arguments, code=2)
     is_explained(output)
     assert re.search(
-        r"when step 24 was saved: .*the content of 7\.txt was [0-9a-f]{12} and", output
+        r"since step 24 was saved: .*the content of 7\.txt was [0-9a-f]{12} and", output
     )
     assert "the content of 8.txt" not in output and "data.allow_change=true" in output
     (texts / "7.txt").write_bytes(raw)
