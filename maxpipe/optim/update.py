@@ -499,7 +499,7 @@ class Optimizer:
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """Return optax's clipping, bitwise equal, by a norm that may already be known.
+        """Return the same clipping as optax, bitwise; `norm` is computed if it is None.
 
         Clipping depends on `taken`: both moments read the clipped gradients, so XLA may store them.
         It must not do so while the step checks the result of the update.

@@ -74,8 +74,8 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
         raise ConfigError.one(
             "mesh",
             wanted,
-            f"must multiply to the number of devices: the run needs {total}, and there "
-            f"{'is' if len(devices) == 1 else 'are'} {len(devices)} of kind {kind}.",
+            f"must multiply to the number of devices: the run needs {total}, but there "
+            f"{'is' if len(devices) == 1 else 'are'} {pluralize(len(devices), f'{kind} device')}.",
             action,
         )
     return config

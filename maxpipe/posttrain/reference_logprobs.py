@@ -1,7 +1,7 @@
 """Reference log-probabilities of pairs, computed with the initial weights of a run.
 
-The engine computes them once, forward only, and they are stored in the run's folder. No second
-model is therefore in memory during training. An interrupted computation resumes where it stopped.
+The engine computes them once, forward only, and they are stored in the run's folder. Training
+therefore needs no second model in memory. An interrupted computation resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PairReferences:
         """Attach references to the documents, computed with `params` if the run is new.
 
         Raises:
-            StorageError: the run has started but its references are missing; or writing fails.
+            StorageError: references of a started run are missing, or the file cannot be written.
             DivergenceError: some values are not finite.
             Preemption: the run received a stop request.
         """

@@ -239,7 +239,7 @@ def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
     """Return the devices of the student and of its teacher, which may be the same.
 
     Raises:
-        ConfigError: there are not enough devices, or the processes would differ.
+        ConfigError: there are not enough devices, or processes would have different numbers.
     """
     count = config.distill.devices if runs_teacher(config) else 0
     return partition_devices(jax.devices(), count, "distill.devices")

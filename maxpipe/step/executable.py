@@ -103,7 +103,7 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
     """Check that this many devices of a platform, by its jax name, can load programs.
 
     Raises:
-        ConfigError: they cannot load programs.
+        ConfigError: the devices cannot load programs.
     """
     if platform == "cpu" and count > 1:
         rule = f"cannot be used by {count} CPU devices: XLA loses the device order "

@@ -102,7 +102,7 @@ def test_wrong_products_are_config_errors(
         resolve_mesh_config(MeshConfig(**given), devices)
     (problem,) = caught.value.problems
     assert problem.where == "mesh"
-    assert f"the run needs {total}, and there are 8 of kind cpu" in problem.rule
+    assert f"the run needs {total}, but there are 8 cpu devices" in problem.rule
     assert f"set mesh.cpu_devices={total} for virtual CPU devices" in problem.action
     for axis in AXES:
         assert f"{axis} " in problem.given

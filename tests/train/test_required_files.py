@@ -53,7 +53,7 @@ def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str])
     )
     err = capsys.readouterr().err
     assert err.startswith("shipped config llama3-8b-sft: checkpoint.restore_from = hf:base\n")
-    assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, and there ")
+    assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, but there ")
     assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 
 
