@@ -151,7 +151,7 @@ class MeshConfig:
     values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each has full
     sequences of some heads; context x tensor must divide the numbers of heads and key/value heads.
     `ring`: keys and values circulate, so no device holds all of them; requires
-    `pipeline.idle=compute`, or one stage. `auto`: `heads` if the numbers divide, else `gather`."""
+    `pipeline.idle=compute`, or one stage. `auto`: `heads` if that rule holds, else `gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
     program's inputs and outputs. `explicit`: array types carry the shardings over all axes but
@@ -160,22 +160,22 @@ class MeshConfig:
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
-    """Shard activations between the matmuls of a layer (residual stream, norms, messages, saved
+    """Sharding of activations between the matmuls of a layer (residual stream, norms, messages, saved
     inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
     saved activations use less memory."""
     collective_matmul: bool = False
-    """Overlap these all-gathers and reduce-scatters with the matmuls that consume or produce them:
-    each becomes a ring of messages and smaller matmuls. Ignored unless `mesh.sequence_parallel` is
-    set."""
+    """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
+    consume or produce them. Each becomes a ring of messages and smaller matmuls. Ignored unless
+    `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     largest_copy_bytes: int = 2**27
     """Size limit in bytes of a parameter, all layers of a stage together, that is replicated over
-    the fsdp, expert and context axes. A larger one is an error unless an axis rule `[]` replicates
-    it; such rules are reported. 0: no limit."""
+    the fsdp, expert and context axes. Larger parameters are an error unless an axis rule `[]`
+    replicates them; such parameters are reported. 0: no limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Block size with `model.matmul_scales=block`: values of a dim that share a scale. If this does not
-divide the dim, the largest power of two that divides both is used."""
+"""Block size with `model.matmul_scales=block`: number of values of a dim that share a scale. If it
+does not divide the dim, the largest power of two that divides both is used."""

@@ -68,8 +68,8 @@ def resolve_last_step(
     last = last_step(train, length, offset, first)
     if last < length:
         console.note(
-            f"data: ends with step {last} of {length}, and the run with it (data.end=stop); the "
-            f"learning rate is planned for {pluralize(length, 'step')}"
+            f"data: ends at step {last} of {length}, and the run ends there (data.end=stop); the "
+            f"learning-rate schedule is for {pluralize(length, 'step')}"
         )
     return last
 
