@@ -161,8 +161,8 @@ class MeshConfig:
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
     """Sharding of activations between the matmuls of a layer (residual stream, norms, messages,
-    saved inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters,
-    and saved activations use less memory."""
+    saved inputs) over tokens on the tensor axis. All-reduces become all-gathers and
+    reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
     """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
     consume or produce them. Each becomes a ring of messages and smaller matmuls. Ignored unless
