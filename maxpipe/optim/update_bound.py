@@ -34,7 +34,7 @@ def bound_update(
 
     Args:
         config: config of the optimizer.
-        reach: bounds on the size of any parameter and of any first moment before, float32.
+        reach: bounds on any parameter and any first moment before the update, float32.
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
         decay: largest weight decay.
@@ -82,7 +82,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Return the largest entry of a direction without weight decay and without second moments."""
+    """Return a bound on directions that no second moment divides, without weight decay."""
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):

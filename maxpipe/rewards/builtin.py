@@ -100,7 +100,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
         written = ast.get_source_segment(text, node) or ""
         if _IN_EXPRESSION.fullmatch(written):
             return Fraction(written)  # 0.1 is a tenth
-    raise ValueError(f"its expression {text[:40]!r} is not limited to numbers, + - * / and ( )")
+    raise ValueError(f"its expression {text[:40]!r} may contain only numbers, + - * / and ( )")
 
 
 def number(text: str) -> Fraction | None:

@@ -164,7 +164,7 @@ class BadStepMonitor:
         if action == "skip" and self._in_row > config.max_bad_steps:
             return (
                 f"is bad step {self._in_row} in a row; guard.max_bad_steps allows "
-                f"{config.max_bad_steps}. All updates were skipped, and events.jsonl names them.",
+                f"{config.max_bad_steps}. Updates were skipped; events.jsonl names the batches.",
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is the cause, or "
                 f"{lower}.",
             )
