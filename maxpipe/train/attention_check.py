@@ -107,7 +107,7 @@ def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return device, release, backend and sizes, which determine the outcome; "" if all are plain."""
+    """Return device, release, backend and sizes, which determine the outcome; "" if plain."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""
