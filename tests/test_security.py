@@ -302,13 +302,13 @@ def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], 
     for path in (folder / "program.bin", folder / "provenance.json", folder):
         mode = path.stat().st_mode
         path.chmod(mode | 0o022)
-        assert "can be written by others" in refused(load_it)
+        assert "can be written by other users" in refused(load_it)
         path.chmod(mode)
     # A link does not hide whose file it is.
     (folder / "program.bin").rename(folder.parent / "elsewhere")
     (folder.parent / "elsewhere").chmod(0o666)
     (folder / "program.bin").symlink_to(folder.parent / "elsewhere")
-    assert "can be written by others" in refused(load_it)
+    assert "can be written by other users" in refused(load_it)
 
 
 # --- checkpoints ------------------------------------------------------------------------------

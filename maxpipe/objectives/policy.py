@@ -1,9 +1,9 @@
-"""The objective of GRPO: tokens of completions made more or less likely by their advantage.
+"""The GRPO objective: the probability of completion tokens is changed by their advantage.
 
-Sources: GRPO's loss and its estimate of the divergence are those of arXiv:2402.03300, the separate
-upper bound of the ratio is DAPO's (arXiv:2503.14476).
+Sources: GRPO's loss and its estimate of the KL divergence, arXiv:2402.03300; the separate upper
+bound of the ratio, DAPO (arXiv:2503.14476).
 
-How much better a completion is than the others of its group. No jax.
+`advantages` compares the rewards of each group of completions, without jax.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from jaxtyping import Float
 from maxpipe.pipeline.objective import BatchArraySpec, LogProbSpec, Objective, Scores
 
 ON_POLICY = 1.0
-"""In place of a log-probability, which is never positive: that of the weights that are trained. So
-the ratio is exactly 1 where they have drawn the token themselves."""
+"""Marks on-policy tokens in `old_logp`; log-probabilities are never positive. The current weights
+sampled these tokens, so their ratio is exactly 1."""
 
 
 @dataclass(frozen=True)
 class Policy(Objective):
-    """Losses of tokens. A batch has `old_logp`, log-probabilities by the weights that have drawn
-    the tokens, or `AS_THEY_ARE`, and `advantages`, both `[B, T]`.
+    """Loss per token. A batch has `old_logp`, log-probabilities of the weights that sampled the
+    tokens or `ON_POLICY`, and `advantages`, both `[B, T]`.
     """
 
     clip: float
@@ -38,16 +38,18 @@ class Policy(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Of tokens that were drawn."""
+        """Log-probabilities of the sampled tokens."""
         return (LogProbSpec("targets", self.temperature),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Of each token."""
+        """Arrays with one value per token."""
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Loss of each token; the entropy, estimated from what was drawn; whether it is clipped."""
+        """Return the loss of each token; reports are the estimated entropy and whether it is
+        clipped.
+        """
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
         low, high = 1 - self.clip, 1 + self.clip_ratio_high
@@ -58,7 +60,7 @@ class Policy(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPolicyGradient(Policy):
-    """The same, held near a reference: a batch has its log-probabilities, `reference_logp`."""
+    """A policy loss with a KL term; batches have the reference's log-probs, `reference_logp`."""
 
     kl: float
 
@@ -66,25 +68,26 @@ class KlPolicyGradient(Policy):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Of each token."""
+        """Arrays with one value per token."""
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """The divergence is reported, too."""
+        """Return the loss of each token; reports also contain the divergence."""
         lost, reports = super().__call__(scores, inputs)
         apart = kl_estimate(scores[0], inputs["reference_logp"])
         return lost + self.kl * apart, (*reports, apart)
 
 
 def kl_estimate(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """An unbiased estimate of the KL divergence, never negative (k3 of Schulman's)."""
+    """Return an unbiased, non-negative estimate of the KL divergence (Schulman's k3)."""
     return jnp.expm1(reference - logp) - (reference - logp)
 
 
 def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray:
-    """float64 `[groups, members]`: rewards minus their group's mean, with `std` by its deviation.
+    """Return float64 `[groups, members]`: rewards minus the mean of their group.
 
-    A group whose rewards are all the same has exactly 0: it says nothing.
+    With `std`, they are divided by the group's standard deviation. A group with equal rewards gets
+    exactly 0, because it contains no preference.
     """
     rewards = np.asarray(rewards, np.float64)
     flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)

@@ -1,9 +1,9 @@
 """Losses of pairs: DPO, IPO and ORPO, as functions of the log-probabilities of two responses.
 
-The halves of pair i of a row are its segments 2i + 1, which was chosen, and 2i + 2.
+Pair i of a sequence consists of segments 2i + 1, the chosen response, and 2i + 2.
 
-Source: the losses are those of arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691; what is a
-mean and what a sum, and the names of reports, are TRL's.
+Source: the losses are those of arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691. TRL defines
+the use of means and sums, and the names of reports.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import BatchArraySpec, Objective, Scores
 
 _CERTAIN = -1e-7
-"""Odds of a response that is likelier than this are taken to be those of this log-probability."""
+"""Largest log-probability used to compute odds; larger ones are clipped to it."""
 
 
 class PairValues(NamedTuple):
-    """A number of the chosen and of the rejected response of each pair."""
+    """Values of the chosen and of the rejected response of each pair."""
 
     chosen: Float[Array, "B N"]
     rejected: Float[Array, "B N"]
 
     @property
     def difference(self) -> Float[Array, "B N"]:
-        """How much more the chosen one has."""
+        """Value of the chosen response minus that of the rejected one."""
         return self.chosen - self.rejected
 
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """What the losses share: what they read, and what is reported of the responses."""
+    """Common part of the losses: the arrays that they read, and the reports."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS
@@ -50,23 +50,23 @@ class Preference(Objective):
         *("nats_chosen", "nats_rejected"),
     )
     needs_reference: ClassVar[bool] = True
-    """Whether it reads what the weights that a run starts from say of the responses."""
+    """Whether the loss uses log-probabilities of the initial weights."""
     most_pairs: int
-    """N, of a row."""
+    """Maximum number of pairs per sequence (N)."""
     by_length: bool
     """Whether the log-probability of a response is the mean over its tokens."""
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Where a row has pairs; of each half the reference, and the tokens that count."""
+        """Weights of the pairs; reference log-probability and token count of each half."""
         by_row = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         halves = by_row((2 * self.most_pairs,))
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Losses and reports of each pair `[B, N]`."""
+        """Return losses and reports of each pair `[B, N]`."""
         tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
-        # A place without a pair has numbers of no response, of which nothing must be infinite.
+        # An entry without a pair gets a placeholder, so that no value is infinite.
         is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0
         means = _split_pairs(jnp.where(is_half, scores[0] / tokens, -1.0))
         of = _split_pairs(scores[0] / tokens if self.by_length else scores[0])
@@ -80,12 +80,12 @@ class Preference(Objective):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Losses, and rewards of the responses, of log-probabilities and their means by token."""
+        """Return losses and rewards, given log-probabilities and their means per token."""
 
 
 @dataclass(frozen=True)
 class Dpo(Preference):
-    """arXiv:2305.18290, equation 7; with smoothed labels arXiv:2306.15479."""
+    """DPO: arXiv:2305.18290, equation 7; with label smoothing arXiv:2306.15479."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -93,7 +93,7 @@ class Dpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """As the base says."""
+        """Return losses and rewards, as in `Preference.lost`."""
         del means
         rewards = _rewards(self.beta, policy, reference)
         right = -jax.nn.log_sigmoid(rewards.difference)
@@ -105,14 +105,14 @@ class Dpo(Preference):
 
 @dataclass(frozen=True)
 class Ipo(Preference):
-    """arXiv:2310.12036, equation 17, with `beta` for its tau."""
+    """IPO: arXiv:2310.12036, equation 17, with `beta` for tau."""
 
     beta: float = 0.1
 
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """As the base says."""
+        """Return losses and rewards, as in `Preference.lost`."""
         del means
         gap = policy.difference - reference.difference
         return (gap - 1 / (2 * self.beta)) ** 2, _rewards(self.beta, policy, reference)
@@ -120,7 +120,7 @@ class Ipo(Preference):
 
 @dataclass(frozen=True)
 class Orpo(Preference):
-    """arXiv:2403.07691, equations 6 and 7; its lambda is `odds_weight`."""
+    """ORPO: arXiv:2403.07691, equations 6 and 7; lambda is `odds_weight`."""
 
     needs_reference: ClassVar[bool] = False
     odds_weight: float = 0.1
@@ -128,7 +128,7 @@ class Orpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """As the base says."""
+        """Return losses and rewards, as in `Preference.lost`."""
         del policy, reference
         odds = PairValues(*(each - _log_complement(each) for each in means))
         lost = -means.chosen - self.odds_weight * jax.nn.log_sigmoid(odds.difference)
@@ -136,7 +136,7 @@ class Orpo(Preference):
 
 
 def make_preference(config: PreferenceConfig, most_pairs: int) -> Preference:
-    """The objective of a config's section."""
+    """Return the objective of a config section."""
     named = config.length_normalised
     by_length = config.loss != "dpo" if named == "auto" else named == "on"
     match config.loss:
@@ -158,5 +158,5 @@ def _rewards(beta: float, policy: PairValues, reference: PairValues) -> PairValu
 
 
 def _log_complement(log_probability: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """log(1 - p), of log(p)."""
+    """Return log(1 - p), given log(p)."""
     return jnp.log(-jnp.expm1(jnp.minimum(log_probability, _CERTAIN)))

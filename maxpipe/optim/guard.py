@@ -1,10 +1,10 @@
-"""Bad steps, detected where the numbers are: on the devices, before the update is taken.
+"""Detection of bad steps on the devices, before the update is applied.
 
-The host learns of a step when the next one is under way, too late to hold an update back. So
-the step itself compares its loss and gradient norm with what it remembers, and leaves parameters
-and optimizer state as they were when the numbers are bad. What the run does then is in `watch.py`.
+The host learns the result of a step only while the next one runs, when the update is done. So the
+step itself compares its loss and gradient norm with recent steps, and keeps parameters and
+optimizer state unchanged if it is bad. `train.bad_steps` implements the reaction of the run.
 
-Source: measuring loss and gradient norm against recent steps is OLMo's.
+Source: OLMo compares loss and gradient norm with recent steps.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ Check = Callable[..., tuple[Any, Any]]
 
 
 class GuardState(NamedTuple):
-    """What is remembered from step to step, the same on all devices."""
+    """State of the guard, the same on all devices."""
 
     skipped: Int[Array, ""]
-    """Steps whose update was not taken, int32."""
+    """Number of steps whose update was skipped, int32."""
     spikes: Int[Array, ""]
-    """Steps that were spikes, int32."""
+    """Number of steps that were spikes, int32."""
     recent: Float[Array, "2 window"]
-    """Loss in nats per token, and gradient norm, of the last updates, the newest last; float32. NaN
-    where there was none yet; the window is 0 when no spikes are looked for."""
+    """Loss in nats per token and gradient norm of the last updates, newest last; float32. NaN
+    before there are enough updates; the window is 0 if spikes are not detected."""
     bounds: Float[Array, " 2"]
-    """Bounds on the size of any parameter and of any first moment, float32; infinite where they
-    were not measured. See `optim.reach_after`."""
+    """Bounds on the size of any parameter and of any first moment, float32; infinite if unknown.
+    See `update_bound.bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values, for a checkpoint; the reach is measured again."""
+        """Return the state as JSON values for a checkpoint, without `reach`, which is
+        recomputed.
+        """
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),
@@ -51,7 +53,7 @@ class GuardState(NamedTuple):
 
 
 def init_guard_state(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
-    """The state of a new run, or one with these facts, as numpy arrays."""
+    """Return the state of a new run, or the state with this metadata, as numpy arrays."""
     facts = facts or {"skipped": 0, "spikes": 0, "recent": [[], []]}
     window = config.spike_window if config.spike_sigmas else 0
     known = np.asarray(facts["recent"], np.float32)
@@ -71,11 +73,11 @@ def check_step(
     operands: Tree = (),
     specs: Tree = (),
 ) -> tuple[Bool[Array, ""], GuardState]:
-    """(whether the update is taken, what to remember); the answer is one for all devices.
+    """Return (whether the update is applied, new guard state), the same on all devices.
 
-    `loss` is in nats per token, `grad_norm` that of the whole gradient before it is clipped.
-    `check` says of a device's part of the operands, divided over the mesh as `specs` say, whether
-    the update leaves it finite, and how far it may reach: where it does not, nothing is updated.
+    `loss` is in nats per token, `grad_norm` is the norm of the full gradient before clipping.
+    `check` receives a device's shards of the operands, sharded by `specs`. It returns whether the
+    update keeps all values finite, and bounds on their size. If it does not, the update is skipped.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
@@ -88,10 +90,10 @@ def check_step(
 
 
 def select_update(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
-    """`new` where the update is taken, else `old`.
+    """Return `new` if the update is applied, otherwise `old`.
 
-    The choice, entry by entry, is fused into the arithmetic that makes `new`: where `old` has no
-    other reader afterwards, no second copy is held.
+    XLA fuses the elementwise selection into the computation of `new`, so no second copy is stored
+    if `old` has no later use.
     """
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
@@ -113,11 +115,11 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """(broken, spike, reach): the largest of all devices, on every device.
+    """Return (broken, spike, reach): the maximum over all devices, on every device.
 
-    A device looks at its own part of the operands. Of all else devices compute the same numbers,
-    unless one of them computes or remembers wrongly: then they still have to decide alike, or
-    processes would wait for each other forever.
+    `check` sees a device's shards of the operands. All other inputs are equal on all devices,
+    unless a device is faulty. The decision must be the same even then, or processes would wait for
+    each other forever.
     """
 
     def largest(flags: Array, operands: Tree) -> Array:

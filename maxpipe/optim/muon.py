@@ -1,14 +1,14 @@
-"""Muon's updates: matrices with all singular values near 1, computed where their shards are.
+"""Muon's updates: matrices with singular values near 1, distributed over the devices.
 
-Each device has a shard of every matrix of its layers. All-to-alls over the axes that divide the
-matrices give each device whole ones, as many as fall to it; it orthogonalises those, and the way
-back is the same. Nothing is gathered on all devices: over an axis of n devices a shard of B bytes
-sends 2 (n - 1) / n B in all, where the number of matrices divides by n.
+Each device has a shard of every matrix of its layers. All-to-alls over the axes that shard the
+matrices give each device some complete matrices. The device orthogonalizes them, and the inverse
+all-to-alls return the shards. Over an axis of n devices, a shard of B bytes sends 2 (n - 1) / n B
+in total if n divides the number of matrices.
 
-Source: Newton-Schulz iteration and its coefficients are Keller Jordan's Muon; the factor of the
-update, 0.2 times the root of the longer side, which gives it the size of AdamW's, is that of
-arXiv:2502.16982. Matrices that are dealt out to devices are in "Dion" (arXiv:2504.05295) and other
-distributed Muons.
+Source: the Newton-Schulz iteration and its coefficients are those of Keller Jordan's Muon. The
+update is scaled by 0.2 times the root of the longer side, which gives it the size of AdamW's
+updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other versions of Muon also distribute
+matrices over devices.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from maxpipe.io.tree import KeyPath
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 UPDATE_RMS = 0.2
-"""Root of the mean square of an update's entries, for matrices of full rank."""
+"""Root mean square of an update's entries, for matrices of full rank."""
 MAX_SINGULAR_VALUE = 2.0
-"""Above what any singular value, and with it any entry, of an orthogonalised matrix is."""
+"""Upper bound on the singular values, and so on the entries, of an orthogonalized matrix."""
 
 
 class Matrices(NamedTuple):
-    """An array that holds matrices."""
+    """Description of an array that contains matrices."""
 
     inputs: tuple[int, ...]
-    """Dims that make up a matrix' rows,"""
+    """Dims that form the rows of a matrix."""
     outputs: tuple[int, ...]
-    """and its columns; the others number matrices."""
+    """Dims that form its columns; the other dims count matrices."""
     spec: PartitionSpec
 
     def axes(self, dims: tuple[int, ...]) -> tuple[str, ...]:
-        """Mesh axes that divide these dims."""
+        """Return the mesh axes that shard these dims."""
         entries = (*self.spec, *(None,) * (max(dims) + 1 - len(self.spec)))
         found = (entries[dim] for dim in dims)
         return tuple(a for e in found if e for a in (e if isinstance(e, tuple) else (e,)))
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Of an orthogonalised matrix, to make it an update."""
+    """Return the factor that turns an orthogonalized matrix into an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
-    """The matrix with the singular vectors of this one, and singular values from about 0.7 to 1.2.
+    """Return a matrix with the same singular vectors, and singular values from about 0.7 to 1.2.
 
-    Of a matrix of zeros, zeros. I is at most O, or the products are larger than they need be.
+    A matrix of zeros gives zeros. I should be at most O; otherwise the products are larger than
+    necessary.
     """
-    # First by the largest entry: squares of small and of large numbers stay within float32.
+    # Divide by the largest entry first: squares of small and large values then fit in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)
     x = x / jnp.maximum(jnp.linalg.norm(x), 1e-30)
     a, b, c = COEFFICIENTS
@@ -73,16 +74,16 @@ def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
 def compute_updates(
     arrays: Mapping[KeyPath, Array], declared: Mapping[KeyPath, Matrices], mesh: Mesh
 ) -> dict[KeyPath, Array]:
-    """Each matrix of the arrays orthogonalised and scaled.
+    """Orthogonalize and scale each matrix of the arrays.
 
     Args:
-        arrays: directions of the updates, float32, in any shape that `declared` describes.
-        declared: of each array where its matrices are and how it is divided.
-        mesh: of the devices.
+        arrays: directions of the updates, float32, with the shapes described by `declared`.
+        declared: description of the matrices in each array and of their sharding.
+        mesh: mesh of the devices.
     """
 
     def on_device(shards: dict[KeyPath, Array]) -> dict[KeyPath, Array]:
-        # Matrices that are alike travel together: their number has to divide by that of devices.
+        # Matrices of the same shape are exchanged together: the devices must divide their number.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
             found = _Flat.from_shard(path, shard, declared[path], mesh)
@@ -99,22 +100,24 @@ def compute_updates(
 
 
 class _Flat(NamedTuple):
-    """A shard as matrices, the shorter side of whole ones being their rows."""
+    """A shard as matrices whose rows are the shorter side of the complete matrices."""
 
     path: KeyPath
     matrices: Float[Array, "K i o"]
     axes: tuple[tuple[str, ...], tuple[str, ...]]
-    """Mesh axes that divide rows, and columns."""
+    """Mesh axes that shard the rows, and the columns."""
     shape: tuple[int, ...]
-    """Of the shard."""
+    """Shape of the shard."""
     order: tuple[int, ...]
-    """Its dims: those that number matrices, rows, columns."""
+    """Order of its dims: those that count matrices, rows, columns."""
     is_transposed: bool
 
     @classmethod
     def from_shard(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
-        """The way there. Where several dims make up a side, devices may order its entries as they
-        like: the singular vectors' entries have the same order.
+        """Convert a shard to matrices.
+
+        If several dims form a side, devices may order its entries differently, because the entries
+        of the singular vectors have the same order.
         """
         inputs, outputs, _ = matrices
         others = tuple(dim for dim in range(shard.ndim) if dim not in inputs + outputs)
@@ -127,7 +130,7 @@ class _Flat(NamedTuple):
         return cls(path, x, (rows, columns), shard.shape, order, False)
 
     def back(self, x: Float[Array, "K i o"]) -> Array:
-        """Matrices of this form -> the shard's."""
+        """Convert the matrices back to the shard's shape."""
         x = x.swapaxes(1, 2) if self.is_transposed else x
         x = x.reshape([self.shape[dim] for dim in self.order])
         return x.transpose(sorted(range(x.ndim), key=self.order.__getitem__))
@@ -141,7 +144,7 @@ def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[K
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
         x = _deal_matrices(x, over, dim, _ways(mesh, over))
-    # One after the other, in its place: what the iteration needs is there once.
+    # One matrix at a time, in place: temporary memory is that of a single iteration.
     x = update_scale(*x.shape[1:]) * lax.fori_loop(0, len(x), _orthogonalize_at, x)
     for over, dim in reversed(split):
         x = _return_matrices(x, over, dim, _ways(mesh, over))
@@ -158,10 +161,10 @@ def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float
 
 
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """Of each matrix all parts along a dim, on the one device it falls to.
+    """Collect all parts of each matrix along `dim` on one device.
 
-    The exchange is along a dim of its own: XLA for CPU fails where it cuts one dim and joins
-    another, as it gives the pieces different layouts.
+    The all-to-all uses a separate dim: XLA for CPU fails if it splits one dim and concatenates
+    another, because the parts get different layouts.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -170,7 +173,7 @@ def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Arra
 
 
 def _return_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """The way back."""
+    """Invert `_deal_matrices`."""
     x = jnp.moveaxis(x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :]), dim, 0)
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
     return x.reshape(-1, *x.shape[2:])

@@ -1,4 +1,4 @@
-"""Arrays in host memory, computed with on the device one layer at a time."""
+"""Computation with arrays in host memory, one layer at a time on the device."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class LayerSlice(NamedTuple):
-    """A part of arrays of which a dim is looped over."""
+    """A slice of arrays along the dim of a loop."""
 
     place: Int[Array, ""] | int = 0
-    """In it."""
+    """Position along the dim."""
     dim: int | None = None
-    """None: the part is the whole."""
+    """Dim of the loop. None: the slice is the full array."""
 
     def slice_of(self, x: Array) -> Array:
-        """The part of an array, with all of its dims."""
+        """Return the slice of an array, with all dims kept."""
         if self.dim is None or not x.ndim:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.place, 1, self.dim)
 
     def put(self, into: Array, part: Array) -> Array:
-        """The array with this part in its place."""
+        """Return the array with this slice replaced."""
         if self.dim is None or not into.ndim:
             return part
         return jax.lax.dynamic_update_slice_in_dim(into, part, self.place, self.dim)
@@ -40,22 +40,23 @@ ALL_LAYERS = LayerSlice()
 def map_layers(
     run: Callable[[LayerSlice, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
 ) -> Arrays:
-    """The arrays with what `run` makes of each layer's parts in their places.
+    """Apply `run` to the slices of each layer, and return the arrays with the new slices.
 
-    Of an array in host memory that is computed with, XLA brings all to the device, as early as it
-    likes; in a loop that takes a slice of it along one dim (of two it cannot), it copies the slice.
+    If a computation reads an array in host memory, XLA copies all of it to the device, at any time.
+    In a loop that slices the array along one dim (not along two), XLA copies only the slice.
 
     Args:
-        run: (layer, its parts on the device) -> new parts by name, of their shapes and types.
-            Scalars are handed on from turn to turn.
-        arrays: by name, in either memory.
-        dim: of all the arrays, one that no mesh axis divides; None: there is one turn.
+        run: (layer, its slices on the device) -> new slices by name, with the same shapes and
+        dtypes.
+            Scalars are passed from iteration to iteration.
+        arrays: arrays by name, in either memory.
+        dim: dim of all arrays to loop over, which no mesh axis shards. None: a single call.
     """
 
     def turn(number: Int[Array, ""] | int, have: Arrays) -> Arrays:
         layer, new = LayerSlice(number, dim), dict(have)
         parts = {name: layer.slice_of(x) for name, x in have.items()}
-        # Directly behind the slice: what is between them is computed with all of the array.
+        # Copy directly after the slice: an operation in between would run on the full array.
         parts = {
             name: jax.device_put(x, _DEVICE) if _is_on_host(x) else x for name, x in parts.items()
         }

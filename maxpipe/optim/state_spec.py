@@ -1,7 +1,7 @@
-"""What each optimizer keeps for every parameter. No jax.
+"""Declaration of the arrays that each optimizer keeps for every parameter.
 
-State in memory and in checkpoints, the predictions of `plan` and the room that a checkpoint needs
-follow from this; `optim.update` computes it.
+The state in memory and in checkpoints, memory predictions of `plan`, and the disk space of a
+checkpoint follow from it. `optim.update` computes the arrays. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from maxpipe.config.schema import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"
-"""Name of the tree of averaged parameters, which no update reads."""
+"""Name of the tree of averaged parameters (EMA), which no update reads."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
 class StateArray(NamedTuple):
-    """One array that is kept for a parameter."""
+    """An optimizer-state array of one parameter."""
 
     dims: Dims
-    """Of the parameter's dims those that it has."""
+    """Dims of the parameter that the array has."""
     dtype: str
     dropped_dims: tuple[int, ...] = ()
-    """Numbers of those that it has not."""
+    """Indices of the parameter's dims that the array lacks."""
 
 
 MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def matrix_dims(param: Param) -> MatrixDims | None:
-    """Numbers of the dims that a product with activations sums over, and of those it makes.
+    """Return the indices of the contracted dims and of the output dims of a matrix, or None.
 
-    Further dims number matrices, as that of experts does. None: it is no matrix. A table that is
-    looked up has its vocabulary in place of what is summed over.
+    Other dims, such as that of experts, count matrices. In an embedding table the vocabulary is the
+    contracted dim. None: the parameter is not a matrix.
     """
     if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
-        return None  # the latter are taps of convolutions
+        return None  # a vector or a convolution kernel
     dims = [n for n, axis in enumerate(param.axes) if axis not in ("experts", "ahead")]
     for count in range(1, len(dims)):
         inputs = tuple(dims[:count])
@@ -49,10 +49,10 @@ def matrix_dims(param: Param) -> MatrixDims | None:
 
 
 def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, StateArray]:
-    """What the config's optimizer keeps of a parameter, by the name of its tree in checkpoints.
+    """Return the arrays that the optimizer keeps for a parameter, by name of the checkpoint's tree.
 
-    `mu` and `nu` are means of gradients and of their squares; `rows` and `columns` means of squares
-    over the outputs and over the inputs of a matrix (arXiv:1804.04235).
+    `mu` and `nu` are moving averages of gradients and of their squares. `rows` and `columns` are
+    those of squares, averaged over the outputs and the inputs of a matrix (arXiv:1804.04235).
     """
     if not param.trainable:
         return {}
@@ -69,7 +69,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
-    """Names of the arrays with all of the parameter's dims."""
+    """Return the names of the arrays with all dims of the parameter."""
     match config.name:
         case "adamw":
             return ("mu", "nu")
@@ -82,16 +82,16 @@ def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
-    """Whether a parameter's updates are Muon's: a matrix, but no table of the vocabulary."""
+    """Whether a parameter's updates are orthogonalized: matrices without a vocabulary dim."""
     return config.name == "muon" and matrix_dims(param) is not None and "vocab" not in param.axes
 
 
 def saved_bytes(
     config: OptimConfig, param: Param, param_dtype: str, *, trained_only: bool = False
 ) -> float:
-    """Of a parameter and all that is kept for it, as a checkpoint holds them.
+    """Return the bytes of a parameter and its optimizer state in a checkpoint.
 
-    `trained_only`: it holds no others, as that of adapters does.
+    With `trained_only` the checkpoint contains trainable parameters only, as with adapters.
     """
     if trained_only and not param.trainable:
         return 0.0

@@ -1,23 +1,19 @@
-"""The update of parameters: clipping, the optimizer's direction, weight decay, rate, averages.
+"""Parameter updates: clipping, the optimizer's direction, weight decay, learning rate, EMA.
 
-It is written for one parameter at a time, as all that is done to an entry fuses to one pass over
-memory. Only Muon's matrices are looked at together, as they travel together.
+Updates are computed one parameter at a time, so that all operations on an entry fuse into one pass
+over memory. Only Muon processes several matrices together, because they are exchanged together.
 
-Stochastic rounding to bfloat16, with the same bits under every layout.
+Rules for the direction receive the gradient and the float32 state arrays of one parameter. They
+return the direction, before weight decay and learning rate, and the new state arrays, or the old
+ones if the update is skipped. That selection precedes the use of the moments: otherwise XLA would
+store the old, new and selected moments at the same time.
 
-A number is rounded up with the probability that makes the mean of the result the number. What is
-drawn follows from the seed, the step, the array's name, the layer and the entry's place in it:
-neither meshes nor padding change it.
+Stochastic rounding to bfloat16 rounds up with the probability that makes the expected result equal
+to the input. Its random bits are a hash of the seed, the step, the array's name, the layer and the
+entry's index. They do not depend on meshes or padding.
 
-Source: stochastic rounding in training, arXiv:1502.02551; the integer mixing is that of
-"lowbias32", whose bits pass the usual tests of avalanche.
-
-Directions of updates, for one parameter.
-
-Each rule takes the gradient and float32 arrays of what is kept, and returns the direction, before
-weight decay and rate, with the arrays as they are after it: unless the update is taken, as before.
-That choice is made before moments are used: made afterwards, XLA would keep old, new and chosen
-moments side by side.
+Sources: stochastic rounding in training, arXiv:1502.02551; the integer hash is "lowbias32", which
+passes the usual avalanche tests.
 """
 
 from __future__ import annotations
@@ -49,33 +45,33 @@ from maxpipe.optim.update_bound import MOMENTUM, bound_update, max_direction
 from maxpipe.parallel.sharding import auto_sharded
 
 Arrays = dict[str, Array]
-"""What is kept of one parameter, by name."""
+"""Optimizer state of one parameter, by name."""
 Taken = Bool[Array, ""] | bool
 
 DECAY_EXPONENT = 0.8
-"""Adafactor's second moments at step t have the decay `1 - t**-0.8`."""
+"""Exponent of Adafactor: second moments at step t have the decay `1 - t**-0.8`."""
 SQUARE = 1e-30
-"""What Adafactor adds to means of squares where they are used: what is padding stays 0."""
+"""Constant that Adafactor adds to mean squares when it uses them, so that padding stays 0."""
 HUGE = 1e15
-"""Limit of a gradient divided by the root of its mean square; its own square is within float32."""
+"""Limit of a gradient divided by its root mean square; its square fits in float32."""
 
 
 class BiasCorrections(NamedTuple):
-    """What moments that start at 0 are divided by; of all parameters the same."""
+    """Divisors that correct moments for their start at 0; the same for all parameters."""
 
     mu: Float[Array, ""]
     nu: Float[Array, ""]
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """This number of updates."""
+        """Return the divisors after this number of updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
 def adam(
     config: OptimConfig, gradient: Array, old: Arrays, by: BiasCorrections, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """arXiv:1412.6980; in float32 optax's, bit for bit."""
+    """Return Adam's direction (arXiv:1412.6980); in float32 bitwise equal to optax's."""
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta1, 1)
     nu = optax.tree.update_moment_per_elem_norm(gradient, old["nu"], config.beta2, 2)
     new = select_update(taken, {"mu": mu, "nu": nu}, old)
@@ -83,8 +79,8 @@ def adam(
 
 
 def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tuple[Array, Arrays]:
-    """arXiv:2302.06675; in float32 optax's, bit for bit."""
-    # Of the gradient and the moment before it, as both are read to make the one after it.
+    """Return Lion's direction (arXiv:2302.06675); in float32 bitwise equal to optax's."""
+    # Computed from the gradient and the old moment, which the new moment reads as well.
     sign = jnp.sign((1 - config.beta1) * gradient + config.beta1 * old["mu"])
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta2, 1)
     return sign, select_update(taken, {"mu": mu}, old)
@@ -93,7 +89,7 @@ def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tup
 def momentum(
     config: OptimConfig, gradient: Array, old: Arrays, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """Nesterov's, as Muon takes it: what `muon.updates` makes an update of."""
+    """Return Muon's Nesterov momentum, which `muon.compute_updates` turns into an update."""
     share = config.momentum
     mu = optax.tree.update_moment(gradient, old["mu"], share, 1)
     new = select_update(taken, {"mu": mu}, old)
@@ -101,24 +97,24 @@ def momentum(
 
 
 class FactoredDims(NamedTuple):
-    """Dims of an array over which Adafactor takes means."""
+    """Dims of an array over which Adafactor averages."""
 
     inputs: tuple[int, ...]
-    """Of a matrix; of what is none all of the parameter's dims,"""
+    """Input dims of a matrix; all dims of a parameter that is not a matrix."""
     outputs: tuple[int, ...]
-    """and here none."""
+    """Output dims of a matrix; none for other parameters."""
     num_inputs: int
-    """Entries along these dims, padding left out: its gradients are 0."""
+    """Number of entries along the input dims, without padding, whose gradients are 0."""
     num_outputs: int
 
 
 def adafactor(
     gradient: Array, old: Arrays, count: Int[Array, ""], sides: FactoredDims, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """arXiv:1804.04235 without momentum, and without the parameters' own size in the rate.
+    """Return Adafactor's direction (arXiv:1804.04235), without momentum or relative step size.
 
-    The second moments of a matrix are the product of those of its rows and of its columns. The root
-    of the mean square of each parameter's direction is at most 1.
+    The second moments of a matrix are the product of its row and column moments. The root mean
+    square of each parameter's direction is at most 1.
     """
     decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -DECAY_EXPONENT
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
@@ -146,14 +142,14 @@ def adafactor(
 
 
 def _inverse_root(x: Array) -> Array:
-    """Finite also where a square was rounded to 0: the gradient is 0 there."""
+    """Return the inverse root, limited to a finite value; the gradient is 0 if a square is 0."""
     return jnp.minimum(x**-0.5, HUGE)
 
 
 def factored_dims(
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None, shape: tuple[int, ...], stacked: int
 ) -> FactoredDims:
-    """Of a parameter of this shape with further dims in front of it."""
+    """Return the dims of a parameter of this shape with `stacked` leading dims."""
     inputs, outputs = matrix or (tuple(range(len(shape))), ())
     counts = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     moved = [tuple(stacked + dim for dim in dims) for dims in (inputs, outputs)]
@@ -161,7 +157,7 @@ def factored_dims(
 
 
 def hash_bits(x: Array) -> Array:
-    """Each number of a uint32 array by one that looks drawn, all different."""
+    """Hash each uint32 to a pseudo-random uint32; different inputs give different outputs."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -175,16 +171,17 @@ def random_bits(
     sizes: Sequence[int],
     shape: Sequence[int],
 ) -> Array:
-    """A uint32 draw for each entry of an array of this shape.
+    """Return a pseudo-random uint32 for each entry of an array of this shape.
 
     Args:
-        seed: the run's.
-        name: of the array, in words that no layout changes.
+        seed: seed of the run.
+        name: name of the array, the same under every layout.
         step: number of updates.
-        layers: int array with the shape of the stacked dims in front: which layer is there. None:
-            there are none.
-        sizes: of the dims behind them, without padding: they number the entries of a layer.
-        shape: of the whole array.
+        layers: int array with the shape of the leading stacked dims: network position of each
+        layer.
+            None: the array is not stacked.
+        sizes: sizes of the other dims without padding; they number the entries of a layer.
+        shape: shape of the full array.
     """
     base = zlib.crc32(f"{seed} {name}".encode())
     key = hash_bits(jnp.uint32(base) + hash_bits(step.astype(jnp.uint32)))
@@ -201,9 +198,9 @@ def random_bits(
 
 
 def round_stochastically(x: Array, drawn: Array) -> Array:
-    """Float32 numbers in bfloat16, up or down by the upper half of what is drawn for each.
+    """Round float32 values to bfloat16, up or down by the upper 16 bits of `drawn`.
 
-    What is exact in bfloat16 stays, and so do infinities and NaN.
+    Values that bfloat16 represents exactly are unchanged, and so are infinities and NaN.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = (bits + (drawn >> 16)) & jnp.uint32(0xFFFF0000)
@@ -213,60 +210,62 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Name of what is drawn to round parameters, beside those of the trees."""
+"""Name used for the rounding of parameters, next to the names of the state's trees."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Of what else there is beside them, by layers."""
+"""Names of other values of a parameter in loops over layers."""
 
 
 class OptState(NamedTuple):
-    """What an optimizer keeps."""
+    """State of an optimizer."""
 
     updates: Int[Array, ""]
-    """Those so far, int32."""
+    """Number of updates so far, int32."""
     trees: dict[str, Tree]
-    """By the names of `kept`; nested dicts in the form of the parameters, of those that have it."""
+    """State arrays by the names of `kept`: nested dicts like the parameters, without those that
+    lack the array."""
 
 
 class _UpdateContext(NamedTuple):
-    """Of an update what is the same for all parameters."""
+    """Values of an update that are the same for all parameters."""
 
     updates: Int[Array, ""]
-    """So far, with this one."""
+    """Number of updates so far, including this one."""
     corrections: BiasCorrections
     is_applied: Taken
     clip: Callable[[Array], Array]
     rounds_stochastically: bool
     rate: Array | float = 0.0
-    """The learning rate."""
+    """Learning rate."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainableParam:
-    """A trained parameter in the stacked form, and how it is updated."""
+    """A trainable parameter in stacked form, and the settings of its updates."""
 
     param: Param
     name: str = ""
-    """In checkpoints."""
+    """Name in checkpoints."""
     rate: float = 1.0
-    """Factor of the learning rate."""
+    """Factor applied to the learning rate."""
     decay: float = 0.0
     """Weight decay."""
     layers: np.ndarray | None = None
-    """int, the stacked dims: which layer of the network is where; None if there are none."""
+    """Network position of the layer in each entry of the stacked dims, int; None without such
+    dims."""
     spec: PartitionSpec = field(default_factory=PartitionSpec)
-    """Of its gradient and of where it is updated."""
+    """PartitionSpec of the gradient and of the update."""
 
     @property
     def num_stacked_dims(self) -> int:
-        """Dims in front of the parameter's own."""
+        """Number of leading stacked dims."""
         return 0 if self.layers is None else self.layers.ndim
 
     def shape_of(self, one: StateArray, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what is kept of an array of the parameter that has this shape."""
+        """Return the shape of a state array for a parameter array of this shape."""
         return tuple(size for dim, size in enumerate(shape) if not self._lacks(one, dim))
 
     def spec_of(self, one: StateArray) -> PartitionSpec:
-        """Of what is kept of it."""
+        """Return the partition spec of one optimizer-state array."""
         dims = range(self.num_stacked_dims + len(self.param.dims))
         entries = (*self.spec, *(None,) * (len(dims) - len(self.spec)))
         return PartitionSpec(*(entries[dim] for dim in dims if not self._lacks(one, dim)))
@@ -277,19 +276,19 @@ class TrainableParam:
 
 @dataclass(frozen=True, eq=False)
 class Optimizer:
-    """The config's optimizer, behind clipping by the norm of the whole gradient."""
+    """The configured optimizer, after clipping by the norm of the full gradient."""
 
     config: OptimConfig
     rate: optax.Schedule
     trainable_params: Mapping[KeyPath, TrainableParam]
-    """By the path in trees of trained parameters."""
+    """Trainable parameters, by their paths in trees of trainable parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))
 
     @cached_property
     def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
-        """What there is of each parameter, by the name of its tree."""
+        """State arrays of each parameter, by the name of their tree."""
         found: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
             for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
@@ -297,14 +296,14 @@ class Optimizer:
         return found
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """A tree for each name, of something for each array."""
+        """Return a tree for each name, with the result of `of` for each array."""
         return {
             name: unflatten({path: of(name, path, one) for path, one in those.items()})
             for name, those in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
-        """The state of a new run: zeros, and averages that start as the parameters."""
+        """Return the state of a new run: zeros, and an EMA that equals the parameters."""
         given = flatten(params)
 
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
@@ -318,7 +317,7 @@ class Optimizer:
 
     @cached_property
     def vocab_dims(self) -> dict[str, dict[str, int]]:
-        """By tree and parameter which dim of what is kept is that of the vocabulary."""
+        """Index of the vocabulary dim of state arrays, by tree and parameter."""
         found: dict[str, dict[str, int]] = {}
         for name, those in self.state_arrays.items():
             axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
@@ -333,7 +332,7 @@ class Optimizer:
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """A bound on what `update` leaves: see `reach.reach_after`. `rate`: the learning rate."""
+        """Return bounds after `update`, see `bound_update`; `rate` is the learning rate."""
         targets = self.trainable_params.values()
         return bound_update(
             self.config,
@@ -346,12 +345,12 @@ class Optimizer:
 
     @cached_property
     def target_specs(self) -> Tree:
-        """Of gradients, and of parameters where they are updated."""
+        """Specs of gradients, and of parameters during their update."""
         return unflatten({path: target.spec for path, target in self.trainable_params.items()})
 
     @cached_property
     def specs(self) -> dict[str, Tree]:
-        """Of the state's trees."""
+        """Specs of the state's trees."""
         return self._map_state(lambda _, path, one: self.trainable_params[path].spec_of(one))
 
     def update(
@@ -364,15 +363,15 @@ class Optimizer:
         taken: Taken = True,
         draw: bool = True,
     ) -> tuple[Tree, OptState]:
-        """(parameters, state) after the update, or as they were unless it is taken.
+        """Return (parameters, state) after the update, or unchanged if `taken` is false.
 
         Args:
-            gradients: of trained parameters, in their form.
-            state: before.
-            params: trained ones.
-            norm: of the whole gradient, if it is known.
-            taken: whether there is an update.
-            draw: whether to round as the config says; else to the nearest number.
+            gradients: gradients of trainable parameters, as a tree like them.
+            state: state before the update.
+            params: trainable parameters.
+            norm: norm of the full gradient, if known.
+            taken: `False` skips the update.
+            draw: whether to round as configured; otherwise round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
         slopes, given = flatten(gradients), flatten(params)
@@ -381,7 +380,7 @@ class Optimizer:
         moved: dict[KeyPath, Array] = {}
         found: dict[KeyPath, Array] = {}
         for path in self._matrices:
-            # In place of the gradient is the direction then, which is in float32.
+            # From here on, Muon's direction, which is float32, replaces the gradient.
             slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
             have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
             dtype = slopes[path].dtype
@@ -405,7 +404,9 @@ class Optimizer:
     def is_finite_after_update(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
     ) -> Bool[Array, ""]:
-        """Whether an update by entries leaves all finite, computed by layers and not kept."""
+        """Compute an elementwise update layer by layer without storing it; return if all is
+        finite.
+        """
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
@@ -424,7 +425,7 @@ class Optimizer:
         return finite
 
     def max_abs(self, tree: Tree) -> Float[Array, ""]:
-        """Of all entries of what is kept, by layers."""
+        """Return the largest absolute value in a state tree, computed layer by layer."""
         largest = jnp.zeros(())
         for path, x in flatten(tree).items():
 
@@ -438,9 +439,9 @@ class Optimizer:
     def map_layers(
         self, path: KeyPath, run: Callable[[LayerSlice, Arrays], Arrays], have: Arrays
     ) -> Arrays:
-        """What `run` makes of a parameter and what belongs to it; at once, if all is on the device.
+        """Apply `run` to a parameter and its arrays: at once, or layer by layer if offloaded.
 
-        Layers that mesh axes divide, those of stages, are computed together.
+        Layers that mesh axes shard, such as those of different stages, are computed together.
         """
         if not self.config.offload_state:
             return run(ALL_LAYERS, have)
@@ -464,7 +465,9 @@ class Optimizer:
     def _update_moments(
         self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """The direction, in place of the gradient of this type, and what is kept."""
+        """Return the direction, in place of the gradient of this dtype, and the new state
+        arrays.
+        """
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
         found, new = self._direction(path, slope, old, now.updates, now.corrections, now.is_applied)
@@ -478,7 +481,7 @@ class Optimizer:
     def _update_param(
         self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """The parameter and all that is kept of it, by the gradient or Muon's direction."""
+        """Return the updated parameter and its state, given the gradient or Muon's direction."""
         target, new = self.trainable_params[path], {_GRADIENT: have[_GRADIENT]}
         if path not in self._matrices:
             new = self._update_moments(path, now, have[_GRADIENT].dtype, layer, have)
@@ -498,23 +501,23 @@ class Optimizer:
         return new
 
     def _names(self, path: KeyPath) -> Iterator[str]:
-        """Of what a parameter's update reads."""
+        """Yield the names of the state arrays that a parameter's update reads."""
         return (name for name, those in self.state_arrays.items() if path in those and name != EMA)
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """optax's clipping, bit for bit, by a norm that may be known already.
+        """Return the same clipping as optax, bitwise; `norm` is computed if it is None.
 
-        It waits for `taken`: both moments read the quotients, so XLA may keep all of them in
-        memory. It must not do so while the step looks at what the update would leave.
+        Clipping depends on `taken`: both moments read the clipped gradients, so XLA may store them.
+        It must not do so while the step checks the result of the update.
         """
         limit = self.config.clip_norm
         if not limit:
             return lambda leaf: leaf
         norm = jnp.asarray(optax.tree.norm(gradients) if norm is None else norm)
         norm = jnp.where(taken, norm, jnp.inf)
-        # By 1 where nothing is clipped, so that quotients may take the place of gradients.
+        # Divide by 1 if nothing is clipped, so that XLA can reuse the gradients' memory.
         within = norm < limit
         divisor, factor = jnp.where(within, 1, norm), jnp.where(within, 1, limit)
         return lambda leaf: leaf / divisor.astype(leaf.dtype) * factor.astype(leaf.dtype)
@@ -528,7 +531,9 @@ class Optimizer:
         by: BiasCorrections,
         taken: Taken,
     ) -> tuple[Array, Arrays]:
-        """Which way a parameter goes, before weight decay and rate, and what is kept then."""
+        """Return a parameter's direction, before weight decay and rate, and its new state
+        arrays.
+        """
         config, target = self.config, self.trainable_params[path]
         if is_orthogonalised(config, target.param):
             return momentum(config, gradient, old, taken)
@@ -536,7 +541,7 @@ class Optimizer:
             return lion(config, gradient, old, taken)
         if config.name != "adafactor":
             return adam(config, gradient, old, by, taken)
-        # Means over dims that are divided: in types there is more than one way.
+        # Means over sharded dims: their result sharding is ambiguous in explicit mode.
         specs = {name: target.spec_of(self.state_arrays[name][path]) for name in old}
         sides = factored_dims(
             matrix_dims(target.param), target.param.shape, target.num_stacked_dims
@@ -549,7 +554,7 @@ class Optimizer:
 
     @cached_property
     def _matrices(self) -> dict[KeyPath, muon.Matrices]:
-        """Muon's."""
+        """Parameters that Muon orthogonalizes."""
         declared: dict[KeyPath, muon.Matrices] = {}
         for path, target in self.trainable_params.items():
             if is_orthogonalised(self.config, target.param):
@@ -570,7 +575,7 @@ class Optimizer:
         now: _UpdateContext,
         layer: LayerSlice,
     ) -> Array:
-        """In the type in which it is kept."""
+        """Return the array in the dtype in which it is stored."""
         if not (
             now.rounds_stochastically
             and one.dtype == "bfloat16"
@@ -585,5 +590,5 @@ class Optimizer:
         drawn = partial(
             random_bits, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
-        # Made of places alone, which say nothing of how they are divided.
+        # The bits depend on positions only, so their sharding is ambiguous in explicit mode.
         return round_stochastically(x, auto_sharded(drawn, target.spec_of(one))())

@@ -1,4 +1,4 @@
-"""How far an update may reach, without looking at it."""
+"""Bounds on the size of parameters after an update, computed without the update itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxpipe.optim import muon
 from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 
 _ROUNDING_FACTOR = 1.05
-"""How much larger rounding makes a result: some steps of bfloat16, each at most 1/256."""
+"""Bound on the growth by rounding: several bfloat16 roundings, each at most 1/256."""
 
 MOMENTUM = "mu"
 """Name of the averaged gradients, whose size bounds the next update."""
@@ -30,22 +30,22 @@ def bound_update(
     decay: float,
     largest: float,
 ) -> Float[Array, " 2"]:
-    """A bound on what the optimizer's update leaves.
+    """Return bounds on the values that the optimizer's update produces.
 
     Args:
-        config: the optimizer's.
-        reach: bounds on the size of any parameter and of any first moment before, float32.
-        norm: of the whole gradient, unclipped.
-        rate: the largest learning rate of a parameter.
-        decay: the largest weight decay.
-        largest: `largest_update` of all parameters.
+        config: config of the optimizer.
+        reach: bounds on any parameter and any first moment before the update, float32.
+        norm: norm of the full gradient before clipping.
+        rate: largest learning rate of any parameter.
+        decay: largest weight decay.
+        largest: `max_direction` of all parameters.
 
     Returns:
-        The same after the update; infinite where something might not stay finite. Far above what
-        is there, as the root of a second moment may be 0: it says only what cannot overflow.
+        The same bounds after the update; infinite if a value might not stay finite. The bounds are
+        very loose, because the root of a second moment may be 0: they only exclude overflow.
 
-    No entry of the gradient is larger than the norm, and moments are means of such entries. The
-    second ones are means of squares whose sum did not overflow when the norm was taken.
+    No entry of the gradient exceeds the norm, and first moments are averages of such entries.
+    Second moments are averages of squares whose sum did not overflow in the norm.
     """
     params, moment = reach
     gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
@@ -61,7 +61,7 @@ def bound_update(
     after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
-    # Smaller numbers may be rounded to 0, as divisors or beside 1.
+    # Smaller values may be rounded to 0, as divisors or when added to 1.
     is_bounded = not divides or config.epsilon > 1e-30
     is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
@@ -69,7 +69,7 @@ def bound_update(
 
 
 def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
-    """Of a first moment in the next one, for each kind of first moment."""
+    """Return the decay of each type of first moment."""
     match config.name:
         case "adamw":
             return (config.beta1,)
@@ -82,7 +82,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Limit of an entry of a direction where no second moment is divided by, without decay."""
+    """Return a bound on directions that no second moment divides, without weight decay."""
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
@@ -90,6 +90,6 @@ def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             found.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
-        elif config.name == "adafactor":  # all of the mean square in one entry
+        elif config.name == "adafactor":  # worst case: a single nonzero entry
             found.append(math.sqrt(math.prod(param.shape)))
     return max(found)

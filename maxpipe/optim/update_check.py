@@ -1,4 +1,4 @@
-"""What an update would leave, before it is taken: see `train.guard`."""
+"""Check of an update's result before the update is applied: see `optim.guard`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def check_update(
     state: OptState,
     before: Float[jax.Array, " 2"],
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
-    """Whether the update leaves parameters and moments finite, and their reach after it.
+    """Return whether the update keeps parameters and moments finite, and their bounds after it.
 
-    The bound alone answers, all but always. Where it cannot, the update is computed once more to
-    look at it: a pass over all that there is.
+    The cheap bound nearly always decides. If it cannot, the update is computed once more to check
+    its values, which reads all parameters and state.
 
     Args:
-        optimizer: whose update it is.
-        gradients: a device's part of them; parameters and state alike.
-        norm: of the whole gradient.
-        rate: the learning rate.
-        params: before.
-        state: before.
-        before: the reach before.
+        optimizer: the optimizer.
+        gradients: a device's shards of the gradients; parameters and state are shards too.
+        norm: norm of the full gradient.
+        rate: learning rate.
+        params: parameters before the update.
+        state: optimizer state before the update.
+        before: bounds before the update.
     """
     bound = optimizer.bound_update(before, norm, rate)
 
@@ -54,7 +54,7 @@ def check_update(
 
 
 def _largest(tree: Tree) -> Float[jax.Array, ""]:
-    """Of all entries of all arrays; 0 of none."""
+    """Return the largest absolute value in all arrays; 0 without arrays."""
     found = [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
     return jnp.stack(found).max() if found else jnp.zeros(())
 
@@ -66,17 +66,17 @@ def _is_finite_after_update(
     params: Tree,
     state: OptState,
 ) -> Bool[jax.Array, ""]:
-    """Whether the update leaves all parameters and moments finite, computed and not kept.
+    """Compute the update without storing it, and return whether all results are finite.
 
-    The barrier keeps this arithmetic apart from that of the update itself and within its branch. It
-    is fused into a reduction; shared, or begun outside, some of it would stand in memory.
+    The barrier separates this computation from the update itself and keeps it in its branch, where
+    it is fused into a reduction. Shared or hoisted, parts of it would need memory.
     """
     if optimizer.config.offload_state:
         return optimizer.is_finite_after_update(gradients, norm, params, state)
     given = jax.lax.optimization_barrier((gradients, norm, params, state))
     gradients, norm, params, state = given
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)
-    # One expression for all three: where each is reduced by itself, XLA keeps what they share.
+    # One expression for all three trees: with separate reductions XLA would store shared values.
     finite = jax.tree.map(
         lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
         params,

@@ -1,8 +1,8 @@
-"""Names of the mesh's axes, and the one table from logical axes to them. No jax.
+"""Names of the mesh axes, and the table that maps logical axes to mesh axes.
 
-Model code names what a dim means ("heads", "mlp"); the table says over which mesh axes such a dim
-is split, and `mesh.axis_rules` changes it. `sharding` makes jax's partitions of it, `plan` counts
-bytes with it.
+Model code names the meaning of a dim ("heads", "mlp"). The table defines the mesh axes over which
+such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives jax partition
+specs from it, and `plan` computes memory with it. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOGICAL_AXES = (
 """Names that model code gives to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Axes of the device mesh, the slowest link first."""
+"""Axes of the device mesh, from the slowest interconnect to the fastest."""
 
 DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -39,9 +39,9 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "lora": (),
     "ahead": (),
     "latent": ("fsdp", "expert", "context"),
-    "sequence": (),  # of what is between a layer's matmuls: see `with_tokens`
+    "sequence": (),  # activations between a layer's matmuls: see `SequenceParallel`
 }
-"""Mesh axes over which each logical axis is split, before `mesh.axis_rules`."""
+"""Mesh axes over which each logical axis is sharded, before `mesh.axis_rules` is applied."""
 
 ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": ((), ("fsdp",), ("fsdp", "expert", "context")),
@@ -53,13 +53,13 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp": ((), ("tensor",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
-"""What `mesh.axis_rules` may say. The pipeline owns the stage axis and the batch."""
+"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch."""
 
 
 def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
     """Whether attention over the context axis exchanges heads, by `mesh.context_attention`.
 
-    `auto` does where every device gets as many heads, and key/value heads, of each tensor shard.
+    `auto` does if context x tensor divides the numbers of heads and of key/value heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "heads" or (method == "auto" and divide)
@@ -68,16 +68,17 @@ def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor
 def find_zero1_dim(
     dims: Sequence[tuple[int, str]], over: Sequence[Sequence[str]], axes: Mapping[str, int]
 ) -> int | None:
-    """The dim of a parameter that the devices of the data axis divide for the optimizer.
+    """Return the dim of a parameter over which ZeRO-1 shards the optimizer state, if there is one.
 
     Args:
-        dims: the parameter's.
-        over: mesh axes that divide each of them already.
-        axes: devices of each mesh axis.
+        dims: (size, logical axis) of each dim of the parameter.
+        over: mesh axes that already shard each dim.
+        axes: number of devices of each mesh axis.
 
     Returns:
-        The first that divides evenly; not one that the compiler divides, nor the vocabulary, which
-        is padded in one form and not in another. None if there is none: each device has it all.
+        The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped,
+        and so is the vocabulary, whose padding differs between forms. None: every device holds the
+        full state.
     """
     if axes["data"] == 1:
         return None
@@ -90,19 +91,19 @@ def find_zero1_dim(
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Logical axis to mesh axes: the default table with the changes applied."""
+    """Return the table from logical axis to mesh axes, with `mesh.axis_rules` applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
 def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """The same, and over which axes tokens are split between the matmuls of a layer."""
+    """Return the same table with the axes that shard tokens between a layer's matmuls."""
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
 def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
-    """The mesh with -1 replaced by the slices, and inside a slice by the devices, that are left.
+    """Return the mesh config with -1 replaced by the remaining slices, or devices of a slice.
 
-    The sizes need not multiply to the number of devices: the caller checks that.
+    The product of the sizes may differ from the number of devices: the caller checks it.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())
@@ -119,66 +120,66 @@ def _infer_link_sizes(link: str, mesh: MeshConfig, available: int) -> dict[str, 
 class MeshConfig:
     """Sizes of the mesh axes: `ici_*` inside one slice, `dcn_*` across slices.
 
-    An axis' total size is ici x dcn. At most one `ici_*` and one `dcn_*` may be
-    -1, which means "the devices that are left".
+    The total size of an axis is ici x dcn. At most one `ici_*` and one `dcn_*` may be -1, which
+    means all remaining devices.
     """
 
     ici_data: int = 1
-    """Replicas of the parameters inside a slice; each sees its own part of the batch."""
+    """Number of replicas of the parameters inside a slice. Each gets its own part of the batch."""
     ici_fsdp: int = 1
-    """Shards of the parameters inside a slice; each sees its own part of the batch."""
+    """Number of shards of the parameters inside a slice. Each gets its own part of the batch."""
     ici_stage: int = 1
-    """Pipeline stages inside a slice."""
+    """Number of pipeline stages inside a slice."""
     ici_tensor: int = 1
-    """Shards of heads and MLP inside a slice."""
+    """Number of shards of heads and MLP inside a slice."""
     ici_context: int = 1
-    """Shards of each sequence inside a slice."""
+    """Number of shards of each sequence inside a slice."""
     ici_expert: int = 1
-    """Shards of the experts inside a slice; each sees its own part of the batch."""
+    """Number of shards of the experts inside a slice. Each gets its own part of the batch."""
     dcn_data: int = 1
-    """Replicas of the parameters across slices."""
+    """Number of replicas of the parameters across slices."""
     dcn_fsdp: int = 1
-    """Shards of the parameters across slices."""
+    """Number of shards of the parameters across slices."""
     dcn_stage: int = 1
-    """Pipeline stages across slices."""
+    """Number of pipeline stages across slices."""
     dcn_tensor: int = 1
-    """Shards of heads and MLP across slices."""
+    """Number of shards of heads and MLP across slices."""
     dcn_context: int = 1
-    """Shards of each sequence across slices."""
+    """Number of shards of each sequence across slices."""
     dcn_expert: int = 1
-    """Shards of the experts across slices; each sees its own part of the batch."""
+    """Number of shards of the experts across slices. Each gets its own part of the batch."""
     context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
-    """How tokens attend to those on other devices of the context axis. `gather` brings keys and
-    values of whole sequences to each device. `heads` exchanges tokens, so that each has whole
-    sequences of some heads (Ulysses); heads and key/value heads are multiples of context x tensor.
-    `ring` passes keys and values around, so that no device has all; needs `pipeline.idle` compute,
-    or one stage. `auto` takes `heads` where they divide, else `gather`."""
+    """Communication of attention over the context axis. `gather`: each device gathers the keys and
+    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each has full
+    sequences of some heads; context x tensor must divide the numbers of heads and key/value heads.
+    `ring`: keys and values circulate, so no device holds all of them; requires
+    `pipeline.idle=compute`, or one stage. `auto`: `heads` if that rule holds, else `gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
-    """How jax knows the way in which arrays are divided outside the pipeline: `auto` leaves it to
-    the compiler, between a program's inputs and outputs; in `explicit` types carry it over all
-    axes but tensor, and an operation that would need a guess is an error. Results are the same.
-    Generation and scoring are always `auto`."""
+    """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
+    program's inputs and outputs. `explicit`: array types carry the shardings over all axes but
+    tensor, and an ambiguous operation is an error. Results are the same. Generation and scoring
+    always use `auto`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
-    """Split what is between the matmuls of a layer (residual stream, norms, messages, kept
-    inputs) over tokens on the tensor axis. All-reduces become all-gathers and reduce-scatters, and
-    what waits between slots takes less memory."""
+    """Sharding of activations between the matmuls of a layer (residual stream, norms, messages,
+    saved inputs) over tokens on the tensor axis. All-reduces become all-gathers and
+    reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
-    """Send parts of these all-gathers and reduce-scatters behind the matmuls that read or write
-    them: each becomes a ring of messages and smaller matmuls. Read with
-    `mesh.sequence_parallel=true`."""
+    """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
+    consume or produce them. Each becomes a ring of messages and smaller matmuls. Ignored unless
+    `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
-    The default table is printed by `maxpipe config explain mesh.axis_rules`."""
+    `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """The most that a device holds of one parameter, a stage's layers together, when all devices
-    of the fsdp, expert and context axes hold the same: a larger one that no rule `[]` keeps whole
-    is an error, and one that a rule keeps whole is reported. 0: no limit."""
+    """Size limit in bytes of a parameter, all layers of a stage together, that is replicated over
+    the fsdp, expert and context axes. Larger parameters are an error unless an axis rule `[]`
+    replicates them; such parameters are reported. 0: no limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Numbers of a dim that share a scale with `model.matmul_scales=block`, if their count can be
-divided so; else the largest power of two that divides it."""
+"""Block size with `model.matmul_scales=block`: number of values of a dim that share a scale. If it
+does not divide the dim, the largest power of two that divides both is used."""

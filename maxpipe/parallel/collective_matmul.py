@@ -1,9 +1,9 @@
-"""Matmuls on one device whose input is gathered, or whose result is summed and scattered.
+"""Collective matmuls: all-gather or reduce-scatter overlapped with the matmul.
 
-Tokens are split over an axis, dim 1 of what moves; features are split over the same axis, in what
-stays. Shards go around the ring in both directions, and each is multiplied when it arrives: while
-one is multiplied the next is on its way. A sum goes the other way round, and gets a product more at
-each stop. In shapes t is T over the size of the axis, and dims of weights are this device's.
+Moving arrays are sharded over tokens (dim 1), stationary arrays over features, both over the same
+axis. Shards travel around the ring in both directions and are multiplied as they arrive, while the
+next shard is in transit. Partial sums travel in the opposite direction, and every device adds one
+product. In shapes, t is T divided by the axis size, and dims of weights are those of this device.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -21,7 +21,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 TOKEN_DIM = 1
-"""The dim of tokens."""
+"""Dim of tokens."""
 
 
 Tree = Any
@@ -33,7 +33,7 @@ def all_gather_matmul(
     axis: str,
     multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
-    """All shards times each of the weights: one ring serves them all."""
+    """Return the gathered `x` times each weight; one ring of messages serves all weights."""
     found: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
@@ -54,16 +54,16 @@ def matmul_reduce_scatter(
     axis: str,
     dtype: Any,
 ) -> Float[Array, "B t D"]:
-    """The sum over devices, and over the arrays, of each times its weight; this device's tokens.
+    """Return this device's tokens of the sum of all products, over devices and arrays.
 
-    `arrays`, or trees of them, are `[B, T, ...]`, and what multiplies them with this device's
-    weights gives float32. Sums are of that type on a device, and of `dtype` on their way.
+    `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function of `multiplies` multiplies
+    one with this device's weights, in float32. Sums are float32 on a device and `dtype` in transit.
     """
     size, mine = lax.axis_size(axis), lax.axis_index(axis)
     length = jax.tree.leaves(arrays)[0].shape[TOKEN_DIM] // size
 
     def part(place: Array) -> Array:
-        """What this device adds to the tokens of another."""
+        """Return this device's contribution to the tokens of the device at `place`."""
         start = place % size * length
         cut = partial(
             lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=TOKEN_DIM
@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
 
     total = part(mine)
     for step, hops in _ring_directions(size):
-        # The sum that arrives here was begun by the device that is `hops` places before.
+        # The sum that arrives here started on the device `hops` positions earlier.
         found: Array | None = None
         for hop in range(hops, 0, -1):
             added = part(mine + step * hop)
@@ -88,10 +88,10 @@ def matmul_reduce_scatter(
 
 
 def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
-    """All shards, for a sum over tokens: they travel behind other matmuls.
+    """Gather all shards for a sum over tokens; the transfers overlap with other matmuls.
 
-    A matmul of each when it arrives would read and write the whole sum in float32 for each, which
-    for a weight's gradient takes longer than the matmul.
+    Multiplying each shard on arrival would read and write the full float32 sum every time. For the
+    gradient of a weight that takes longer than the matmul.
     """
     rows, length, width = x.shape
     whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)
@@ -101,25 +101,25 @@ def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"
 
 
 def matmul(array: Array, weight: Array, dtype: Any) -> Array:
-    """Over all dims of the weight but its last, in that type."""
+    """Contract all dims of the weight except the last, with accumulation in `dtype`."""
     count = weight.ndim - 1
     dims = ((tuple(range(array.ndim - count, array.ndim)), tuple(range(count))), ((), ()))
     return lax.dot_general(array, weight, dims, preferred_element_type=dtype)
 
 
 def outer_product(one: Array, other: Array) -> Array:
-    """Summed over rows and tokens in float32."""
+    """Contract sequences and tokens, with accumulation in float32."""
     dims = (((0, TOKEN_DIM), (0, TOKEN_DIM)), ((), ()))
     return lax.dot_general(one, other, dims, preferred_element_type=jnp.float32)
 
 
 def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(step, hops) of both ways around the ring, which together reach every other device."""
+    """Return (step, hops) of both directions, which together reach every other device."""
     return (1, size // 2), (-1, (size - 1) // 2)
 
 
 def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
-    """(position of the device that a shard is from, the shard), this device's own first."""
+    """Yield (source device's position, shard), starting with this device's shard."""
     size, mine = lax.axis_size(axis), lax.axis_index(axis)
     yield mine, x
     moving = {step: x for step, _ in _ring_directions(size)}

@@ -1,11 +1,9 @@
-"""Pieces of a program that are written for one device, in whatever program they stand.
+"""Collectives over the manual axes of the per-device program, and related helpers.
 
-Collectives of the per-device program, over those of its axes that have more than one device.
+Axes with a single device are left out of the program: their collectives would be no-ops, and some
+compilers fail on them. Callers name axes and do not depend on their sizes.
 
-An axis of size one stays out of the program: its collectives would be no-ops that
-compilers have tripped over. Callers name axes and need not know their sizes.
-
-Arrays whose place in a TPU's memory is said, and not left to the compiler.
+`with_layout` fixes the memory layout of an array on TPUs.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from maxpipe.parallel.sharding import auto_axes, restrict_spec
 
 
 def mark_varying(tree: Any) -> Any:
-    """Marks every leaf as possibly different on each device.
+    """Mark every leaf as varying over all manual axes.
 
-    Inside the per-device program jax tracks over which axes a value is the same. A value that
-    is the same everywhere gets its gradient summed over devices behind our back, and makes a
-    conditional on the stage index silently wrong (jax#40823); a varying one does neither.
+    Inside the per-device program jax tracks the axes over which a value is replicated. Autodiff
+    would sum the gradient of a replicated value over devices, and a conditional on the stage index
+    would silently give wrong results (jax#40823). Values marked as varying avoid both.
     """
 
     def mark(leaf: jax.Array) -> jax.Array:
         kind: Any = jax.typeof(leaf)
-        # jax 0.10 has `vma`; later releases moved it.
+        # jax 0.10 has `vma`; later releases renamed it.
         known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
         manual = jax.sharding.get_abstract_mesh().manual_axes
         missing = tuple(a for a in MANUAL_AXES if a in manual and a not in known)
@@ -47,12 +45,12 @@ def mark_varying(tree: Any) -> Any:
 def map_shards(
     run: Callable[..., Any], in_specs: Any, out_specs: Any, *, states_types: bool = False
 ) -> Callable[..., Any]:
-    """`run` on each device's shards over all axes that are not manual yet; specs name only those.
+    """Return `run` mapped over shards of all axes that are not yet manual; specs name those axes.
 
-    What kernels need: a Mosaic call must see every axis as manual, those of size 1, too, and states
-    nothing of what varies, so that nothing is checked inside. Results are marked as varying. Not to
-    be differentiated: the marks would become sums over devices. `states_types`: what is called
-    states what varies, and rules for its gradients that are used inside compare that.
+    Kernels need this: a Mosaic call requires all axes to be manual, including those of size 1. It
+    declares no varying axes, so type checks are off inside, and results are marked as varying. The
+    returned function must not be differentiated, because the marks would become sums over devices.
+    `states_types`: `run` declares varying axes, and its gradient rules check them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rest = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -65,9 +63,9 @@ def map_shards(
 
 
 def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
-    """`run(rows, shared)` on each device's rows of the batch, and on all of what they share.
+    """Call `run(rows, shared)` on each device's sequences of the batch; `shared` is replicated.
 
-    Rows are the first dim. In the pipeline's program a device has its own rows anyway.
+    Sequences are the first dim. Inside the pipeline's program arrays are already per device.
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in auto_axes())
     if not axes:
@@ -79,9 +77,9 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """The sum of a count over devices that have other tokens; nothing is differentiated here.
+    """Return a count summed over the devices that hold other tokens, without a gradient.
 
-    In a program that is automatic throughout a count is that of all rows already.
+    In a fully automatic program a count already covers all sequences.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis in manual)
@@ -90,11 +88,11 @@ def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
 
 
 LANES = 128
-"""Elements of the last dim in a register of a TPU."""
+"""Number of lanes of a TPU register: elements of the last dim."""
 
 
 def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
-    """The axes over which the program is written per device."""
+    """Return the axes over which the program is written per device."""
     return tuple(axis for axis in MANUAL_AXES if mesh.shape[axis] > 1)
 
 
@@ -107,11 +105,11 @@ def _manual_axes(axes: str | Sequence[str]) -> tuple[str, ...]:
 def map_auto_axes(
     run: Callable[[jax.Array], jax.Array], entries: Sequence[Any]
 ) -> Callable[[jax.Array], jax.Array]:
-    """`run` on each device's shard over the automatic axes, too.
+    """Return `run` mapped over the shards of the automatic axes as well.
 
-    `entries` name those axes for each dim of the array, as a PartitionSpec does. XLA's partitioner
-    keeps such a dim divided through sums and permutes, but puts it together before it gathers or
-    scatters another one: with tensor 4 that is four times the traffic, and memory.
+    `entries` name the automatic axes of each dim, as a PartitionSpec does. Through sums and
+    permutes XLA's partitioner keeps such a dim sharded. Before a gather or scatter of another dim
+    it gathers that dim first; with tensor 4 this is four times the traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -123,24 +121,24 @@ def map_auto_axes(
 
 
 def axis_index(axis: str) -> jax.Array:
-    """This device's position on the axis."""
+    """Return this device's position on the axis."""
     return lax.axis_index(axis) if _manual_axes(axis) else jnp.int32(0)
 
 
 def axis_size(axes: str | Sequence[str]) -> int:
-    """Number of devices along the axes."""
+    """Return the number of devices along the axes."""
     shape = jax.sharding.get_abstract_mesh().shape
     return math.prod(shape[axis] for axis in _manual_axes(axes))
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """The sum over all devices of these axes, the same on each."""
+    """Return the sum over all devices of these axes, replicated."""
     present = _manual_axes(axes)
     return _sum_in_float32(lambda x: lax.psum(x, present), x) if present else x
 
 
 def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The sum, on CPUs in float32: XLA aborts there on bfloat16 beside an automatic axis."""
+    """Add in float32 on CPUs: XLA for CPU aborts on bfloat16 sums next to an automatic axis."""
     if x.dtype != jnp.bfloat16:
         return add(x)
     wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
@@ -148,47 +146,48 @@ def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.
 
 
 def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """The maximum over all devices of these axes, the same on each."""
+    """Return the maximum over all devices of these axes, replicated."""
     present = _manual_axes(axes)
     return lax.pmax(x, present) if present else x
 
 
 def broadcast_from(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
-    """The value of the device at `position` of the axis, on all of them."""
+    """Return the value of the device at `position` on all devices of the axis."""
     return sum_over(jnp.where(axis_index(axis) == position, x, 0), axis)
 
 
 def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
-    """Shards along `dim` put together."""
+    """Return the shards concatenated along `dim`."""
     present = _manual_axes(axes)
     if not present:
         return x
     if not dim or not _is_cpu_program():
         return lax.all_gather(x, present, axis=dim, tiled=True)
-    # XLA for CPU gathers along the first dim, and puts the whole into another order for others.
+    # XLA for CPU gathers along the first dim, and transposes the result for other dims.
     found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
     return jnp.moveaxis(found, 0, dim)
 
 
 def _is_cpu_program() -> bool:
-    """Whether the program that is traced is for CPUs. Unlike a choice while it is lowered, one that
-    is made here leaves no trace in programs for other devices.
+    """Whether the traced program is for CPUs. A choice at trace time leaves nothing in programs for
+    other devices, unlike `lax.platform_dependent`.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "cpu"
 
 
 def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
-    """This device's shard along `dim` of the sum over the axes."""
+    """Return this device's shard along `dim` of the sum over the axes."""
     present = _manual_axes(axes)
     if not present:
         return x
     add = partial(lax.psum_scatter, axis_name=present, tiled=True)
-    if dim and _is_cpu_program():  # as above
+    if dim and _is_cpu_program():  # XLA for CPU would transpose, as in `all_gather`
         first = jnp.moveaxis(x, dim, 0)
         return jnp.moveaxis(_sum_in_float32(partial(add, scatter_dimension=0), first), 0, dim)
-    # XLA for TPU makes all-reduces, twice the traffic, of those with dims of one entry, with
-    # several dims in front, or along a last dim in shards that are not whole registers.
+    # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic. This affects
+    # arrays with dims of size 1 or several leading dims, and a last dim whose shards are not
+    # multiples of a register.
     size = x.shape[dim] // axis_size(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     after = [size for size in x.shape[dim + 1 :] if size > 1]
@@ -203,20 +202,20 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
 
 
 def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
-    """To each device of the axes its part along `split`; what arrives is joined along `join`."""
+    """Send each device its part along `split`; concatenate the received parts along `join`."""
     present = _manual_axes(axes)
     return lax.all_to_all(x, present, split, join, tiled=True) if present else x
 
 
 def ring_shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
-    """The value of the device `step` positions before, around the ring of `size`."""
+    """Return the value of the device `step` positions earlier on the ring of `size` devices."""
     if not _manual_axes(axis):
         return x
     return lax.ppermute(x, axis, [(place, (place + step) % size) for place in range(size)])
 
 
 def with_layout(value: Array, order: Sequence[int]) -> Array:
-    """The value, on TPUs laid out with its dims in this order, from major to minor."""
+    """Return the value, on TPUs with its dims in this order in memory, from major to minor."""
     layout = Layout(tuple(order))
     return lax.platform_dependent(
         value, tpu=lambda value: with_layout_constraint(value, layout), default=lambda value: value

@@ -1,8 +1,9 @@
-"""Rows whose tokens are divided over the context axis.
+"""Sequences whose tokens are sharded over the context axis.
 
-A row is cut into twice as many pieces as the axis has devices, C. Device c has the pieces c and
-2C - 1 - c: a token looks back at all that are before it, and so all devices have as much to do
-(zig-zag order, as in Llama 3's training, arXiv:2407.21783).
+A sequence is divided into twice as many pieces as the axis has devices, C. Device c holds the
+pieces
+c and 2C - 1 - c. Tokens attend to all earlier tokens, so this zig-zag order balances the work
+(as in Llama 3's training, arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from maxpipe.parallel.collectives import all_gather, axis_index, axis_size, mark
 from maxpipe.parallel.mesh import CONTEXT
 
 FULL_SEGMENT_IDS = "row_segment_ids"
-"""Among a microbatch's arrays `[B, S]`: segments of all tokens of its rows, when a device has some.
-"""
+"""Key of the microbatch array `[B, S]` with the segment ids of full sequences, if tokens are
+sharded."""
 _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
-"""Arrays of a batch that have no dim of tokens."""
+"""Batch arrays without a token dim."""
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Of a batch with whole rows what this device has; and the segments of whole rows.
+    """Return this device's tokens of a batch of full sequences, and the full segment ids.
 
-    Arrays named `by_row` have no dim of tokens either.
+    Arrays named in `by_row` have no token dim either.
     """
     if axis_size(CONTEXT) == 1:
         return batch
@@ -37,38 +38,40 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
 
 
 def local_positions(tokens: int) -> Int[Array, " T"]:
-    """Places of this device's `tokens` tokens in their row."""
+    """Return the positions of this device's `tokens` tokens in their sequence."""
     return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
 
 
 def contiguous_length(tokens: int) -> int:
-    """How many of this device's `tokens` tokens stand next to each other in the row."""
+    """Return the number of contiguous tokens in each piece that this device holds."""
     return tokens if axis_size(CONTEXT) == 1 else tokens // 2
 
 
 def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Places of the first tokens of this device's two pieces, of `tokens` tokens together."""
+    """Return the start positions of this device's two pieces, which have `tokens` tokens in
+    total.
+    """
     return shard_starts(axis_index(CONTEXT), tokens)
 
 
 def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The same of any device of the axis."""
+    """Return the start positions of the two pieces of any device of the axis."""
     run = contiguous_length(tokens)
     return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
 
 
 def full_sequence_length(inputs: Mapping[str, Any]) -> int:
-    """S, tokens of whole rows, of a microbatch's arrays."""
+    """Return the number of tokens of full sequences (S), from a microbatch's arrays."""
     return inputs.get(FULL_SEGMENT_IDS, inputs["positions"]).shape[1]
 
 
 def gather_sequences(x: Array, dim: int) -> Array:
-    """All tokens of the rows, in order, from each device's own along `dim`."""
+    """Gather all tokens of the sequences along `dim`, in order."""
     return undo_zigzag(all_gather(x, CONTEXT, dim), dim)
 
 
 def undo_zigzag(x: Array, dim: int) -> Array:
-    """Tokens of whole rows in order, from those of one device after the other."""
+    """Reorder tokens from device order (zig-zag) to sequence order."""
     size = axis_size(CONTEXT)
     if size == 1:
         return x
@@ -78,7 +81,7 @@ def undo_zigzag(x: Array, dim: int) -> Array:
 
 
 def apply_zigzag(x: Array, dim: int) -> Array:
-    """The way back: tokens of one device after the other."""
+    """Reorder tokens from sequence order to device order (zig-zag)."""
     size = axis_size(CONTEXT)
     if size == 1:
         return x
@@ -88,7 +91,7 @@ def apply_zigzag(x: Array, dim: int) -> Array:
 
 
 def local_shard(rows: Array, dim: int) -> Array:
-    """This device's two pieces of whole rows."""
+    """Return this device's two pieces of full sequences."""
     size, place = axis_size(CONTEXT), axis_index(CONTEXT)
     if size == 1:
         return rows

@@ -1,11 +1,11 @@
-"""A frozen weight with a low-rank change, as the products of a layer take it.
+"""Frozen weights with a low-rank update (LoRA, DoRA), as operands of a layer's matmuls.
 
-`TokenSplit` multiplies with both: `x @ W + scale * (x @ A) @ B`. No product makes a matrix of W's
-size, forward or backward, and W has no gradient. With lengths (DoRA) each column of the result
-is multiplied with its length over the norm of W's changed column, through which no gradient goes
-(arXiv:2402.09353, section 4.3).
+`SequenceParallel` multiplies with both: `x @ W + scale * (x @ A) @ B`. No matmul creates a matrix
+of the size of W, forward or backward, and W has no gradient. With DoRA, each column of the result
+is multiplied by its magnitude divided by the norm of the updated column; no gradient flows through
+the norm (arXiv:2402.09353, section 4.3).
 
-Dropout that is the same however the batch is cut.
+Dropout masks do not depend on how the batch is split.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from maxpipe.parallel.quantized_matmul import QuantizedWeight
 def dropout(
     x: Float[Array, "B T *dims"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
 ) -> Float[Array, "B T *dims"]:
-    """Zeros a fraction `rate` of `x`, with one key per example, and `places` of tokens in the row.
+    """Set a fraction `rate` of `x` to zero; `keys` are per example, `places` are token positions.
 
-    A key per example and token makes the mask independent of how the batch is cut or sharded.
+    One key per example and token makes the mask independent of microbatches and sharding.
     """
 
     def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
@@ -46,49 +46,49 @@ def dropout(
 )
 @dataclass(frozen=True)
 class LoraWeight:
-    """A weight `[*K, *N]`, of which products sum over `*K`."""
+    """A weight `[*K, *N]` with a low-rank update; matmuls contract `*K`."""
 
     weight: Any
-    """An array, or one that is rounded already."""
+    """Frozen weight: an array, or an 8-bit weight."""
     down: Float[Array, "*K r"]
     up: Float[Array, "... N"]
-    """`[r, *N]`."""
+    """Shape `[r, *N]`."""
     magnitudes: Float[Array, "*N"] | None
-    """Of columns, float32."""
+    """DoRA magnitudes of the columns, float32."""
     dropout_keys: Key[Array, " B"] | None
-    """Of each row's dropout; None: there is none."""
+    """Dropout key of each sequence. None: no dropout."""
     scale: float
     dropout_rate: float
-    """Of dropout."""
+    """Dropout rate."""
     contracted_dims: int
     """Number of dims `*K`."""
 
     @property
     def ndim(self) -> int:
-        """Of the weight."""
+        """Number of dims of the weight."""
         return self.weight.ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.weight.shape
 
     def astype(self, dtype: Any) -> LoraWeight:
-        """Lengths stay in float32."""
+        """Cast the weight and its update; magnitudes stay in float32."""
         weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
-        """Some of its columns: `[..., part of the last dim]`."""
+        """Return some of the columns: `[..., part of the last dim]`."""
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
-        """With what `change` makes of the last dim of all that has columns."""
+        """Return the weight with `change` applied to the last dim of every array with columns."""
         lengths = None if self.magnitudes is None else change(self.magnitudes)
         return replace(self, weight=change(self.weight), up=change(self.up), magnitudes=lengths)
 
     def apply_dropout(self, x: Float[Array, "B T *K"]) -> Float[Array, "B T *K"]:
-        """What the change is given."""
+        """Return the input of the low-rank update: `x` after dropout."""
         if self.dropout_keys is None:
             return x
         return dropout(x, self.dropout_rate, self.dropout_keys, local_positions(x.shape[1]))
@@ -96,14 +96,14 @@ class LoraWeight:
     def combine(
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
-        """The result, from products with the weight and with its change's factors."""
+        """Combine the outputs of the weight and of its low-rank update."""
         found = product + (change * self.scale).astype(product.dtype)
         return found if self.magnitudes is None else _scale_columns(found, self._column_scale())
 
     def _column_scale(self) -> Float[Array, "*N"]:
         assert self.magnitudes is not None
         norms = jax.lax.stop_gradient(column_norms(self._unscaled_merge(), self.contracted_dims))
-        return self.magnitudes / jnp.where(norms == 0, 1.0, norms)  # of padding they are 0
+        return self.magnitudes / jnp.where(norms == 0, 1.0, norms)  # norms of padding are 0
 
     def _unscaled_merge(self) -> Float[Array, "*K *N"]:
         assert not isinstance(self.weight, QuantizedWeight)
@@ -111,7 +111,7 @@ class LoraWeight:
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
     def merge(self) -> Float[Array, "*K *N"]:
-        """One weight that does the same, but for dropout."""
+        """Return one equivalent weight, without dropout."""
         found = self._unscaled_merge()
         found = found if self.magnitudes is None else found * self._column_scale()
         return found.astype(self.weight.dtype)
@@ -125,9 +125,9 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Both gradients at once, so that a split backward makes the lengths' where `x` is at hand.
+    """Compute both gradients together, so that a split backward computes the magnitudes' first.
 
-    Made later it would multiply with the weight once more, which would wait for that.
+    Deferred, that gradient would repeat the matmul with the weight and store its inputs.
     """
     x, by = saved
     both = cotangent * by, cotangent.astype(jnp.float32) * x
@@ -139,20 +139,20 @@ _scale_columns.defvjp(lambda x, by: (_scale_columns(x, by), (x, by)), _scale_col
 
 
 def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
-    """Norms over the first dims, float32."""
+    """Return the norms over the first `summed` dims, float32."""
     return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
 
 
 def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
-    """What `change` makes of a weight's last dim, with one that has a change or without."""
+    """Apply `change` to the last dim of a weight, with or without a low-rank update."""
     return weight.map_columns(change) if isinstance(weight, LoraWeight) else change(weight)
 
 
 def merge_lora(weight: Any) -> Any:
-    """One array, where there is more to do with a weight than a product."""
+    """Merge the low-rank update into a weight, for uses other than matmuls."""
     return weight.merge() if isinstance(weight, LoraWeight) else weight
 
 
 def base_weights(weights: Sequence[Any]) -> list[Any]:
-    """The weights without changes."""
+    """Return the weights without their low-rank updates."""
     return [each.weight if isinstance(each, LoraWeight) else each for each in weights]

@@ -1,7 +1,7 @@
-"""The device mesh: axis names, sizes, and devices placed with their links in mind.
+"""The device mesh: axis names, axis sizes, and placement of devices by interconnect.
 
-Devices of one slice are joined by fast links
-(ici), slices by the data-centre network (dcn); an axis' size is ici x dcn.
+Fast links (ici) connect the devices of a slice, and the data-center network (dcn) connects slices.
+The size of an axis is ici x dcn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
-"""Outermost first: neighbours on the last axis are closest."""
+"""Mesh axes, outermost first: neighbours on the last axis are closest."""
 
 MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
 """Axes over which the pipeline's program is written per device; the others are automatic."""
@@ -30,14 +30,14 @@ MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
 AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
 
 BATCH_AXES = (DATA, FSDP, EXPERT)
-"""Axes that each see their own rows of the batch."""
+"""Axes whose devices hold different sequences of the batch."""
 
 TOKEN_AXES = (*BATCH_AXES, CONTEXT)
-"""Axes that each see their own tokens: of losses and gradients every device has a part."""
+"""Axes whose devices hold different tokens, and therefore partial sums of losses and gradients."""
 
 
 class Device(Protocol):
-    """The attributes of a jax device that are used."""
+    """Attributes of a jax device that this module uses."""
 
     @property
     def platform(self) -> str: ...
@@ -47,7 +47,7 @@ class Device(Protocol):
 
 
 def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
-    """The config with each -1 replaced by the devices that are left.
+    """Replace each -1 by the number of remaining devices.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
@@ -65,19 +65,17 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
         processes = len({device.process_index for device in devices})
         if kind == "cpu" and total % processes == 0:
             each = total // processes
-            action = (
-                f"Start it on {pluralize(total, 'accelerator')}, or set mesh.cpu_devices={each} "
-            )
-            action += "for virtual devices of this CPU, or another size for an axis."
+            action = f"Run on {pluralize(total, 'accelerator')}, or set mesh.cpu_devices={each} "
+            action += "for virtual CPU devices, or change an axis size."
         elif len(devices) % (total // config.ici_data) == 0:
-            action = "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
+            action = "Set mesh.ici_data=-1 to use the remaining devices, or change another axis."
         else:
-            action = f"Set sizes of axes so that they multiply to {len(devices)}."
+            action = f"Set axis sizes that multiply to {len(devices)}."
         raise ConfigError.one(
             "mesh",
             wanted,
-            f"must multiply to the number of devices: the run needs {total}, and there "
-            f"{'is' if len(devices) == 1 else 'are'} {len(devices)} of kind {kind}.",
+            f"must multiply to the number of devices: the run needs {total}, but there "
+            f"{'is' if len(devices) == 1 else 'are'} {pluralize(len(devices), f'{kind} device')}.",
             action,
         )
     return config
@@ -89,7 +87,7 @@ _ICI_KEYS = tuple(f"ici_{axis}" for axis in AXES)
 def _remainder_error(
     given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
 ) -> ConfigError:
-    """The error for a -1 with sizes that do not divide the devices."""
+    """Return the error for a -1 if the other sizes do not divide the number of devices."""
     count, kind = len(devices), devices[0].platform
     inside = {key: size for key in _ICI_KEYS if (size := getattr(given, key)) > 1}
     fixed = math.prod(inside.values()) * slices
@@ -101,14 +99,14 @@ def _remainder_error(
     return ConfigError.one(
         f"mesh.{rest}",
         "-1",
-        f"is what is left of {pluralize(count, f'{kind} device')}, and the other sizes "
+        f"is computed from {pluralize(count, f'{kind} device')}, but the other sizes "
         f"({', '.join(sizes)}) multiply to {fixed}, which does not divide {count}.",
         f"Set {more}the other sizes so that they multiply to {format_divisors(count)}.",
     )
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """A mesh over all devices with the axes of `AXES`.
+    """Return a mesh over all devices with the axes of `AXES`.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
@@ -123,12 +121,14 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """All devices but the last `count`, and these. Of 0: all, twice.
+    """Split off the last `count` devices; for 0, both parts contain all devices.
 
-    Each process keeps some and gives as many as the others, so that both have devices everywhere.
+    Every process keeps some devices and contributes the same number, so both parts span all
+    processes.
 
     Raises:
-        ConfigError: none would be left, or a process would give more; `key` gave the count.
+        ConfigError: no devices would remain, or the count is uneven; `key` is the count's config
+        key.
     """
     if not count:
         return list(devices), list(devices)
@@ -139,16 +139,16 @@ def partition_devices(
     each, rest = divmod(count, processes)
     if rest or smallest <= each:
         most = (smallest - 1) * processes
-        rule = f"must leave devices to the rest of the run: there are {len(devices)}."
+        rule = f"must leave devices for the rest of the run, which has {len(devices)}."
         if processes > 1:
             rule = (
-                f"must be a multiple of {processes}, as many of each process, and leave "
-                f"devices to the rest of the run in each: there are {len(devices)}."
+                f"must be a multiple of {processes}, the number of processes, and leave devices "
+                f"for the rest of the run in each process: the run has {len(devices)} devices."
             )
         fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
         if devices[0].platform == "cpu" and not rest:
             fits.append(f"mesh.cpu_devices={2 * each}")
-        action = f"Set {', or '.join([*fits, f'{key}=0 to take turns on all'])}."
+        action = f"Set {', or '.join([*fits, f'{key}=0 to alternate on all devices'])}."
         raise ConfigError.one(key, count, rule, action)
     given = [device for mine in own.values() for device in mine[-each:]]
     kept = [device for mine in own.values() for device in mine[:-each]]
@@ -156,14 +156,14 @@ def partition_devices(
 
 
 def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
-    # The pipeline's program is manual over explicit axes. Those of one device stay out of it, and
-    # tensor is automatic in it.
+    # The pipeline's program is manual over the explicit axes. Axes of size 1 are left out of the
+    # program, and tensor is automatic in it.
     explicit = config.shard_mode == "explicit" and axis in MANUAL_AXES and size > 1
     return AxisType.Explicit if explicit else AxisType.Auto
 
 
 def _sizes(config: MeshConfig) -> tuple[list[int], list[int]]:
-    """(ici, dcn) of each axis."""
+    """Return the (ici, dcn) sizes of all axes."""
     ici, dcn = ([getattr(config, f"{link}_{axis}") for axis in AXES] for link in ("ici", "dcn"))
     return ici, dcn
 
@@ -173,16 +173,16 @@ def _num_slices(devices: Sequence[Device]) -> int:
 
 
 def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
-    # One TPU mesh cannot span slices; on other devices ici sizes may ignore where slices end.
+    # A TPU mesh must match the slices; on other devices ici axes may cross slice boundaries.
     allowed = {slices} if kind == "tpu" else {1, slices}
     total = math.prod(dcn)
     if slices > 1 and total not in allowed:
         raise ConfigError.one(
             "mesh",
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
-            f"must multiply to the number of slices: it is {total}, and the {kind} devices are "
-            f"in {pluralize(slices, 'slice')}.",
-            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or another split.",
+            f"must multiply to the number of slices: the product is {total}, and the {kind} "
+            f"devices are in {pluralize(slices, 'slice')}.",
+            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or choose another split.",
         )
 
 
@@ -190,7 +190,7 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
     if math.prod(dcn) == 1:
         try:
             return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
-        except AssertionError:  # devices of a part of a slice that are not next to each other
+        except AssertionError:  # a slice's devices that are not adjacent
             return np.asarray(devices).reshape(ici)
     processes = {device.process_index for device in devices}
     by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
@@ -198,7 +198,7 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
-    # One process without slices (virtual devices): let consecutive devices stand for a slice.
+    # One process without slices (virtual devices): treat consecutive devices as slices.
     grid = np.asarray(devices).reshape(*dcn, *ici)
     order = [
         dim
@@ -209,6 +209,6 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Axes larger than one, e.g. `stage 4 x fsdp 2`."""
+    """Return the axes larger than one as text, such as `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     return " x ".join(sizes) or "one device"

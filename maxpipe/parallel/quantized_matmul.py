@@ -1,9 +1,10 @@
-"""Products of activations with weights in 8 bits, and their gradients.
+"""Matmuls of activations with weights in 8 bits, and their gradients.
 
-Each token has a scale of its own, and so has what its gradient is multiplied with: numbers depend
-neither on the rows beside it nor on how the batch is divided. `channel` and `tensor` multiply
-8-bit numbers and put scales on the sums. `block` rounds blocks along the sum to 8 bits and a power
-of two, and multiplies what they stand for in the type of the activations, which holds it exactly.
+Every token has its own scale, in the forward and in the backward, so results depend neither on
+other sequences of the batch nor on sharding. `channel` and `tensor` multiply 8-bit values and apply
+the scales to the sums. `block` rounds blocks along the contracted dim to 8-bit values times a power
+of two. It multiplies the dequantized values in the dtype of the activations, which represents them
+exactly.
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -27,27 +28,29 @@ from maxpipe.parallel.collectives import axis_size, mark_varying, max_over, with
 from maxpipe.parallel.mesh import CONTEXT
 
 MAX_UNROLLED_SEQUENCES = 4
-"""Rows of the batch up to which XLA adds their products up where it makes them."""
+"""Number of sequences up to which matmuls are unrolled, so that XLA fuses their additions."""
 _MIN_SCALE = 1e-30
-"""Of numbers that are all 0, or may be rounded to it."""
+"""Scale of values that are all 0 or may be rounded to 0."""
 
 Dims = Sequence[int]
 
 
 @dataclass(frozen=True)
 class MatmulQuantizer:
-    """Of which form the operands of products are."""
+    """Quantization of the operands of matmuls."""
 
     format: Literal["int8", "fp8"]
     scales: Literal["channel", "tensor", "block"]
-    """What has a scale in weights."""
+    """Granularity of the scales of weights."""
     weight_gradients: bool
-    """Whether products that make gradients of weights are of that form, too."""
+    """Whether matmuls that compute weight gradients are quantized."""
     attention: bool = True
-    """Whether projections of attention are."""
+    """Whether the projections of attention are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Of the 8-bit numbers. Gradients in fp8 need range more than digits, if not in blocks."""
+        """Return the 8-bit dtype. In fp8, gradients need range more than precision, except in
+        blocks.
+        """
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
@@ -60,14 +63,14 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         gradient: bool = False,
     ) -> QuantizedArray:
-        """Numbers with a scale for each token, of which `most` is the largest if that is known."""
+        """Quantize with one scale per token; `most` is the maximum absolute value, if known."""
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
         found = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
         )
         if x.ndim > 3:
             return found
-        # XLA for TPU would have tokens in the last dim, as attention does, and copy in between.
+        # XLA for TPU would move tokens to the last dim, as attention does, and copy in between.
         return found._replace(values=with_layout(found.values, (0, 1, 2)))
 
     def matmul(
@@ -79,10 +82,10 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Over the last `dims` dims of one and the first of the other.
+        """Return the quantized matmul over the last `dims` dims of `x` and the first of `weight`.
 
-        Axes of the program divide these dims if they are in `over`, the weight's dims, these or
-        others, if they are in `around`. The sum over them is the caller's.
+        Mesh axes in `over` shard the contracted dims; mesh axes in `around` shard any dims of the
+        weight. The caller sums over `over`.
         """
         ndim = x.values.ndim if isinstance(x, QuantizedArray) else x.ndim
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
@@ -112,10 +115,10 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """The gradient of `product` to its first operand.
+        """Return the gradient of `product` with respect to its first operand, as a matmul.
 
-        `dims` are those of `K`. Axes of the program divide `N` if they are in `over`, `N` or `K` if
-        they are in `around`.
+        `dims` is the number of dims of `K`. Mesh axes in `over` shard `N`; mesh axes in `around`
+        shard `N` or `K`.
         """
         rest = tuple(range(dims, weight.ndim))
         ndim = cotangent.values.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
@@ -148,9 +151,10 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         divided: int | None = None,
     ) -> QuantizedWeight:
-        """A weight for all its products, or many with `first` dims in front; `dims` are those of K.
+        """Quantize a weight for its forward and its backward matmul.
 
-        Axes of the program divide its dim `divided` if they are in `over`.
+        The weight has `first` stacked dims, then `dims` contracted dims (`K`). Mesh axes in `over`
+        shard its dim `divided`.
         """
         inside = range(first, first + dims)
         rest = range(first + dims, weight.ndim)
@@ -173,7 +177,7 @@ class MatmulQuantizer:
         back: bool = False,
         each: Dims = (),
     ) -> QuantizedArray:
-        """Rounded for a product over these dims, of many matrices if there are dims `each`."""
+        """Quantize a weight for a matmul that contracts `summed`; dims `each` count matrices."""
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
         if self.scales == "tensor":
@@ -184,7 +188,9 @@ class MatmulQuantizer:
     def quantize_dequantize(
         self, x: Array, dims: Dims, *, over: Sequence[str] = (), gradient: bool = False
     ) -> Array:
-        """What numbers with a scale for these dims stand for, in the type of `x`."""
+        """Quantize with one scale for these dims, and return dequantized values in the dtype of
+        `x`.
+        """
         kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
@@ -200,7 +206,9 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Array:
-        """`rounded`, for a weight whose dims `inside` are summed over; `each`: of many matrices."""
+        """Apply `rounded` to a weight that contracts the dims `inside`; dims `each` count
+        matrices.
+        """
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
@@ -216,12 +224,12 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         most: Float[Array, "B T 1"] | None = None,
     ) -> Float[Array, "*I *O"]:
-        """In float32: summed over rows and tokens.
+        """Return a weight gradient in float32: the sum over sequences and tokens.
 
-        What is inside of a layer, cotangents of a projection `into` it, is in the numbers that
-        other products have of it, with scales of tokens; axes of the program divide its width if
-        they are in `over`. The other operand, whose tokens' largest numbers are `most` if they are
-        known, is multiplied with these scales, and has one of its own for each row of the batch.
+        With `into`, the weight projects into a layer. The operand inside the layer (its cotangent
+        with `into`, else `x`) reuses its 8-bit values with a scale per token; mesh axes in `over`
+        shard its width. The other operand is multiplied by these scales, and quantized with one
+        scale per sequence; `most` are the maximum absolute values of its tokens, if known.
         """
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
@@ -250,7 +258,7 @@ class MatmulQuantizer:
                 return _dot_general(first, second, ((0,), (0,)))
             scale = compute_scale(max_over((tokens * most).max(), moved), kind)
             theirs = _round_to_dtype(theirs.astype(jnp.float32) * (tokens / scale), kind)
-            # Else it is rounded again for each part of the product.
+            # Without the barrier XLA would round again for each part of the matmul.
             theirs = lax.optimization_barrier(theirs)
             first, second = (theirs, mine) if into else (mine, theirs)
             return _dot_general(first, second, ((0,), (0,))) * scale
@@ -265,7 +273,7 @@ class MatmulQuantizer:
 
 
 class QuantizedArray(NamedTuple):
-    """Numbers in 8 bits, and float32 scales that they are multiplied with."""
+    """Values in 8 bits, and the float32 scales that multiply them."""
 
     values: Array
     scales: Array
@@ -274,31 +282,32 @@ class QuantizedArray(NamedTuple):
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight that is rounded already, for the products that it is in."""
+    """A weight that is already quantized for its matmuls."""
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """For the gradient to what it is multiplied with; None if it is the same there."""
+    """Quantized weight for the gradient of the other operand; None if it equals `forward`."""
     gradient: Array | None = None
-    """Zeros in whose place the weight is differentiated, of the type of its gradient."""
+    """Zeros with the shape and dtype of the gradient; autodiff differentiates them, not the
+    weight."""
 
     @property
     def ndim(self) -> int:
-        """Of the weight."""
+        """Number of dims of the weight."""
         return self.forward.values.ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.forward.values.shape
 
     def astype(self, dtype: Any) -> QuantizedWeight:
-        """Products are in any type."""
+        """Return the weight unchanged: its matmuls support any dtype."""
         del dtype
         return self
 
     def __getitem__(self, key: Any) -> QuantizedWeight:
-        """All of it."""
+        """Return the weight unchanged; only the index `...` is supported."""
         assert key is ...
         return self
 
@@ -307,20 +316,20 @@ Weight = Array | QuantizedWeight
 
 
 def is_quantized_weight(tree: Any) -> bool:
-    """Whether it is a weight in 8 bits, and not the arrays of one."""
+    """Whether `tree` is an 8-bit weight, rather than an array."""
     return isinstance(tree, QuantizedWeight)
 
 
 class TokenOperand(NamedTuple):
-    """Operands of which each token has its own."""
+    """The operand of a matmul whose rows are tokens."""
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """That the product's dims are multiplied with."""
+    """Scales that multiply the result."""
 
 
 class ScaledMatmul(NamedTuple):
-    """A product in 8 bits, of which all scales are known, but not multiplied yet."""
+    """A quantized matmul with known scales that has not been computed yet."""
 
     tokens: TokenOperand
     weight: Array
@@ -328,25 +337,25 @@ class ScaledMatmul(NamedTuple):
     contracted_dims: tuple[Dims, Dims]
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
-        """In float32, of some of the tokens."""
+        """Multiply some of the tokens; the result is float32."""
         found = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
             found = found if scale is None else found * scale
         return found
 
     def compute(self) -> Float[Array, ...]:
-        """In float32, of all of them."""
+        """Multiply all tokens; the result is float32."""
         return self.compute_for(self.tokens)
 
 
 def quantize_array(
     x: Array, dims: Dims, dtype: Any, over: Sequence[str] = (), most: Array | None = None
 ) -> QuantizedArray:
-    """Numbers of that type, and scales with these dims of size 1: their product is about `x`.
+    """Return values of `dtype` and scales, of size 1 in `dims`, whose product approximates `x`.
 
-    What is not finite makes its scale so, and with it all that is computed of it. Devices along
-    the axes `over` of the program have other numbers of the same dims. `most` is what the largest
-    would be, if that is known.
+    A non-finite value makes its scale non-finite, and so every result computed from it. Devices
+    along the mesh axes `over` hold other values of the same dims. `most` is the maximum absolute
+    value, if known.
     """
     most = compute_max_abs(x, dims) if most is None else most
     scale = compute_scale(max_over(most, over), dtype)
@@ -354,19 +363,19 @@ def quantize_array(
 
 
 def compute_max_abs(x: Array, dims: Dims) -> Array:
-    """Float32, these dims of size 1."""
+    """Return the maximum absolute value over `dims`, kept as dims of size 1, in float32."""
     return jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
 
 
 def compute_scale(most: Array, dtype: Any) -> Array:
-    """Of numbers of which this is the largest."""
+    """Return the scale of values with this maximum absolute value."""
     return jnp.maximum(most / max_of_dtype(dtype), _MIN_SCALE)
 
 
 def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
-    """`x` as numbers of that type times powers of two, one for each block in these dims.
+    """Round `x` to values of `dtype` times powers of two, one power for each block of `dims`.
 
-    In the type of `x`, which holds all of them.
+    The result has the dtype of `x`, which represents the values exactly.
     """
     shape: list[int] = []
     inner: list[int] = []
@@ -383,13 +392,13 @@ def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
 
 
 def _next_power_of_two(x: Array) -> Array:
-    """The least that is not below."""
+    """Return the smallest power of two that is at least `x`."""
     fraction, exponent = jnp.frexp(x)
     return jnp.ldexp(jnp.ones_like(x), exponent - (fraction == 0.5).astype(exponent.dtype))
 
 
 def max_of_dtype(dtype: Any) -> float:
-    """Number of an 8-bit type."""
+    """Return the largest value of an 8-bit dtype."""
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
@@ -404,13 +413,13 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
     return found.astype(jnp.float32)
 
 
-# Products with gradients of their own.
+# Matmuls with custom gradients.
 
 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """One of `products`."""
+    """Return one of `matmuls`."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 
@@ -422,10 +431,10 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """`LowPrecision.product` with each weight, in the type of `x`.
+    """Return `MatmulQuantizer.product` with each weight, in the dtype of `x`.
 
-    `into`: a layer's inside is what they make. `most` is the largest number of each token, if that
-    is known.
+    With `into`, the weights project into a layer. `most` is the maximum absolute value of each
+    token, if known.
     """
     return list(_matmuls(x, most, tuple(weights), dims, how, into))
 
@@ -437,7 +446,7 @@ def _matmuls(
     mine: Array | QuantizedArray = x
     if how.scales != "block":
         mine = how.quantize_tokens(x, most)
-        # Who has several products rounds once; one alone may do so where it reads.
+        # Several matmuls share one rounding; a single one may round as it reads its input.
         mine = lax.optimization_barrier(mine) if into else mine
     return tuple(how.matmul(mine, each, dims).compute().astype(x.dtype) for each in weights)
 
@@ -459,8 +468,8 @@ def _matmuls_backward(
         if how.scales != "block":
             mine = how.quantize_tokens(cotangent, gradient=True)
             mine = lax.optimization_barrier(mine)
-        # Sums over a token's whole width, as norms have, make a product behind which they stand
-        # slow.
+        # Reductions over a token's full width, as in norms, would be fused into the matmul and slow
+        # it down.
         d_x = how.input_grad(mine, weight.weight, dims).compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
         inside = mine if into and how.weight_gradients else cotangent
@@ -470,24 +479,24 @@ def _matmuls_backward(
 
 
 class WeightResidual(NamedTuple):
-    """A weight for the backward pass."""
+    """A weight saved for the backward."""
 
     weight: Weight
     trained: Any
-    """Its form says whether the weight has a gradient."""
+    """Not None if the weight has a gradient."""
 
     def gradient(self, make: Callable[[], Array], dtype: Any) -> Any:
-        """In the form of the weight."""
+        """Return the gradient as a tree like the weight."""
         if self.trained is None:
             return None
         if not isinstance(self.weight, QuantizedWeight):
             return make().astype(self.weight.dtype)
-        nothing: Any = None  # of integers
+        nothing: Any = None  # integers have no gradient
         return QuantizedWeight(nothing, None, make().astype(dtype))
 
 
 def weight_residual(weight: Weight) -> WeightResidual:
-    """Of what a product is given."""
+    """Return the residual of a matmul's weight."""
     if not isinstance(weight, QuantizedWeight):
         return WeightResidual(weight, ())
     return WeightResidual(replace(weight, gradient=None), None if weight.gradient is None else ())
@@ -502,10 +511,10 @@ def weight_grad(
     over: Sequence[str] = (),
     most: Array | None = None,
 ) -> Float[Array, "*I *O"]:
-    """A weight's gradient, as chosen."""
+    """Return a weight's gradient, quantized if `weight_gradients` is set."""
     if how.weight_gradients:
         return how.weight_grad(x, cotangent, into=into, over=over, most=most)
-    # Else XLA for TPU puts into it what makes them, which it writes for other products anyway.
+    # XLA for TPU would fuse the producers of both operands, which other matmuls write anyway.
     x, cotangent = lax.optimization_barrier((x, cotangent))
     assert not isinstance(x, QuantizedArray) and not isinstance(cotangent, QuantizedArray)
     return _dot_general(x, cotangent, ((0, 1), (0, 1)))
@@ -514,14 +523,15 @@ def weight_grad(
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
-# Of many matrices at once: what numbers in 8 bits stand for, multiplied in compute type.
+# Several matrices at once: dequantized values, multiplied in the compute dtype.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def quantized_einsum(form: str, x: Array, weight: Array, how: MatmulQuantizer) -> Array:
-    """`jnp.einsum` with both operands rounded, and the cotangent for the gradient to `x`.
+    """Compute `jnp.einsum` with both operands rounded; for the gradient of `x` the cotangent is
+    too.
 
-    The letter e, of experts, counts the weight's matrices.
+    The letter e, for experts, counts the weight's matrices.
     """
     dims = _EinsumDims.from_equation(form)
     x = how.quantize_dequantize(x, dims.contracted_of_x)
@@ -555,15 +565,15 @@ quantized_einsum.defvjp(
 
 
 class _EinsumDims(NamedTuple):
-    """Dims of the operands and of the result of a product."""
+    """Dims of the operands and of the result of an einsum."""
 
     contracted_of_x: Dims
     contracted_of_weight: Dims
-    """Of the weight, summed over."""
+    """Contracted dims of the weight."""
     batch_of_weight: Dims
-    """Of the weight: which matrix."""
+    """Dims of the weight that count its matrices."""
     contracted_of_result: Dims
-    """In the gradient to `x`."""
+    """Dims of the result that the gradient of `x` contracts."""
 
     @classmethod
     def from_equation(cls, form: str) -> _EinsumDims:

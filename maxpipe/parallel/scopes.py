@@ -1,13 +1,13 @@
-"""What an operation states of its own work, in its name, for the reader of the compiled program.
+"""Named scopes that annotate operations for readers of the compiled program.
 
-The compiler has no estimate for a kernel, and no count for a loop whose trips are data. Who writes
-such an operation knows the work; its scope keeps that in every `op_name`, through differentiation,
-partition and optimization. No jax.
+XLA has no cost estimate for custom kernels, and no trip count for data-dependent loops. The author
+of such an operation knows its cost and states it in a scope. The scope stays in every `op_name`
+through differentiation, partitioning and optimization.
 
-    with jax.named_scope(stated.flops(4 * pairs * head_dim)):
+    with jax.named_scope(scopes.flops(4 * pairs * head_dim)):
         kernel(query, key, value)
 
-Names of the per-device program's pieces, by which a compiled program is read. No jax.
+Other scopes name the parts of the per-device program. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 
 
 def flops(count: float, backward: float = 0.0) -> str:
-    """Scope of one kernel that does this number of operations, a multiply-add counting 2.
+    """Return the scope of one kernel with this number of operations; a multiply-add counts as 2.
 
-    `backward`: of the kernel that jax puts in its place where it is transposed.
+    `backward` is the count of the kernel that replaces it when jax transposes it.
     """
     return f"flops_{round(count)}_{round(backward)}" if backward else f"flops_{round(count)}"
 
 
 def trips(mean: float) -> str:
-    """Scope of one loop that turns so often on average."""
+    """Return the scope of a loop with this mean trip count."""
     return f"trips_{mean:.4f}"
 
 
 def parse_flops(op_name: str) -> float | None:
-    """Operations of one execution of a kernel, as the innermost scope states them."""
+    """Return the operations of one execution of a kernel, from the innermost scope."""
     found = _FLOPS.findall(op_name)
     if not found:
         return None
@@ -41,44 +41,44 @@ def parse_flops(op_name: str) -> float | None:
 
 
 def parse_trips(op_name: str) -> float | None:
-    """Mean trips of a loop, as the scope right around it states them."""
+    """Return the mean trip count of a loop, from the scope directly around it."""
     found = _TRIPS.search(op_name)
     return float(found.group(1)) if found else None
 
 
 _PART = re.compile(r"\bpart_(\w+?)\b")
 ROTARY = "rotary"
-"""Of attention, what turns queries and keys."""
+"""Part of attention that rotates queries and keys (RoPE)."""
 
 
 def part(name: str) -> str:
-    """Scope of one part of a layer."""
+    """Return the scope of one part of a layer."""
     return f"part_{name}"
 
 
 def parse_part(op_name: str) -> str:
-    """The innermost part that an operation belongs to; empty outside of layers."""
+    """Return the innermost part that contains an operation; empty outside layers."""
     found = _PART.findall(op_name)
     return found[-1] if found else ""
 
 
 _WINDOW = re.compile(r"\bwindow_(\d+)\b")
 WINDOW_SWITCH = "windows"
-"""Scope of a choice between branches for windows of several sizes."""
+"""Scope of a conditional that selects a branch by window size."""
 
 
 def window(size: int) -> str:
-    """Scope of what is in the branch for this size."""
+    """Return the scope of the branch for this window size."""
     return f"window_{size}"
 
 
 def is_window_switch(op_name: str) -> bool:
-    """Whether a conditional is the one right in that scope."""
+    """Whether a conditional selects a branch by window size."""
     return re.search(rf"\b{WINDOW_SWITCH}\)*/cond$", op_name) is not None
 
 
 def parse_window(op_name: str) -> int | None:
-    """The size that an operation is for."""
+    """Return the window size of an operation's branch."""
     found = _WINDOW.findall(op_name)
     return int(found[-1]) if found else None
 
@@ -86,19 +86,19 @@ def parse_window(op_name: str) -> int | None:
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_GRAD, WEIGHT_GRAD = "input_grad", "weight_grad"
 RECOMPUTE = "recompute"
-"""A chunk's forward that is run again, inside a backward."""
+"""Scope of a chunk's forward that is recomputed in a backward."""
 EMBED, EMBED_GRAD, HEAD = "embed", "embed_grad", "head"
 MTP = "ahead"
-"""Heads that predict further ahead, inside the head."""
+"""Scope of the MTP heads, inside the loss head."""
 SEND = "send"
 PROLOGUE = "outside"
-"""Around what the layers outside the ring do."""
+"""Scope of the prologue layers."""
 GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
-"""Between two gathers of `visit`: the next gather, reductions that are due, and the ticks."""
+"""Scopes between two gathers of `visit`: the next gather, reductions that are due, and ticks."""
 UPDATE = "update"
-"""Outside of the per-device program: what follows the gradients."""
+"""Scope of the optimizer update, outside the per-device program."""
 
 
 def layer_type(kind: str) -> str:
-    """Of one kind of layers, where there are several."""
+    """Return the scope of one layer type, if there are several types."""
     return f"kind_{kind}"

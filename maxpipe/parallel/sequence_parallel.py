@@ -1,10 +1,10 @@
-"""Tokens split over the tensor axis between a layer's matmuls, and put together for them.
+"""Sequence parallelism: activations between a layer's matmuls are sharded over tokens.
 
-Weights of a layer split heads or hidden units over the tensor axis. What is between the matmuls is
-the same for all of them, and here each device has some of its tokens. A projection into a layer's
-inside gathers tokens, one out of it sums and scatters them. Gradients of tokens and of weights are
-equations of their own, so that a split backward can make one now and the other later; tokens are
-gathered again for them, and wait as shards.
+The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls all
+devices would compute the same, so each device gets some of the tokens. A projection into the layer
+gathers the tokens, and a projection out of it reduces and scatters them. Gradients of tokens and of
+weights are separate equations, so that a split backward can defer weight gradients. Tokens are
+saved as shards and gathered again for the backward.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """
@@ -37,19 +37,19 @@ LogicalAxes = Sequence[str | None]
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """How tokens are split between the matmuls of a layer, if they are."""
+    """Matmuls of a layer, with tokens sharded between them if an axis is set."""
 
     rules: AxisRules
     axis: str = ""
-    """The mesh axis; empty where every device has all tokens."""
+    """The mesh axis; empty if every device has all tokens."""
     quantizer: MatmulQuantizer | None = None
-    """How products with weights are computed, if not in compute type."""
+    """Quantizer of matmuls with weights. None: they use the compute dtype."""
 
     @classmethod
     def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
-        """What the table says of programs that see the tokens of one device.
+        """Return the setting of the axis table for per-device programs.
 
-        In programs that are automatic throughout rows have any length, down to one token.
+        In fully automatic programs tokens are not sharded: sequences may have any length, even 1.
         """
         automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
@@ -58,19 +58,19 @@ class SequenceParallel:
         return cls(rules, next((axis for axis in axes if axis in automatic), ""), low)
 
     def split_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The same, with its tokens split; so is its cotangent."""
+        """Shard the tokens of `x` and of its cotangent."""
         return _constrain_tokens(x, self.axis) if self.axis else x
 
     def gather_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The same, with all tokens on every device; its cotangent is split again."""
+        """Gather all tokens on every device; the cotangent is sharded again."""
         return _gather_tokens(x, self.axis) if self.axis else x
 
     def reduce_scatter_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """The transpose of `whole`: of parts of a sum on each device, its shard of the tokens."""
+        """Reduce-scatter partial sums over tokens: the transpose of `whole`."""
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
     def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
-        """Whether a part may round for all products with these weights by itself."""
+        """Whether the caller may quantize the input once for its matmuls with these weights."""
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
         return not any(isinstance(each, LoraWeight) for each in weights)
@@ -82,9 +82,9 @@ class SequenceParallel:
         axes: Sequence[LogicalAxes],
         largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
-        """Times each of the weights, which share what is gathered.
+        """Multiply by each of the weights, with a single gather of the tokens.
 
-        `largest` is the largest number of each token, if that is known.
+        `largest` is the maximum absolute value of each token, if known.
         """
         found = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
@@ -111,7 +111,7 @@ class SequenceParallel:
         found = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
-        # What every device has whole is multiplied with the tokens of each.
+        # Replicated weights are multiplied with each device's own tokens.
         return [
             found[number] if number in found else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
@@ -120,7 +120,7 @@ class SequenceParallel:
     def row_parallel(
         self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
-        """Times the weight, summed over devices that have a part of `dims` each."""
+        """Multiply by the weight, and sum over the devices, which each hold a part of `dims`."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
         how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
@@ -130,7 +130,9 @@ class SequenceParallel:
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
     ) -> Float[Array, "B T *N"]:
-        """Times a weight whose first `dims` are summed over, in compute type, token by token."""
+        """Multiply each token by a weight in the compute dtype, contracting the first `dims`
+        dims.
+        """
         if not isinstance(weight, LoraWeight):
             return jnp.tensordot(x, weight, dims)
         inner = jnp.tensordot(weight.apply_dropout(x), weight.down, dims)
@@ -157,12 +159,13 @@ class SequenceParallel:
         into: bool,
         most: Array | None = None,
     ) -> list[Array]:
-        """On tokens of which every device has all, or the compiler knows which."""
+        """Return the products of unsharded tokens, or of tokens sharded by the compiler."""
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
         assert len(arrays) == len(weights)
-        # Tokens that are divided would have to move to be in one dim with rows.
+        # To flatten sharded tokens into one dim with sequences, devices would have to exchange
+        # them.
         divided = self.axis or CONTEXT in auto_axes()
         if self.rules.flattens_tokens and not divided:
             return _flattened_matmuls(x, arrays, dims)
@@ -175,11 +178,11 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Products over the weights' first `summed` dims, with rows and tokens as one dim.
+    """Return matmuls over the weights' first `summed` dims, with sequences and tokens flattened.
 
-    The weights' gradients sum over that. Where they are two, XLA for CPU copies an operand of that
-    sum in another order first, with the arithmetic that makes it, in strides that defeat the cache.
-    XLA for TPU orders the two as it likes, and takes 3 to 11% more cycles where they are one.
+    The gradients of the weights sum over that dim. With two dims, XLA for CPU first transposes an
+    operand of this sum, fused with its producer, and the strided access is slow. XLA for TPU orders
+    both dims freely, and needs 3 to 11% more cycles if they are flattened.
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
@@ -196,10 +199,10 @@ def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array
 def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Gradients of matrices by products over the inner dims, as XLA for CPU multiplies fastest.
+    """Compute gradients of matrices as products over inner dims, the fastest form on XLA for CPU.
 
-    For that the narrower of a matrix's two operands is copied transposed, once for all matrices;
-    barriers keep XLA from making one product of copy and product again.
+    The narrower operand of each matrix is transposed, once for all matrices. Barriers keep XLA from
+    merging the transpose and the product.
     """
     x, matrices = saved
     parts = [c @ matrix.T for c, matrix in zip(cotangents, matrices, strict=True)]
@@ -254,24 +257,26 @@ class _ShardedMatmul:
     axis: str
     collective_matmul: bool
     specs: tuple[PartitionSpec, ...]
-    """Of the weights, over that axis alone."""
+    """Specs of the weights over that axis."""
     quantizer: MatmulQuantizer | None = None
 
     @property
     def token_spec(self) -> PartitionSpec:
-        """Of what is between matmuls."""
+        """Spec of activations between matmuls."""
         return PartitionSpec(None, self.axis, None)
 
     def hidden_spec(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
-        """Of activations `[B, T, *dims]` by that of a weight `[D, *dims]`, or `[*dims, D]`."""
+        """Return the spec of activations `[B, T, *dims]` for a weight `[D, *dims]` or
+        `[*dims, D]`.
+        """
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
     def all_gather_matmul(
         self, x: Array, weights: Sequence[Array], *, gradient: bool = False
     ) -> list[Array]:
-        """On one device, over the weights' dim that is not divided. `gradient`: x is a cotangent.
+        """Return products over the weights' unsharded dim, on one device.
 
-        That dim is a weight's first, for cotangents its last.
+        That dim is a weight's first. With `gradient`, `x` is a cotangent and it is the last.
         """
 
         def multiply(x: Array, weight: Array) -> Array:
@@ -290,13 +295,15 @@ class _ShardedMatmul:
     def matmul_reduce_scatter(
         self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
     ) -> Array:
-        """On one device, over the weights' dims that are divided. `gradient`: of cotangents.
+        """Return the product over the weights' sharded dims, on one device.
 
-        These dims are all but a weight's last, for cotangents all but its first.
+        These are all dims of a weight but the last. With `gradient`, `arrays` are cotangents and
+        these are all dims but the first.
         """
         dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
         if self.quantizer is not None:
-            # Scales are the same on all devices: they are found before tokens go separate ways.
+            # Scales must be identical on all devices, so they are computed before tokens are
+            # scattered.
             products = [
                 self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
             ]
@@ -326,7 +333,9 @@ class _ShardedMatmul:
     def all_gather_weight_grad(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
-        """On one device. `first`: what moves are a layer's inputs, else cotangents."""
+        """Return weight gradients on one device; `moving` are inputs if `first`, else
+        cotangents.
+        """
         moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
         if self.quantizer is not None:
             outer = partial(
@@ -342,9 +351,9 @@ class _ShardedMatmul:
 
 
 def _psum_scatter_tokens(x: Array, axis: str) -> Array:
-    """This device's tokens of the sum over the axis.
+    """Return this device's tokens of the sum over the axis.
 
-    XLA for TPU scatters matrices, and makes an all-reduce of all dims of an array like `x`.
+    XLA for TPU scatters matrices, but uses an all-reduce for arrays with the dims of `x`.
     """
     rows, tokens, width = x.shape
     matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)

@@ -1,13 +1,12 @@
-"""Partition specs and batch sharding from the table of logical axes in `axes`.
+"""Partition specs and batch sharding, derived from the table of logical axes in `axes`.
 
-Model code names what a dim means ("heads", "mlp"); `axes` says over which mesh
-axes that is split, and only this module makes jax specs of it.
+Model code names the meaning of a dim ("heads", "mlp"). `axes` defines the mesh axes over which such
+a dim is sharded, and this module alone converts that to jax partition specs.
 
-Types that carry shardings: `mesh.shard_mode=explicit`.
-
-In such a mesh jax knows at trace time how each array is divided, and refuses an operation whose
-result it would have to guess. Here are the few ways to say it; in an automatic mesh they do
-nothing. Inside the pipeline's per-device program all explicit axes are manual: nothing differs.
+With `mesh.shard_mode=explicit`, array types carry shardings: jax knows at trace time how each array
+is sharded, and ambiguous operations are errors. Functions of this module resolve the ambiguity, and
+do nothing on an automatic mesh. Inside the pipeline's per-device program all explicit axes are
+manual, so nothing changes there.
 """
 
 from __future__ import annotations
@@ -28,15 +27,16 @@ Tree = Any
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """Axes of the mesh of the program that is traced whose shardings types carry."""
+    """Return the explicit axes of the mesh of the traced program."""
     return tuple(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """`run` with shardings that the compiler chooses, but for those of its results.
+    """Return `run` with shardings chosen by the compiler, except for those of its results.
 
-    For what has no one answer in types: dims that are joined or cut, entries picked by index, and
-    arrays made of nothing. `specs` are of whole results, in their form or a prefix of it.
+    For operations whose result sharding is ambiguous in types: reshapes, indexing and newly created
+    arrays. `specs` are the specs of unsharded results, as a tree like the results or a prefix of
+    it.
     """
     axes = explicit_axes()
     if not axes:
@@ -46,7 +46,7 @@ def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
 
 
 def reshard_explicit(tree: Tree, specs: Tree) -> Tree:
-    """Arrays, divided over the explicit axes as the specs of the same form say."""
+    """Reshard arrays over the explicit axes to the specs of a tree of the same structure."""
     if not (axes := explicit_axes()):
         return tree
     return jax.tree.map(
@@ -55,7 +55,7 @@ def reshard_explicit(tree: Tree, specs: Tree) -> Tree:
 
 
 def reshard(tree: Tree, specs: Tree) -> Tree:
-    """Arrays divided as the specs of the same form say, whatever the axes of the mesh are."""
+    """Reshard arrays to the specs of a tree of the same structure, whatever the axis types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1:
         return tree
@@ -65,15 +65,15 @@ def reshard(tree: Tree, specs: Tree) -> Tree:
 
 
 def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """The array, divided over the explicit axes as another one of its shape is."""
+    """Reshard an array over the explicit axes like another array of the same shape."""
     if not explicit_axes():
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
 
 
 def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """`run`, traced for this mesh: of arrays in a jitted function's arguments alone jax would not
-    know in which one to place a result.
+    """Return `run`, traced for this mesh. From the arguments of a jitted function alone, jax could
+    not choose the mesh of a result.
     """
 
     def traced(*arguments: Any) -> Tree:
@@ -84,14 +84,14 @@ def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The same devices under automatic axes, for programs that leave all shardings to jax."""
+    """Return a mesh of the same devices with automatic axes, which leaves all shardings to jax."""
     if not mesh.abstract_mesh.explicit_axes:
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def rebind_mesh(mesh: Mesh, tree: Tree) -> Tree:
-    """The same arrays, not copied, seen as arrays of a mesh of the same devices."""
+    """Return the same arrays, without a copy, on another mesh of the same devices."""
 
     def seen(array: jax.Array) -> jax.Array:
         assert isinstance(array.sharding, NamedSharding)
@@ -105,7 +105,7 @@ def rebind_mesh(mesh: Mesh, tree: Tree) -> Tree:
 
 
 def with_shardings(abstract: Tree, shardings: Tree) -> Tree:
-    """Shapes and types together with shardings."""
+    """Combine shapes and dtypes with shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -118,36 +118,36 @@ def _is_spec(node: object) -> bool:
 
 
 STACKED_AXES = ("repeat", "stage", "layer")
-"""Logical axes in front of a parameter that is stacked over layers."""
+"""Logical axes of the leading dims of a parameter that is stacked over layers."""
 
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Logical axis -> mesh axes, as a hashable value that model code can hold."""
+    """Table from logical axes to mesh axes, as a hashable value for model code."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context_attention: str = "auto"
-    """How tokens attend to those on other devices: `mesh.context_attention`."""
+    """Communication of attention over the context axis: `mesh.context_attention`."""
     collective_matmul: bool = False
-    """Whether tokens travel to matmuls, and sums from them, part by part: `sequence`."""
+    """Whether all-gathers and reduce-scatters of tokens are overlapped with matmuls (ring)."""
     flattens_tokens: bool = False
-    """Whether products with matrices have rows and tokens as one dim: `sequence`."""
+    """Whether matmuls flatten sequences and tokens into one dim."""
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
-        """The default table with the changes of `mesh.axis_rules`."""
+        """Return the default table with the changes of `mesh.axis_rules`."""
         table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
     def for_platform(self, platform: str) -> AxisRules:
-        """For programs that are trained with on devices of a platform, as jax names it."""
+        """Return the rules for training on a platform, by its jax name."""
         return replace(self, flattens_tokens=platform == "cpu")
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
-        """Partition of a tensor whose dims have these logical axes.
+        """Return the partition spec of a tensor whose dims have these logical axes.
 
         Raises:
-            ConfigError: two dims would be on the same mesh axis.
+            ConfigError: two dims would be sharded over the same mesh axis.
         """
         table = dict(self.table)
         owner: dict[str, str] = {}
@@ -159,9 +159,9 @@ class AxisRules:
                     raise ConfigError.one(
                         "mesh.axis_rules",
                         f"{name}: [{', '.join(axes)}]",
-                        f"{where} has dims {owner[axis]!r} and {name!r} on one mesh axis, "
-                        f"{axis!r}: a mesh axis can shard one dim of a tensor.",
-                        f"Set mesh.axis_rules.{name}=[], or move {owner[axis]!r} elsewhere.",
+                        f"{where} has dims {owner[axis]!r} and {name!r} on the same mesh axis "
+                        f"{axis!r}: a mesh axis can shard only one dim of a tensor.",
+                        f"Set mesh.axis_rules.{name}=[], or change the rule of {owner[axis]!r}.",
                     )
                 owner[axis] = str(name)
             dims.append(axes)
@@ -173,28 +173,28 @@ def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Mesh axes of one dim in a spec."""
+    """Return the mesh axes of one dim of a spec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def restrict_spec(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """The spec with only these mesh axes."""
+    """Return the spec restricted to these mesh axes."""
     return PartitionSpec(
         *(_spec_entry([axis for axis in entry_axes(entry) if axis in axes]) for entry in spec)
     )
 
 
 def fsdp_dim(spec: PartitionSpec) -> int | None:
-    """The dim that is sharded over fsdp, and maybe over more axes beside it, if any."""
+    """Return the dim that is sharded over fsdp, possibly together with other axes, if any."""
     return next((dim for dim, entry in enumerate(spec) if FSDP in entry_axes(entry)), None)
 
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
-"""Of every array of a batch: rows over the batch axes, the same for all stages."""
+"""Spec of every batch array: sequences are sharded over the batch axes; all stages get the same."""
 
 
 def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
-    """Numbers of the rows of a batch that each process' devices hold, ascending."""
+    """Return the indices of the batch sequences that each process' devices hold, ascending."""
     found: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
         found.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
@@ -202,18 +202,18 @@ def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np
 
 
 def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
-    """Numbers of the rows of a batch that this process' devices hold, ascending."""
+    """Return the indices of the batch sequences that this process' devices hold, ascending."""
     return sequences_by_process(sharding, num_rows)[jax.process_index()]
 
 
 def make_global_batch(
     host: Mapping[str, np.ndarray], rows: np.ndarray, num_rows: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Global arrays `[num_rows, ...]` from the rows that this process holds."""
+    """Return global arrays `[num_rows, ...]` from the sequences that this process holds."""
 
     def place(array: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "only this process' devices are asked for"
+            assert index is not None, "jax must request local shards only"
             wanted = np.arange(num_rows)[index[0]]
             return array[np.searchsorted(rows, wanted)]
 
@@ -223,10 +223,10 @@ def make_global_batch(
 
 
 def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
-    """Arrays `[B, ...]` of another mesh, split over the rows alone, on the mesh of `sharding`.
+    """Move arrays `[B, ...]`, sharded over sequences only, to the mesh of `sharding`.
 
-    Each process takes the rows that its devices need from those that they hold, which must be
-    enough of them. Of several processes they go by way of the host.
+    Each process selects the sequences that its devices need from those that they hold, which must
+    include all of them. With several processes the arrays are copied through host memory.
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
@@ -241,11 +241,11 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
-    """Ask for the table's placement on the automatic axes; a no-op without such axes.
+    """Constrain an array to the table's sharding over the automatic axes, if there are any.
 
-    Inside the pipeline's per-device program the manual axes are already fixed, so only the
-    automatic ones (tensor, context, expert) are named. In a program that is automatic throughout,
-    dims without a name stay as they are: rows are split over the batch axes there.
+    Inside the pipeline's per-device program the manual axes are fixed, so only the automatic ones
+    are constrained. In a fully automatic program, dims without a name stay unconstrained, because
+    sequences are sharded over the batch axes.
     """
     automatic = auto_axes()
     if not automatic:
@@ -260,11 +260,11 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
 
 
 def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
-    """Rows of an embedding table `[B, T, D]`, split over the batch axes along B and not along D.
+    """Reshard embeddings `[B, T, D]` from sharded along D, like the table, to sharded along B.
 
-    They come split along D as the table is. Of axes that go over to B, and context, which does not,
-    XLA makes a copy of everything on each device; one after the other, an all-to-all and an
-    all-gather. A no-op but in programs that are automatic throughout, over such axes.
+    The sharding moves from D to B for the batch axes and is removed for context. XLA would
+    replicate the array to do both at once; two constraints give an all-to-all and an all-gather.
+    A no-op except in fully automatic programs with such axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
     rest = tuple(axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES)
@@ -276,6 +276,6 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
 
 
 def auto_axes() -> set[str]:
-    """Mesh axes of more than one device that are left to the compiler here."""
+    """Return the mesh axes with several devices that are left to the compiler here."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}

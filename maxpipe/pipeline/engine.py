@@ -1,10 +1,10 @@
-"""Runs a schedule: the layer stack as a ring of stages in one jitted SPMD program.
+"""Run a schedule: the layer stack as a ring of stages in one jitted SPMD program.
 
-The program is written per device over all axes but tensor, which stays automatic. One loop walks
-the ticks of the table, which is an argument of the program; forward and
-backward are both part of the table: nothing differentiates through this program.
+The program is written per device: every mesh axis is manual except tensor, which stays automatic.
+One loop runs the ticks of the schedule table, which is an argument of the program. The table
+contains both forward and backward, so JAX never differentiates this program.
 
-The engine sees functions and stacked parameters, never a model class or a config.
+The engine receives functions and stacked parameters, never a model class or a config.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ Tree = Any
 
 
 class PerSourceSums(NamedTuple):
-    """Sums over the rows of each source."""
+    """Sums over the sequences of each data source."""
 
     nats: Float[Array, " sources"]
-    """The objective's loss."""
+    """The objective's loss, summed."""
     targets: Float[Array, " sources"]
-    """What it is divided by: target tokens."""
+    """Number of target tokens, the denominator of the mean loss."""
 
 
 class StepGradients(NamedTuple):
-    """What a step finds; what it minimises is `loss` and the weighted sum of `losses`."""
+    """Results of a step. The step minimizes `loss` plus the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
-    """The objective's mean: of cross entropy over all target tokens, in nats."""
+    """Mean of the objective. For cross entropy: nats, averaged over all target tokens."""
     reports: dict[str, Float[Array, ""]]
-    """Means of what the objective reports."""
+    """Means of the objective's reports."""
     losses: dict[str, Float[Array, ""]]
-    """Of the layers and of heads ahead, each divided by the number of target tokens; not weighted.
-    """
+    """Unweighted auxiliary losses of the layers and MTP heads, divided by the number of target
+    tokens."""
     gradients: Tree
-    """Of what is minimised, float32, in the form of the parameters; frozen ones are missing."""
+    """Gradients of the minimized loss, float32, a tree like the parameters without frozen ones."""
     statistics: dict[str, Tree]
-    """What the layers report, summed over all rows: by kind `[R, P, L, ...]` under `layers`, and
-    `[layers, ...]` under `outside`; of layers ahead `[heads, ...]` under `ahead`."""
+    """Statistics of the layers, summed over all sequences. By layer type: `[R, P, L, ...]` under
+    `layers` and `[layers, ...]` under `outside`; MTP layers: `[heads, ...]` under `ahead`."""
     by_source: PerSourceSums | None = None
-    """If rows are of several sources."""
+    """Sums for each data source, if the batch has several sources."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A network on a mesh: builds the functions that run it by a schedule."""
+    """Builds the functions that run a network on a mesh according to a schedule."""
 
     network: Network
     layout: LayerLayout
@@ -80,24 +80,24 @@ class Engine:
     remat_policy: RematPolicy
     idle: Idle
     trainable: Tree = None
-    """For each parameter whether it has a gradient. None: all have."""
+    """Whether each parameter has a gradient. None: all have one."""
     has_own_dtype: Tree = None
-    """For each parameter whether it is used in the type in which it is stored. None: none is."""
+    """Whether each parameter is used in its stored dtype. None: none is."""
     contracted_dims: Tree = None
-    """For each parameter how many of its first dims its product sums over, if layers are given it
-    in 8 bits; 0 if they are not. None: none."""
+    """Number of leading dims of each parameter that its matmul contracts, if the parameter is
+    quantized to 8 bits; 0 if it is not. None: no parameter is quantized."""
     quantizer: MatmulQuantizer | None = None
-    """How these are rounded."""
+    """Quantizer of these parameters."""
     gradient_specs: Tree = None
-    """PartitionSpec of the gradient of each parameter that has one. None: as the parameters'."""
+    """PartitionSpec of the gradient of each trainable parameter. None: those of the parameters."""
     reduce_dtype: str = "float32"
-    """Type in which gradients are sent to be summed over devices."""
+    """Dtype in which gradients are communicated when they are summed over devices."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
-        """(params, batch, key) -> what a step found.
+        """Return the training step: (params, batch, key) -> `StepGradients`.
 
-        `batch` is a dict of global arrays `[rows, ...]` with `tokens`, `targets`, `loss_mask`
-        and whatever the layers read; rows are sharded over the batch axes.
+        `batch` is a dict of global arrays `[sequences, ...]` with `tokens`, `targets`, `loss_mask`
+        and every array that the layers read. Sequences are sharded over the batch axes.
         """
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | (
@@ -115,24 +115,25 @@ class Engine:
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """(params, batch, None) -> (sums of loss and reports `[R]`, number of target tokens).
+        """Return the forward-only loss: (params, batch, None) -> (sums, number of target tokens).
 
-        Forward only; `[R, sources]` and `[sources]` if rows are of several.
+        The sums `[R]` are the loss and the reports. With several data sources the shapes are
+        `[R, sources]` and `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
     def read_outputs(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
-        """(params, batch, None) -> what a reader finds of each row, forward only.
+        """Return a forward-only function: (params, batch, None) -> the reader's output.
 
-        Arrays `[rows, ...]`, sharded as the batch is: `LossHead.scores`, or `LossHead.top` with
-        its two numbers.
+        The output consists of arrays `[sequences, ...]`, sharded like the batch. Readers are
+        `LossHead.scores`, and `LossHead.top` with its two arguments bound.
         """
         return self._shard_map(partial(_read_outputs, reader=reader), schedule, BATCH_SPEC)
 
     def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
-        """Shapes on one device of each buffer that the loop over ticks carries.
+        """Return the per-device shapes of all buffers that the tick loop carries, by buffer.
 
-        Known before anything is compiled.
+        Nothing is compiled.
         """
         found: dict[str, list[Any]] = {}
 
@@ -154,7 +155,7 @@ class Engine:
 
     @property
     def _per_sequence_arrays(self) -> tuple[str, ...]:
-        """The objective's arrays that have no dim of tokens."""
+        """Names of the objective's arrays that have no token dim."""
         return tuple(
             name for name, each in self.network.objective.batch_arrays.items() if each.per_sequence
         )
@@ -164,11 +165,11 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """The same for each parameter."""
+        """Return a tree like the parameters with this value at every leaf."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:
-        """The specs as the per-device program sees them."""
+        """Restrict the specs to the manual axes."""
         axes = manual_axes_of(self.mesh)
         return jax.tree.map(lambda spec: restrict_spec(spec, axes), specs, is_leaf=_is_spec)
 
@@ -201,7 +202,7 @@ class Engine:
                 in_specs=self._per_device(in_specs),
                 out_specs=self._per_device(out_specs),
             )
-        # Constants, of which types say that each device has the whole.
+        # Constants are replicated by default, so the columns are resharded explicitly.
         columns = partial(reshard_explicit, table, table.specs())
         return lambda params, batch, key: run(params, batch, key, columns())
 
@@ -218,7 +219,7 @@ def _run_on_local_tokens(
     key: jax.Array | None,
     table: TickTable,
 ) -> Any:
-    """`run` on this device's tokens of its rows."""
+    """Call `run` with this device's tokens of its sequences."""
     return run(params, shard_tokens(batch, by_row), key, table)
 
 
@@ -290,7 +291,7 @@ def _read_outputs(
 
     def of_rows(found: jax.Array) -> jax.Array:
         found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
-        # Of tokens a device has its own, of segments the whole.
+        # A device has only its own tokens, but all segments of its sequences.
         if not plan.network.objective.segments_per_loss:
             assert found.shape[1] == num_tokens
             found = gather_sequences(found, 1)
@@ -300,7 +301,9 @@ def _read_outputs(
 
 
 def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
-    """What losses of this device's rows are divided by, of each source if there are several."""
+    """Return the loss denominator of this device's sequences, for each source if there are
+    several.
+    """
     objective, sources = plan.network.objective, plan.network.num_sources
     counts = batch[objective.normaliser].astype(jnp.float32)
     counts = mask_other_devices(counts) if objective.segments_per_loss else counts
@@ -308,10 +311,12 @@ def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
 
 
 def _sum_sources(sums: jax.Array) -> jax.Array:
-    """Of all sources, if there are several."""
+    """Return the sum over all sources, if there are several."""
     return sums.sum() if sums.ndim else sums
 
 
 def _from_first_stage(loss: jax.Array) -> jax.Array:
-    """The loss of this device's rows: every stage computed the same, one counts."""
+    """Return the loss of this device's sequences. All stages computed the same value; use stage
+    0's.
+    """
     return broadcast_from(loss, STAGE, 0)

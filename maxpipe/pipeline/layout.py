@@ -1,9 +1,9 @@
-"""Where each layer lives: network order in checkpoints, `[R, P, L]` in the train state.
+"""Map layers between network order (checkpoints) and stacks `[R, P, L]` (train state).
 
-A cut divides the network's layers into chunks, runs of consecutive layers; the ring says which
-stage holds which chunk. Layers may be of unlike kinds, each of which has stacks of its own. Chunks
-may differ in length and in kinds; shorter stacks are padded with unused zeros, which the engine
-skips. The first layers of the network may stay outside: every stage has them.
+A layer partition divides the network's layers into chunks of consecutive layers; the ring defines
+which stage holds which chunk. Every layer type has its own stacks. Chunks may differ in length and
+in layer types; shorter stacks are padded with unused zeros, which the engine skips. The network's
+first layers may form a prologue outside the ring, which every stage holds.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ Tree = Any
 
 
 SINGLE_LAYER_TYPE = "layer"
-"""The kind of all layers of a network whose layers are alike."""
+"""The layer type of networks with only one type."""
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Layers cut into chunks, and the ring on which the chunks lie.
+    """Partition of the layers into chunks and placement of the chunks on the ring.
 
-    Parameters, and all that is kept per layer, are stacked by kind of layer: memory is the sum of
-    what each kind really has. Tables say of which kind a layer of a chunk is, and at which place
-    of that kind's stack it stands.
+    Parameters and other per-layer arrays are stacked by layer type, so memory is the sum over the
+    types. Tables give the type of each layer of a chunk and its index in the stack of that type.
     """
 
     ring: Ring
     layer_partition: tuple[int, ...]
-    """Layers of each chunk, in network order."""
+    """Number of layers of each chunk, in network order."""
     num_prologue_layers: int = 0
-    """Layers in front of the first chunk, which every stage holds."""
+    """Number of prologue layers: layers before the first chunk, which every stage holds."""
     layer_types: tuple[str, ...] = ()
-    """The kind of each layer of the network, in order. Empty: all layers are alike."""
+    """Type of each layer of the network, in order. Empty: all layers have the same type."""
 
     @property
     def num_layers(self) -> int:
-        """Layers of the network."""
+        """Number of layers of the network."""
         return self.num_prologue_layers + sum(self.layer_partition)
 
     @property
     def max_layers_per_chunk(self) -> int:
-        """Layers of the longest chunk (L)."""
+        """Number of layers of the longest chunk (L)."""
         return max(self.layer_partition)
 
     @cached_property
     def type_of_layer(self) -> tuple[str, ...]:
-        """The kind of each layer of the network, in order."""
+        """Type of each layer of the network, in order."""
         assert len(self.layer_types) in (0, self.num_layers)
         return self.layer_types or (SINGLE_LAYER_TYPE,) * self.num_layers
 
     @cached_property
     def stacks(self) -> dict[str, LayerTypeStack]:
-        """Where the layers of each kind are, in the order in which kinds appear."""
+        """Positions of the layers of each type; types are in order of first appearance."""
         return {
             kind: LayerTypeStack.from_layout(self, kind)
             for kind in dict.fromkeys(self.type_of_layer)
@@ -68,17 +67,17 @@ class LayerLayout:
 
     @property
     def ring_layer_types(self) -> tuple[str, ...]:
-        """Kinds of the layers in chunks; tables count them in this order."""
+        """Layer types of the chunks, in the order in which tables number them."""
         return tuple(kind for kind, stack in self.stacks.items() if stack.max_layers_per_chunk)
 
     @property
     def prologue_layer_types(self) -> tuple[str, ...]:
-        """Kinds of the layers outside the ring."""
+        """Layer types of the prologue."""
         return tuple(kind for kind, stack in self.stacks.items() if stack.num_prologue_layers)
 
     @property
     def prologue(self) -> LayerLayout:
-        """The layers outside the ring, as one chunk of one stage."""
+        """Layout of the prologue: one chunk on one stage."""
         return LayerLayout(
             Ring(1, 1),
             (self.num_prologue_layers,),
@@ -94,7 +93,7 @@ class LayerLayout:
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
-        """int32 `[R, P]`: layers of each chunk."""
+        """int32 `[R, P]`: number of layers of each chunk."""
         return np.array(self.layer_partition, np.int32)[self._chunk_at]
 
     @cached_property
@@ -107,7 +106,7 @@ class LayerLayout:
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: the network's layer at each position of a chunk, -1 for padding."""
+        """int32 `[R, P, L]`: network position of each layer of a chunk, -1 for padding."""
         position = np.arange(self.max_layers_per_chunk)
         layers = self.first_layer[..., None] + position
         used = position < self.chunk_sizes[..., None]
@@ -115,7 +114,7 @@ class LayerLayout:
 
     @cached_property
     def layer_type_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: number of each layer's kind in `in_ring`, -1 for padding."""
+        """int32 `[R, P, L]`: index of each layer's type in `in_ring`, -1 for padding."""
         numbers = np.array([[*self.stacks].index(kind) for kind in self.type_of_layer], np.int32)
         ring = {
             [*self.stacks].index(kind): number for number, kind in enumerate(self.ring_layer_types)
@@ -125,14 +124,15 @@ class LayerLayout:
 
     @cached_property
     def index_in_type_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: how many layers of the same kind are before it in its chunk."""
+        """int32 `[R, P, L]`: number of earlier layers of the same type in the same chunk."""
         earlier = np.tril(np.ones((self.max_layers_per_chunk,) * 2, bool), -1)
         same = self.layer_type_at[..., :, None] == self.layer_type_at[..., None, :]
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """`{kind: [n, ...]}` in network order -> the ring's `{kind: [R, P, L, ...]}`, and those
-        outside it `{kind: [n, ...]}`. Kinds may be missing.
+        """Stack layers `{type: [n, ...]}` that are in network order. Types may be missing.
+
+        Returns the chunks' `{type: [R, P, L, ...]}` and the prologue's `{type: [n, ...]}`.
         """
         ring = {
             kind: jax.tree.map(self.stacks[kind].stack, layers[kind])
@@ -149,9 +149,9 @@ class LayerLayout:
         return ring, front
 
     def unstack(self, ring: Tree, front: Tree) -> Tree:
-        """The way back: `{kind: [n, ...]}` in network order, padding dropped.
+        """Invert `stack`: return `{type: [n, ...]}` in network order, without padding.
 
-        Kinds that are in neither are left out.
+        Types that are missing from both trees are missing from the result.
         """
         found = {}
         for kind, stack in self.stacks.items():
@@ -165,20 +165,20 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class LayerTypeStack:
-    """Where the layers of one kind are: in the stacks of the ring, and in front of it."""
+    """Positions of the layers of one type: in the stacks of the ring, and in the prologue."""
 
     layers: tuple[int, ...]
-    """Positions in the network of all layers of this kind, in order."""
+    """Positions in the network of all layers of this type, in order."""
     num_prologue_layers: int
-    """How many of them are in front of the ring."""
+    """Number of these layers that are in the prologue."""
     shape: tuple[int, int, int]
-    """Leading dims of a stacked parameter: `(R, P, L)`, L being the most of a chunk."""
+    """Leading dims of a stacked parameter, `(R, P, L)`; L is the largest count in one chunk."""
     layer_at: np.ndarray
-    """int32 `[R * P * L]`: the network's layer at each stacked position, -1 for padding."""
+    """int32 `[R * P * L]`: network position of the layer in each stack entry, -1 for padding."""
 
     @classmethod
     def from_layout(cls, layout: LayerLayout, kind: str) -> LayerTypeStack:
-        """The layers of this kind in a layout."""
+        """Return the positions of the layers of this type in a layout."""
         layers = tuple(n for n, name in enumerate(layout.type_of_layer) if name == kind)
         mine = set(layers)
         chunks = [
@@ -197,37 +197,39 @@ class LayerTypeStack:
 
     @property
     def prologue_layers(self) -> tuple[int, ...]:
-        """Positions in the network of those in front of the ring."""
+        """Network positions of the prologue layers of this type."""
         return self.layers[: self.num_prologue_layers]
 
     @property
     def max_layers_per_chunk(self) -> int:
-        """L of this kind: the most of its layers in one chunk."""
+        """Largest number of layers of this type in one chunk (L)."""
         return self.shape[2]
 
     @cached_property
     def _number_at(self) -> np.ndarray:
-        """int `[R * P * L]`: the layer's number among those of its kind in the ring, -1."""
+        """int `[R * P * L]`: index of each layer among the ring's layers of its type, -1 for
+        padding.
+        """
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
 
     @property
     def _is_network_order(self) -> bool:
-        """Whether stacked order is network order: no padding, and no way back on the ring."""
+        """Whether stacked order is network order: no padding, and repeats that all run forward."""
         return bool((self._number_at == np.arange(self._number_at.size)).all())
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """`[n, ...]` in network order -> the ring's `[R, P, L, ...]`, zeros as padding."""
+        """Return the ring's `[R, P, L, ...]` of layers `[n, ...]` in network order, zero-padded."""
         ring = layers[self.num_prologue_layers :]
         if not self._is_network_order:
             padded = jnp.concatenate([ring, jnp.zeros_like(ring[:1])])
-            ring = padded[self._number_at]  # -1 picks the zeros
+            ring = padded[self._number_at]  # -1 selects the zeros
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
-        """`[R, P, L, ...]` -> `[n, ...]` in network order, padding dropped.
+        """Return `[n, ...]` in network order from `[R, P, L, ...]`, without padding.
 
-        `outside` are the layers of this kind in front of the ring, if there are any.
+        `outside` contains the prologue layers of this type, if there are any.
         """
         flat = stacked.reshape(-1, *stacked.shape[3:])
         if not self._is_network_order:
@@ -237,12 +239,12 @@ class LayerTypeStack:
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:
-    """Zeros appended along `dim` up to `size`, so that the vocabulary divides its shards."""
+    """Append zeros along `dim` up to `size`, so that the shards divide the vocabulary evenly."""
     widths = [(0, 0)] * table.ndim
     widths[dim] = (0, size - table.shape[dim])
     return jnp.pad(table, widths) if size > table.shape[dim] else table
 
 
 def padded_vocab_size(vocab_size: int, num_shards: int) -> int:
-    """The smallest multiple of `num_shards` that holds the vocabulary."""
+    """Return the smallest multiple of `num_shards` that is at least `vocab_size`."""
     return -(-vocab_size // num_shards) * num_shards

@@ -1,12 +1,13 @@
-"""The loss head with the vocabulary divided over the stages.
+"""The loss head with the vocabulary sharded over the stages.
 
-Each stage has V / P columns of the projection and scores those; small sums over the stage axis put
-the parts together, and every stage does an equal share of the work. Forward and backward are
-explicit: the objective is differentiated alone, as a function of a few numbers for each token.
+Each stage holds V / P columns of the projection and computes their logits. Small reductions over
+the stage axis combine the partial results, so every stage does an equal share of the work. Forward
+and backward are explicit. Autodiff is applied only to the objective, which is a function of a few
+values per token.
+
+Logits can be computed for one block of tokens at a time, which limits their memory.
 
 Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
-
-What each token has for itself, computed for a block of tokens at a time.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ from maxpipe.pipeline.objective import (
 
 Tree = Any
 TokenFn = Callable[..., tuple[Tree, Tree]]
-"""(activations, which count, more arrays) -> what is summed over tokens, and arrays
-`[B, T, ...]`."""
+"""(activations, loss mask, more arrays) -> (sums over tokens, arrays `[B, T, ...]`)."""
 
 
 def map_token_blocks(
@@ -52,12 +52,12 @@ def map_token_blocks(
     mask: Float[Array, "B T"],
     more: Tree,
 ) -> tuple[Tree, Tree]:
-    """`run` of all tokens, `size` of them at most at a time; 0 for all of them at once.
+    """Call `run` on blocks of at most `size` tokens; 0 uses a single block.
 
-    `more` are arrays `[B, T, ...]`.
+    `more` is a tree of arrays `[B, T, ...]`.
 
-    Blocks are of one size: where that does not divide the tokens, the last block begins with tokens
-    of the one before it, which do not count again. Sums are in float32.
+    All blocks have the same size. If it does not divide the number of tokens, the last block
+    overlaps the previous one, and the overlapping tokens are masked. Sums are in float32.
     """
     rows, length = mask.shape
     total = rows * length
@@ -96,62 +96,63 @@ def map_token_blocks(
 
 
 _COTANGENTS = "cotangents"
-"""Beside a microbatch's arrays, those of each token's scores, if they are known."""
+"""Key of the cotangents of each token's scores, added to the microbatch's arrays if known."""
 
 TokenArrays = Mapping[str, Any]
-"""Arrays of each token `[B, T, ...]`: those that the objective reads, and the row's source."""
+"""Arrays `[B, T, ...]` that the objective reads, and the data source of each token."""
 CotangentFn = Callable[[Scores, Array, TokenArrays], tuple[Array | None, Scores]]
-"""(scores, which tokens count, what is given) -> sums, if they were not found before, and the
-cotangents of the scores."""
+"""(scores, loss mask, per-token arrays) -> (sums, cotangents of the scores).
+
+The sums are None if they were computed earlier."""
 
 
 class LossGradients(NamedTuple):
     """Summed losses of one microbatch and their gradients."""
 
     sums: Float[Array, "*sums"]
-    """The loss and what the objective reports `[R]`, or `[R, sources]` if there are several;
+    """The loss and the objective's reports `[R]`, or `[R, sources]` with several sources;
     float32."""
     output: Float[Array, "B T D"]
     """Cotangent of the last layer's output."""
     norm: Any
     head: Float[Array, "D v"]
-    """Of this stage's columns, summed over the microbatch, float32."""
+    """Gradient of this stage's columns, summed over the microbatch, float32."""
 
 
 class _Logits(NamedTuple):
-    """Of this stage's columns, float32."""
+    """Logits of this stage's columns, float32."""
 
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None
-    """Their derivative by the product. None: 1."""
+    """Derivative of the logits with respect to the matmul's output. None: 1."""
     token_ids: Int[Array, " v"]
-    """Numbers of the columns in the whole vocabulary."""
+    """Token ids of this stage's columns."""
 
 
 class _Softmax(NamedTuple):
-    """exp(logits - largest), of this stage's columns, and its sum over the whole vocabulary."""
+    """exp(logits - maximum) of this stage's columns, and its sum over the full vocabulary."""
 
     exponent: Float[Array, "B T v"]
     normaliser: Float[Array, "B T"]
 
 
 class LossHead(NamedTuple):
-    """Final norm, projection to the vocabulary and the objective."""
+    """Final norm, projection to the vocabulary, and the objective."""
 
     norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
     last_stage: int
-    """The stage on which the network ends."""
+    """Stage that holds the network's last chunk."""
     vocab_size: int
-    """Columns from here on are padding and get no probability."""
+    """Size of the vocabulary without padding. Padding columns get zero probability."""
     objective: Objective
     logit_scale: float = 1.0
-    """Factor of the logits."""
+    """Factor applied to the logits."""
     final_logit_softcapping: float = 0.0
-    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
     block_tokens: int = 0
-    """Tokens whose logits are in memory at once. 0: those of a microbatch."""
+    """Number of tokens whose logits are in memory at once. 0: all tokens of a microbatch."""
     num_sources: int = 0
-    """Sources of rows of which each has sums of its own. 0: there is one sum."""
+    """Number of data sources with separate sums. 0: a single sum."""
 
     # Forward only.
 
@@ -162,7 +163,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Float[Array, "*sums"]:
-        """Sums over the microbatch of the losses that count, and of reports."""
+        """Return the weighted sums of the loss and of the reports over the microbatch."""
         if self.objective.segments_per_loss:
             scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
             return self._segment_losses(scores, inputs, None)[0]
@@ -181,7 +182,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Scores:
-        """What the objective is called with: of each token, or sums of each segment `[B, S]`."""
+        """Return the inputs of the objective: per-token scores, or segment sums `[B, S]`."""
         found = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
         return self._sum_by_segment(found, inputs) if self.objective.segments_per_loss else found
 
@@ -195,13 +196,15 @@ class LossHead(NamedTuple):
         count: int,
         temperature: float,
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """The largest log-probabilities of each token, in descending order, and their ids."""
+        """Return the largest log-probabilities of each token, in descending order, and their
+        ids.
+        """
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
-            # Of equal ones those with smaller ids, however columns are divided.
+            # Among equal logits, smaller ids come first, independently of how columns are sharded.
             mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
             all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
@@ -222,11 +225,11 @@ class LossHead(NamedTuple):
         scale: Float[Array, ""],
         ahead: Callable[..., Any] | None = None,
     ) -> tuple[LossGradients, Any]:
-        """The loss and the gradients of `scale` times it.
+        """Return the loss, and the gradients of `scale` times the loss.
 
-        `output` is read from the last stage, `head` is this stage's part, `inputs` are the
-        microbatch's arrays. Heads ahead add to both gradients, and what else they have found is
-        returned: see `HeadsAhead.add`.
+        `output` is read from the last stage, `head` is this stage's shard, and `inputs` are the
+        microbatch's arrays. MTP heads add to both gradients; their other results are returned
+        second (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -234,7 +237,7 @@ class LossHead(NamedTuple):
         if self.objective.segments_per_loss and not 0 < self.block_tokens < mask.size:
             cotangents_of = lambda scores, *_: self._segment_losses(scores, inputs, scale)  # noqa: E731
         elif self.objective.segments_per_loss:
-            # All sums come before the first cotangent: logits of each block are computed again.
+            # All sums are needed before the first cotangent, so each block's logits are recomputed.
             scores = self._all_scores(norm_params, head, output, mask, given)
             of_segments, known = self._segment_losses(scores, inputs, scale)
             given, cotangents_of = given | {_COTANGENTS: known}, _known_cotangents
@@ -246,13 +249,13 @@ class LossHead(NamedTuple):
             )
             sums = None
             if ahead is not None:
-                score = partial(self._cross_entropy, head)  # of all rows together
+                score = partial(self._cross_entropy, head)  # over all sequences together
                 d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
             d_hidden = mark_varying(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
             d_norm, d_output = norm_vjp(d_hidden)
             return (total, d_norm, d_head, sums), d_output
 
-        # Heads ahead read tokens of other blocks: only logits are by blocks then.
+        # MTP heads read tokens of other blocks, so only their logits are computed in blocks.
         size = self.block_tokens if ahead is None else 0
         (total, d_norm, d_head, sums), d_output = map_token_blocks(
             of_block, size, output, mask, given
@@ -268,7 +271,7 @@ class LossHead(NamedTuple):
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
-        """That of a head ahead, and its gradients."""
+        """Return the cross entropy of an MTP head, and its gradients."""
         objective, given = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._loss_gradients(
             objective.log_prob_specs,
@@ -290,7 +293,7 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"] | None, Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Sums, and gradients by this stage's columns: of `hidden`, and of the columns."""
+        """Return the sums, and this stage's gradients of `hidden` and of the head's columns."""
 
         def of_block(hidden: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
@@ -314,7 +317,7 @@ class LossHead(NamedTuple):
     # Scores.
 
     def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
-        """The last layer's output, and what each token has beside it."""
+        """Return the last layer's output, the loss mask and the other per-token arrays."""
         extra = (
             name for name, each in self.objective.batch_arrays.items() if not each.per_sequence
         )
@@ -343,7 +346,7 @@ class LossHead(NamedTuple):
     def _log_probs(
         self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
-        """Log-probabilities of what is read, and the softmax of each temperature read at."""
+        """Return the log-probabilities that `reads` names, and the softmax of each."""
         scores, softmaxes, known = [], [], {}
         for read in reads:
             if read.temperature not in known:
@@ -365,7 +368,7 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> Scores:
-        """What the objective reads of each token."""
+        """Return the per-token scores that the objective reads."""
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
@@ -375,7 +378,7 @@ class LossHead(NamedTuple):
         return map_token_blocks(of_block, self.block_tokens, output, mask, given)[1]
 
     def _sum_by_segment(self, scores: Scores, inputs: Any) -> Scores:
-        """Sums over the tokens of each segment `[B, S]`, on all devices that have some."""
+        """Return sums over the tokens of each segment `[B, S]`, over all devices that hold them."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
         of_rows = (segment_sums(each * mask, ids, count) for each in scores)
@@ -389,14 +392,14 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Sums, and cotangents of the scores for `scale` times the loss."""
+        """Return the sums, and the scores' cotangents for `scale` times the loss."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
         return self._weighted_sums((lost, *reports), mask, given.get("source_ids")), cotangents
 
     def _segment_losses(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """The same by segment, of the scores of all tokens of the microbatch."""
+        """Return the same as `_of_tokens` for an objective by segment; needs all tokens' scores."""
         weight, rows = inputs[self.objective.normaliser], self._sum_by_segment(scores, inputs)
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
@@ -416,13 +419,13 @@ class LossHead(NamedTuple):
 
 
 def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
-    """Cotangents that were found before, of the tokens of a block that count."""
+    """Return the precomputed cotangents of a block, 0 for masked tokens."""
     del scores
     return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """What rows have, on one of the devices that have their tokens; 0 on others."""
+    """Return per-sequence values on the first context device, and 0 on the others."""
     if axis_size(CONTEXT) == 1:
         return values
     return jnp.where(axis_index(CONTEXT) == 0, values, 0)
@@ -435,7 +438,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Losses, cotangents of the scores (none without `scale`), reports."""
+    """Return the losses, the cotangents of the scores (none without `scale`) and the reports."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)
@@ -443,7 +446,7 @@ def _value_and_grad(
     if scale is None:
         lost, reports = run(scores)
         return lost, (), reports
-    # Of scores that are known to be the same on devices jax would sum the cotangents over these.
+    # If scores were typed as replicated, jax would sum their cotangents over these devices.
     lost, vjp, reports = jax.vjp(run, mark_varying(scores), has_aux=True)
     return lost, vjp(weight * scale)[0], reports
 
@@ -451,7 +454,7 @@ def _value_and_grad(
 def _softmax(
     values: Float[Array, "B T v"],
 ) -> tuple[_Softmax, Float[Array, "B T"]]:
-    """And the logarithm of the sum of exponentials over the vocabulary."""
+    """Return the softmax, and the log-sum-exp over the full vocabulary."""
     largest = max_over(values.max(axis=-1), STAGE)
     exponent = jnp.exp(values - largest[..., None])
     normaliser = sum_over(exponent.sum(axis=-1), STAGE)
@@ -463,7 +466,7 @@ def _apply_temperature(values: Array, temperature: float) -> Array:
 
 
 def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
-    """Logits of these ids, of which each stage has some."""
+    """Return the logits of these ids, which are spread over the stages."""
     if ids.ndim == 2:
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
@@ -473,7 +476,7 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
-    """Of each id its place among this stage's columns, and whether it has one."""
+    """Return each id's index among this stage's columns, and whether this stage holds it."""
     place = ids - logits.token_ids[0]
     return place, (place >= 0) & (place < logits.token_ids.shape[0])
 
@@ -485,7 +488,7 @@ def _logits_cotangent(
     given: TokenArrays,
     cotangent: Float[Array, "B T *K"],
 ) -> Float[Array, "B T v"]:
-    """The cotangent of logits, of that of log-probabilities."""
+    """Return the cotangent of the logits, given the cotangent of the log-probabilities."""
     ids, share = given[read.ids], softmax.exponent / softmax.normaliser[..., None]
     cotangent = _apply_temperature(cotangent, read.temperature)
     if ids.ndim == 2:
@@ -502,14 +505,14 @@ def _logits_cotangent(
 def sum_by_source(
     values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
 ) -> Float[Array, " sources"]:
-    """Sums over the tokens of each source."""
-    # One sum for each: a scatter would add in an order that devices choose.
+    """Return the sum over the tokens of each source."""
+    # One sum per source: a scatter-add would add in a device-dependent order.
     mine = sources == jnp.arange(num_sources)[:, None, None]
     return jnp.where(mine, values, 0.0).sum((1, 2))
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The einsum, summed in float32. XLA for CPU lacks some such products of bfloat16."""
+    """Return the einsum with float32 accumulation. XLA for CPU lacks some bfloat16 matmuls."""
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     if a.dtype != jnp.bfloat16:
         return multiply(a, b)

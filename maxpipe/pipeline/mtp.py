@@ -1,12 +1,12 @@
-"""Heads that predict tokens further ahead, in the loss slot, on the microbatch that leaves.
+"""Multi-token prediction (MTP) heads, which run in the loss slot on the leaving microbatch.
 
-Every stage computes all of them, as it computes the final norm, and propagates the gradient of its
-own columns of the vocabulary: that is linear, so that one sum over the stages serves everything.
-Control flow is the same on all stages. The design is described in
+Every stage computes all heads, as it computes the final norm, but propagates only the gradient of
+the vocabulary columns that it holds. The backward is linear, so one sum over the stages combines
+all gradients. Control flow is the same on all stages. Rationale:
 docs/decisions/0021-multi-token-prediction.md.
 
-Heads are projections of the final norm's output, or whole layers, each of which reads what the one
-before it returns and the embedding of later tokens.
+Heads are either projections of the final norm's output, or full layers. Each layer reads the output
+of the layer before it and the embeddings of later tokens.
 """
 
 from __future__ import annotations
@@ -30,53 +30,55 @@ from maxpipe.pipeline.weights import LayerWeights
 Tree = Any
 
 MTP = "ahead"
-"""Name of what layers ahead report, among that of other layers."""
+"""Key of the MTP layers' statistics, next to those of other layers."""
 
 ScoreFn = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
-"""(what is projected, factor of gradients, targets, which count) -> loss, and its gradients by this
-stage's columns: of what is projected, and of the columns."""
+"""(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
+activations, gradient of the columns), both for this stage's columns only."""
 
 
 class MtpProjectionFns(NamedTuple):
-    """Heads that each project the final norm's output after a small function of it."""
+    """Heads that each project a small function of the final norm's output."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    """(one head's parameters, the final norm's output) -> what it projects."""
+    """(one head's parameters, the final norm's output) -> activations to project."""
     loss_weights: dict[str, float]
-    """By the name of each head's loss, what it counts in the objective."""
+    """Weight of each head's loss in the objective, by the name of the loss."""
 
 
 class MtpLayerFns(NamedTuple):
-    """Heads of a layer each, one behind the other; the first reads the final norm's output."""
+    """Heads that each have one layer, in sequence; the first reads the final norm's output."""
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
-    """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, its number, key) ->
-    (what it projects and hands on, losses, statistics), the last two as a `LayerFn` returns them.
-    """
+    """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->
+    (output, losses, statistics).
+
+    The output is projected and is the next layer's input. Losses and statistics are those of a
+    `LayerFn`."""
     loss_weights: dict[str, float]
-    """As those of `Projections`."""
+    """Same as in `MtpProjectionFns`."""
 
 
 MtpFns = MtpProjectionFns | MtpLayerFns
 
 
 class MtpResults(NamedTuple):
-    """What heads ahead find besides gradients, summed over microbatches; the same on all stages."""
+    """Losses and reports of MTP heads, summed over microbatches; identical on all stages."""
 
     losses: Float[Array, " heads"]
     """Cross entropy of each head, in nats, float32."""
     reports: Reports | None
-    """What layers return besides their output, statistics `[heads, ...]` under `ahead`."""
+    """Losses and statistics of the layers; statistics are `[heads, ...]` under `ahead`."""
 
     def with_loss(self, number: Array, loss: Array) -> MtpResults:
-        """With that of a head."""
+        """Return the results with the loss of a head added."""
         return self._replace(losses=self.losses.at[number].add(loss))
 
     def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
-        """With what a head's layer returns."""
+        """Return the results with the losses and statistics of a head's layer added."""
         reports = self.reports
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
@@ -88,49 +90,49 @@ class MtpResults(NamedTuple):
 
 
 class MtpTotals(NamedTuple):
-    """What heads ahead add up from microbatch to microbatch."""
+    """Results and gradients of MTP heads, accumulated over microbatches."""
 
     results: MtpResults
     gradients: Tree
-    """Of their parameters, float32, stacked like them."""
+    """Gradients of the heads' parameters, float32, stacked like the parameters."""
     embedding: Float[Array, "v d"] | None
-    """The gradient of the embedding's table so far, if layers read it and it is trained."""
+    """Accumulated gradient of the embedding table, if layers read the table and it is trainable."""
 
 
 @dataclass(frozen=True)
 class MtpLossHeads:
-    """Heads ahead and their parameters, stacked `[heads, ...]`; every stage holds the same."""
+    """MTP heads and their parameters, stacked `[heads, ...]` and identical on every stage."""
 
     functions: MtpFns
     weights: LayerWeights
     local_weights: Tree
-    """What parameters are read from."""
+    """Tree that the heads' parameters are read from."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """What the embedding looks up."""
+    """Embedding table that `embedding` reads."""
     key: Array | None
-    """Of the step's randomness."""
+    """Random key of the step."""
     seeds: dict[str, Array]
     """Cotangents of the layers' losses."""
 
     @property
     def num_heads(self) -> int:
-        """Heads beside the ordinary one."""
+        """Number of MTP heads, without the ordinary head."""
         return len(self.functions.loss_weights)
 
     @property
     def reads_embedding(self) -> bool:
-        """Whether the embedding gets a gradient from here."""
+        """Whether these heads contribute to the embedding's gradient."""
         return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
-    # What is there from start to end.
+    # Start and end of a step.
 
     def zeros(self) -> Tree:
-        """Empty gradient accumulators."""
+        """Return empty gradient accumulators."""
         return self.weights.zeros(self.local_weights)
 
     def empty_results(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
-        """Zeros; `like` is an activation, `inputs` a microbatch's arrays."""
+        """Return zero results; `like` is an activation, `inputs` are a microbatch's arrays."""
         losses = mark_varying(jnp.zeros(self.num_heads, jnp.float32))
         if not isinstance(self.functions, MtpLayerFns):
             return MtpResults(losses, None)
@@ -148,11 +150,13 @@ class MtpLossHeads:
         )
 
     def finish(self, gradients: Tree) -> Tree:
-        """Gradients summed over devices: each stage has those of its part of the vocabulary."""
+        """Return gradients summed over devices; each stage holds those of its vocabulary
+        columns.
+        """
         found = self.weights.finish(gradients)
         return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
 
-    # A microbatch.
+    # One microbatch.
 
     def add(
         self,
@@ -165,10 +169,10 @@ class MtpLossHeads:
         d_hidden: Float[Array, "B T D"],
         d_head: Float[Array, "D v"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MtpTotals]:
-        """Adds what the heads find, one after the other: one's logits are in memory at once.
+        """Add the heads' results one head at a time, so that only one head's logits are in memory.
 
-        `hidden` is the final norm's output; its cotangent, and that of this stage's columns, are
-        the ordinary head's so far. `trips` is the number of heads as the compiler does not know it.
+        `hidden` is the final norm's output. `d_hidden` and `d_head` are the cotangents that the
+        ordinary head computed. `trips` is the number of heads as a traced value.
         """
         with jax.named_scope(scopes.MTP):
             if isinstance(self.functions, MtpLayerFns):
@@ -217,11 +221,12 @@ class MtpLossHeads:
         hidden: Array,
         state: tuple[Array, Array, MtpTotals],
     ) -> tuple[Array, Array, MtpTotals]:
-        """Forward through all layers, then the logits of all, then backward: three loops.
+        """Run three loops: all layers forward, then all logits, then all layers backward.
 
-        Only outputs of layers wait in between, so that neither two layers' activations are in
-        memory at once, nor one's beside logits. XLA would unroll loops of one turn, and merge what
-        is computed twice.
+        Only the layers' outputs are kept between the loops. Memory therefore never holds
+        activations
+        of two layers, nor activations together with logits. The trip count is a traced value: XLA
+        would unroll loops of one iteration and merge duplicate computations.
         """
         d_hidden, d_head, sums = state
         embedded = mark_varying(self.embedding.lookup(self.table, inputs["tokens"]))
@@ -270,14 +275,16 @@ class MtpLossHeads:
         return d_hidden + d_input.astype(d_hidden.dtype), d_head, MtpTotals(found, gradients, table)
 
     def _own_seeds(self) -> dict[str, Array]:
-        """Cotangents of the layers' losses: each stage finds these whole, and one propagates."""
+        """Return the layers' loss cotangents on stage 0 and zeros elsewhere: all stages compute the
+        same losses, and only one may propagate them.
+        """
         counts = axis_index(STAGE) == 0
         return {name: mark_varying(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
 
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """A head's layer; only tokens that it has a target for count in its losses."""
+        """Run a head's layer; only tokens with a target for this head count in its losses."""
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
@@ -286,7 +293,7 @@ class MtpLossHeads:
 
 
 def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
-    """Reports of the layers, whose losses are summed over stages, with those of layers ahead."""
+    """Return the layers' reports, summed over stages, with the reports of MTP layers added."""
     if found is None or found.reports is None:
         return reports
     of_one = jax.tree.map(lambda leaf: broadcast_from(leaf, STAGE, 0), found.reports)
@@ -295,16 +302,17 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 
 
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Targets `distance` tokens behind the ordinary ones, and which of them count.
+    """Return the targets `distance` tokens after the ordinary ones, and their loss mask.
 
-    Those count that count where they are the ordinary ones, in the same row and segment.
+    A shifted target counts if its token counts as an ordinary target and is in the same sequence
+    and segment.
     """
     later = lambda name: jnp.roll(inputs[name], -distance, axis=1)  # noqa: E731
     return later("targets"), later("loss_mask") * _in_same_segment(inputs, distance)
 
 
 def _in_same_segment(inputs: Tree, distance: Array) -> Bool[Array, "B T"]:
-    """Whether the token that many places on is in the same row and segment."""
+    """Whether the token `distance` positions later is in the same sequence and segment."""
     ids = inputs["segment_ids"]
     in_row = jnp.arange(ids.shape[1]) + distance < ids.shape[1]
     return in_row & (jnp.roll(ids, -distance, axis=1) == ids)

@@ -1,4 +1,4 @@
-"""What the engine is given: a network, and how it runs on a ring of stages."""
+"""Inputs of the engine: a network, and its execution plan on a ring of stages."""
 
 from __future__ import annotations
 
@@ -23,54 +23,53 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Network:
-    """What the engine runs: a stack of layers between an embedding and a loss head.
+    """Functions and constants of a stack of layers between an embedding and a loss head.
 
-    Parameters are `{embedding [V, D], layers {kind: ... [R, P, L, ...]}, final_norm, head [D, V]}`;
-    without `head` the embedding table is used. Layers in front of the ring are in
-    `outside {kind: ...}`, stacked `[layers, ...]`, and parameters of heads ahead in `ahead`,
-    stacked `[heads, ...]`.
+    Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
+    Without `head`, the embedding table is the head. Prologue layers are in `outside {type: ...}`,
+    stacked `[layers, ...]`. Parameters of MTP heads are in `ahead`, stacked `[heads, ...]`.
     """
 
     layers: dict[str, LayerFn]
-    """By kind."""
+    """Layer function of each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
-    """The norm in front of the loss head."""
+    """Norm before the loss head."""
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """What each of the layers' losses counts beside the objective's."""
+    """Weight of each of the layers' losses, which are added to the objective's loss."""
     embed_scale: float = 1.0
-    """Factor of what the embedding looks up."""
+    """Factor applied to embeddings."""
     logit_scale: float = 1.0
-    """Factor of the logits."""
+    """Factor applied to the logits."""
     final_logit_softcapping: float = 0.0
-    """Scaled logits become `cap * tanh(logits / cap)`. 0: as they are."""
+    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
     loss_block_tokens: int = 0
-    """Tokens on a device whose logits are in memory at once. 0: those of a microbatch."""
+    """Number of tokens per device whose logits are in memory at once. 0: a microbatch's tokens."""
     mtp: MtpFns | None = None
-    """Heads for tokens further ahead, which only training computes."""
+    """MTP heads, computed in training only."""
     num_sources: int = 0
-    """Sources of rows of which each has a loss of its own; `source_ids` of a batch say which each
-    row is of, -1 none. 0: rows are all of one."""
+    """Number of data sources with separate losses. A batch's `source_ids` gives the source of each
+    sequence, -1 for none. 0: all sequences have one source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
-    """What is minimised."""
+    """Objective that training minimizes."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Of the loss and the objective's reports, of each source if there are several."""
+        """Shape of the sums of loss and reports: `[R]`, or `[R, sources]` with several sources."""
         sources = (self.num_sources,) if self.num_sources else ()
         return (1 + len(self.objective.report_names), *sources)
 
     @property
     def has_mtp_layers(self) -> bool:
-        """Whether they are layers, which report what layers do."""
+        """Whether the MTP heads are layers, which also return losses and statistics."""
         return isinstance(self.mtp, MtpLayerFns)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a network runs on a ring of stages."""
+    """Execution plan of a network on a ring of stages."""
 
     network: Network
     layout: LayerLayout
@@ -78,18 +77,18 @@ class PipelinePlan:
     remat_policy: RematPolicy
     idle: Idle
     weight_shardings: Tree
-    """For each parameter its `WeightSharding`."""
+    """The `WeightSharding` of each parameter."""
 
     @cached_property
     def trainable(self) -> Tree:
-        """For each parameter whether it has a gradient."""
+        """Whether each parameter has a gradient."""
         return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @property
     def prologue_gather_mode(self) -> GatherMode:
-        """When weights outside the ring are gathered: no window holds them."""
+        """Gather mode of weights outside the ring, which are not in the prefetch window."""
         return "step" if self.weight_gather == "visit" else self.weight_gather
 
     def has_mtp(self, schedule: Schedule) -> bool:
-        """Whether a step by this schedule has heads for tokens further ahead."""
+        """Whether a step with this schedule computes MTP heads."""
         return schedule.trains and self.network.mtp is not None

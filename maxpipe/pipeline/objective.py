@@ -1,8 +1,8 @@
-"""What is learned: a loss of the log-probabilities that a network gives to tokens.
+"""Training objectives: losses of the log-probabilities that a network assigns to tokens.
 
-An objective says which log-probabilities it reads of each token, and is a plain function of these
-few numbers. The loss head finds them where the vocabulary is divided over devices, and brings their
-cotangents back to the logits: an objective knows neither stages nor shards.
+An objective declares which log-probabilities it reads for each token, and is a plain function of
+them. The loss head computes them with a sharded vocabulary and propagates their cotangents to the
+logits. Objectives therefore do not depend on stages or shards.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ class LogProbSpec(NamedTuple):
     """Log-probabilities of tokens, `log softmax(logits / temperature)`, float32."""
 
     ids: str
-    """The array of a batch that says which tokens, int `[B, T]` or `[B, T, K]`."""
+    """Name of the batch array with the token ids, int `[B, T]` or `[B, T, K]`."""
     temperature: float = 1.0
 
 
 class BatchArraySpec(NamedTuple):
-    """An array of a batch that an objective needs, beside those that all batches have."""
+    """A batch array that an objective needs in addition to those of every batch."""
 
     shape: tuple[int, ...]
-    """Of each token, or of each row."""
+    """Shape per token, or per sequence if `by_row` is set."""
     dtype: Any
     per_sequence: bool = False
 
 
 class Objective(ABC):
-    """A loss by token or by segment.
+    """A loss per token or per segment.
 
-    By token it is called with scores of the shape of what is read, and returns losses `[B, T]`;
-    each counts as often as `loss_mask` says. By segment it is called with sums over the tokens of
-    each segment, weighted by `loss_mask`, `[B, S]`, and returns losses `[B, N]`: S is `by_segment`
-    times N, and segment s of a row is the one whose tokens have the number s + 1. Reports have the
-    shape of losses. The step divides sums by that of `normaliser` over the batch.
+    A per-token objective receives scores with the shape of the ids and returns losses `[B, T]`,
+    which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of each
+    segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is `by_segment` times
+    N; segment s of a sequence consists of the tokens with segment id s + 1. Reports have the shape
+    of the losses. The step divides sums by the sum of `normaliser` over the batch.
     """
 
     segments_per_loss: ClassVar[int] = 0
-    """Segments of one loss. 0: losses are of tokens."""
+    """Number of segments of one loss. 0: losses are per token."""
     normaliser: ClassVar[str] = "loss_mask"
-    """The array of a batch that says how often each loss counts, `[B, T]` or `[B, N]`."""
+    """Name of the batch array with the weight of each loss, `[B, T]` or `[B, N]`."""
     report_names: ClassVar[tuple[str, ...]] = ()
-    """Names of what is returned beside losses."""
+    """Names of the reports, which are returned after the losses."""
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """What it is given of each token."""
+        """Log-probabilities that the objective reads for each token."""
         return (LogProbSpec("targets"),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """What a batch has for it."""
+        """Batch arrays that the objective needs, by name."""
         return {}
 
     @property
     def eval_objective(self) -> Objective:
-        """What documents for evaluation are measured by."""
+        """Objective used to evaluate documents."""
         return self
 
     @abstractmethod
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """(scores, `arrays` of a microbatch and what `reads` names) -> losses, reports."""
+        """Return (losses, reports) of the scores; `inputs` has `arrays` and the ids in `reads`."""
 
 
 class CrossEntropy(Objective):
-    """Of the next token: what pretraining and supervised fine-tuning minimise."""
+    """Cross entropy of the next token, for pre-training and supervised fine-tuning."""
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Nats of each token."""
+        """Return the loss of each token, in nats."""
         del inputs
         return -scores[0], ()
 
@@ -85,14 +85,16 @@ class CrossEntropy(Objective):
 def segment_sums(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int
 ) -> Float[Array, "B S"]:
-    """Sums over the tokens of segments 1 to `count`."""
+    """Return sums over the tokens of segments 1 to `count`."""
     return jnp.einsum("bt,bts->bs", values, _segment_one_hot(segment_ids, count))
 
 
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """To each token the value of its segment, 0 to those of none: the transpose of the sums."""
+    """Return for each token the value of its segment, or 0 without one; transpose of
+    `segment_sums`.
+    """
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))
 
 
@@ -103,7 +105,9 @@ def _segment_one_hot(segment_ids: Int[Array, "B T"], count: int) -> Float[Array,
 def reference_loss(
     objective: Objective, logits: Float[Array, "B T V"], batch: Mapping[str, Array]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The mean loss and reports of whole logits: what every pipelined run is held against."""
+    """Return the mean loss and reports, given unsharded logits; the reference for pipelined
+    runs.
+    """
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
     scores = tuple(

@@ -1,7 +1,8 @@
-"""The per-device program of one step: buffers, messages, and the order of a tick.
+"""The per-device program of one step: buffers, messages, and the order of work in a tick.
 
-Everything is written for one device; stages differ in what their columns of the table say.
-Collectives over the stage axis stand where all stages pass: between slots, never inside one.
+The code is written for one device. Stages differ only in their columns of the schedule table.
+Collectives over the stage axis run where all stages execute the same code: between slots, never
+inside a slot.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from maxpipe.schedule.table import Schedule
 
 Tree = Any
 OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
-"""(loss head, final norm, its columns, output of the last layer, microbatch) -> arrays `[B, ...]`.
-"""
+"""(loss head, final norm, this stage's columns of the head, last layer's output, microbatch) ->
+arrays `[B, ...]`."""
 
 
 class StepProgram:
-    """One step on one device."""
+    """Runs one step on one device."""
 
     def __init__(
         self,
@@ -62,10 +63,12 @@ class StepProgram:
         reader: OutputReader | None = None,
         by_token: jax.Array | None = None,
     ):
-        """`scale` multiplies the gradients, `by_token` those of losses of the layers, which are
-        sums over tokens; forward only needs neither.
+        """Set up the step.
 
-        Forward only, a `reader` takes arrays of rows in place of losses.
+        `scale` multiplies the gradients of the objective. `by_token` multiplies those of the
+        layers'
+        losses, which are sums over tokens. Forward-only programs need neither. In a forward-only
+        program a `reader` returns per-sequence arrays instead of losses.
         """
         self.scale, self.reader = scale, reader
         self.seeds = (
@@ -78,7 +81,8 @@ class StepProgram:
         self.batch = jax.tree.map(
             partial(_split_microbatches, schedule.num_microbatches), mark_varying(batch)
         )
-        # A window that has room for all chunks is never refilled: every chunk stays.
+        # If the prefetch window can hold all chunks, no chunk is ever evicted: gather once per
+        # step.
         self.uses_weight_window = (
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
         )
@@ -102,7 +106,7 @@ class StepProgram:
         head, of_head = (
             (table.T, of_table.transposed) if self.tied else (params["head"], divisions["head"])
         )
-        # A stack of one.
+        # A stack with a single entry.
         self.head_weights = LayerWeights(self.plan.prologue_gather_mode, of_head, dtype)
         self.head = self.head_weights.prepare(head[None])
         last_stage = self.schedule.ring.last_stage
@@ -137,7 +141,7 @@ class StepProgram:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
         mode = "step" if mode == "visit" and not self.uses_weight_window else mode
-        # Stacked dims [R, 1, L] of this stage become one.
+        # Merge the stacked dims [R, 1, L] of this stage into one dim.
         self.weights = {
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
             for kind, divisions in plan.weight_shardings["layers"].items()
@@ -162,7 +166,7 @@ class StepProgram:
             )
 
     def _build_prologue(self, params: Tree, key: jax.Array | None) -> PrologueLayers:
-        """The layers in front of the ring: one chunk that every stage holds."""
+        """Return the prologue layers, which form one chunk that every stage holds."""
         plan, trains = self.plan, self.schedule.trains
         mode, dtype = plan.prologue_gather_mode, self.network.compute_dtype
         weights = {
@@ -198,16 +202,16 @@ class StepProgram:
         }
 
     def _activation(self) -> jax.Array:
-        """An empty message `[B, T, D]`."""
+        """Return an uninitialized message `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
         return mark_varying(lax.empty(like.shape, like.dtype))
 
     def _first_inputs(self) -> Tree:
-        """The arrays of a microbatch, where their shapes are read."""
+        """Return the arrays of the first microbatch; only their shapes are used."""
         return select_microbatch(self.batch, mark_varying(jnp.int32(0)))
 
     def buffers(self) -> Buffers:
-        """Everything empty, at the sizes that the table declares."""
+        """Return empty buffers with the sizes that the schedule declares."""
         empty, schedule = self._activation(), self.schedule
         stash: Tree = []
         deferred: Tree = []
@@ -251,7 +255,7 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Ports whose output is still needed in the next tick."""
+        """Return the ports whose output the next tick still needs."""
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -261,14 +265,16 @@ class StepProgram:
     # A tick.
 
     def tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """One tick."""
+        """Run one tick."""
         return self._mixed_tick(carry, row) if self.schedule.mixed else self._typed_tick(carry, row)
 
     def _typed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """Forward slot, loss head, backward slot.
+        """Run the forward slot, the loss head and the backward slot.
 
-        The cotangent sent in the last tick travels while the forward slot computes, the activation
-        while loss head and backward slot compute; when delayed, both travel for the whole tick.
+        The cotangent sent in the previous tick is in transit while the forward slot computes; the
+        activation is in transit while the loss head and the backward slot compute. In delayed
+        schedules
+        both are in transit for the full tick.
         """
         delayed, trains = self.schedule.delayed, self.schedule.trains
         travelling = self._send(carry.sent)
@@ -291,7 +297,9 @@ class StepProgram:
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
     def _mixed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """One action of any kind; all that joins the stages stands before or after it."""
+        """Run one action of any kind. All communication between stages happens before or after
+        it.
+        """
         delayed = self.schedule.delayed
         travelling = self._send(carry.sent) if delayed else {}
         carry = self._loss_and_grad(carry, row, carry.sent["X"])
@@ -308,7 +316,7 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Messages on their way, by number of the arrival."""
+        """Return the messages in transit, by index of the arrival."""
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
@@ -320,7 +328,7 @@ class StepProgram:
             }
 
     def _local_messages(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Messages from a stage to itself."""
+        """Return the messages that a stage sends to itself."""
         return {
             number: outputs[way.port]
             for number, way in enumerate(self.schedule.arrivals)
@@ -330,7 +338,7 @@ class StepProgram:
     def _receive(
         self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: str
     ) -> Buffers:
-        """Puts the messages of these ports into the inbox."""
+        """Write the messages of these ports to the inbox."""
         inbox = carry.inbox
         for number, message in messages.items():
             if self.schedule.arrivals[number].port in ports:
@@ -346,7 +354,7 @@ class StepProgram:
         return carry.window if self.uses_weight_window else self.local_weights
 
     def _forward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """The chunk's output; what the backward slot will need goes to the stash."""
+        """Run a chunk's forward and save the activations that the backward slot needs."""
         x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._current_weights(carry)
         with jax.named_scope(scopes.FORWARD):
@@ -359,7 +367,7 @@ class StepProgram:
         return x, carry._replace(stash=stash, reports=reports)
 
     def _backward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """Both gradients of a chunk."""
+        """Compute the gradients of a chunk's input and weights."""
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.BACKWARD):
@@ -374,7 +382,7 @@ class StepProgram:
         return d_input, self._with_totals(carry, totals)
 
     def _input_grad_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """The gradient of a chunk's input; what its weights' gradients need is deferred."""
+        """Compute the gradient of a chunk's input; defer the inputs of the weight gradients."""
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.INPUT_GRAD):
@@ -389,7 +397,7 @@ class StepProgram:
         return d_input, carry._replace(deferred=deferred)
 
     def _weight_grad_slot(self, carry: Buffers, row: TickRow) -> Buffers:
-        """The gradients of a chunk's weights, from what was deferred."""
+        """Compute the gradients of a chunk's weights from the deferred arrays."""
         work = self._work(row.weight)
         with jax.named_scope(scopes.WEIGHT_GRAD):
             totals = self.slots.weight_grad(
@@ -398,7 +406,7 @@ class StepProgram:
         return self._with_totals(carry, totals)
 
     def _totals(self, carry: Buffers) -> Tree:
-        """Where gradients of the layers add up."""
+        """Return the accumulators of the layers' gradients."""
         assert carry.gradients is not None
         return carry.partial if self.uses_weight_window else carry.gradients.layers
 
@@ -411,7 +419,7 @@ class StepProgram:
     # The two ends of the network.
 
     def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
-        """`x`, or in the first chunk the microbatch that enters the network."""
+        """Return `x`, or on the first chunk the embedded microbatch that enters the network."""
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.prologue is not None:
             assert carry.outside is not None
@@ -427,7 +435,7 @@ class StepProgram:
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: TickRow, d_input: jax.Array) -> Buffers:
-        """Adds the gradients of what is in front of the first chunk."""
+        """Add the gradients of the embedding and the prologue."""
         gradients = carry.gradients
         assert gradients is not None
         if self.prologue is not None:
@@ -465,7 +473,7 @@ class StepProgram:
     def _read_outputs(
         self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
     ) -> Tree:
-        """With what is read of the leaving microbatch."""
+        """Return the per-sequence arrays with the reader's output for the leaving microbatch."""
 
         def work(rows: Tree) -> Tree:
             found = reader(self.loss_head, *self._head_inputs(row.loss, output))
@@ -490,7 +498,7 @@ class StepProgram:
         return self.final_norm, head, output, inputs
 
     def _loss_and_grad(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
-        """Adds the leaving microbatch's loss; its cotangent goes to the inbox."""
+        """Add the loss of the leaving microbatch and write its cotangent to the inbox."""
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
 
@@ -501,7 +509,7 @@ class StepProgram:
                 trips = jnp.where(row.loss >= 0, self.mtp.num_heads, 0)
                 add = partial(self.mtp.add, given[-1], scale, trips, sums)
             found, sums = self.loss_head.loss_and_grad(*given, scale, add)
-            # Of what is frozen nothing reads the gradient: it is not computed.
+            # Nothing reads the gradients of frozen parameters, so XLA does not compute them.
             norm = jax.tree.map(
                 jnp.add, norm, select_trainable(found.norm, self.plan.trainable["final_norm"])
             )
@@ -538,7 +546,7 @@ class StepProgram:
     # Ticks in order.
 
     def run(self, table: TickTable) -> Buffers:
-        """All ticks."""
+        """Run all ticks."""
         table = table.local_columns()
         if self.uses_weight_window:
             return run_weight_windows(self, table)
@@ -549,12 +557,12 @@ class StepProgram:
         return lax.scan(body, self.buffers(), table.rows)[0]
 
     def finish(self, gradients: Gradients) -> Tree:
-        """Gradients summed over devices, in the form of the trainable parameters."""
+        """Sum gradients over devices; return a tree like the trainable parameters."""
         layers = {
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
         }
-        # Every stage computed the same gradient of the final norm; one counts.
+        # Every stage computed the same gradient of the final norm; use stage 0's.
         divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
             lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
@@ -575,10 +583,11 @@ class StepProgram:
         return jax.tree.map(zero1_shard, select_trainable(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
-        """Losses of all layers and rows; statistics of each layer, summed over all rows.
+        """Return losses summed over layers and sequences, and statistics of each layer.
 
-        Statistics of the ring are `[R, 1, L, ...]`, under `layers`; those of the layers outside it
-        `[layers, ...]`, under `outside`, and those of layers ahead `[heads, ...]`, under `ahead`.
+        Statistics are sums over all sequences: `[R, 1, L, ...]` of the ring under `layers`,
+        `[layers, ...]` of the prologue under `outside`, and `[heads, ...]` of MTP layers under
+        `ahead`.
         """
         assert carry.reports is not None
         losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}
@@ -599,16 +608,18 @@ class StepProgram:
         return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
-        """`[R * L, ...]` as `[R, 1, L, ...]`."""
+        """Reshape `[R * L, ...]` to `[R, 1, L, ...]`."""
         repeats, _, length = self.plan.layout.stacks[kind].shape
         return jax.tree.map(lambda leaf: leaf.reshape(repeats, 1, length, *leaf.shape[1:]), tree)
 
 
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
-    """Divisions of one layer's weights, from those of weights with `num_stacked` dims in front."""
+    """Return the shardings of one layer's weights from those of weights with `num_stacked` leading
+    dims.
+    """
     return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
 
 
 def _split_microbatches(num_microbatches: int, rows: jax.Array) -> jax.Array:
-    """This device's rows `[M * B, ...]` as microbatches `[M, B, ...]`."""
+    """Reshape this device's sequences `[M * B, ...]` to microbatches `[M, B, ...]`."""
     return rows.reshape(num_microbatches, -1, *rows.shape[1:])

@@ -1,19 +1,21 @@
-"""The network's first layers outside the ring: all stages run them, each on its own microbatch.
+"""Prologue layers and the embedding, which run outside the ring on all stages.
 
-They go forward for a round of P microbatches at a time, one on each stage, when the first of the
-round enters the ring. Each stage keeps its microbatch until that enters too, and later takes back
-its cotangent; with the last one of the round the layers go backward, again on all stages at once.
-Every stage holds the same weights, like replicas in data parallelism. Nothing here diverges.
+Prologue layers are the network's first layers. All stages run them, each on a different microbatch.
+They run forward for a round of P microbatches, one per stage, when the round's first microbatch
+enters the ring. Each stage keeps the output of its microbatch until that microbatch enters, and
+later receives its cotangent. When the round's last microbatch has returned, the layers run backward
+on all stages. Every stage holds the same weights, as replicas do in data parallelism. Control flow
+is the same on all stages.
 
-The embedding with the vocabulary divided over the stages.
+The embedding's vocabulary is sharded over the stages. Each stage holds V / P rows of the table and
+looks up the tokens among them; one small sum over the stage axis combines the results. So every
+stage does an equal share of work that would otherwise be on the first stage. Forward and backward
+are explicit, and their control flow is the same on all stages.
 
-Each stage holds V / P rows, looks up its own, and one small sum over the stage axis puts the parts
-together: every stage does an equal share of the work that would otherwise sit on the first.
-Forward and backward are explicit; both run in control flow that is the same on all stages.
-
-The embedding's columns stay divided over fsdp and the axes beside it: tokens go to all shards and
-activations come back, which is less than the table. In shapes `v` is V / P, this stage's part of
-the padded vocabulary, and `d` the columns of the table that a device holds: D, or its shard.
+The table's columns stay sharded over fsdp, expert and context. Tokens are sent to all shards and
+activations are returned, which is less traffic than a gather of the table. In shapes, `v` is V / P,
+this stage's part of the padded vocabulary, and `d` is the number of table columns that a device
+holds, which is D or its shard.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 """
@@ -55,20 +57,20 @@ from maxpipe.schedule.table import IDLE, Schedule
 
 
 class Embedding(NamedTuple):
-    """Lookup in this stage's rows of the table `[v, d]`."""
+    """Lookup in this stage's rows `[v, d]` of the embedding table."""
 
     weight_sharding: WeightSharding
-    """Of the table."""
+    """Sharding of the table."""
     scale: float = 1.0
-    """Factor of what is looked up, rounded to its type."""
+    """Factor applied to embeddings, rounded to their dtype."""
 
     @property
     def is_column_sharded(self) -> bool:
-        """Whether devices that share the columns each look up their own."""
+        """Whether the table's columns stay sharded and devices exchange tokens and activations."""
         return self.weight_sharding.dim == 1
 
     def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
-        """What `lookup` reads."""
+        """Return the part of the table that `lookup` reads."""
         return (
             mark_varying(shard.astype(dtype))
             if self.is_column_sharded
@@ -78,13 +80,13 @@ class Embedding(NamedTuple):
     def lookup(
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """The first layer's input, the same on every stage."""
+        """Return the first layer's input, the same on every stage."""
         return self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE))
 
     def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
-        """The same, to each stage that of its own microbatch."""
+        """Return the first layer's input of each stage's own microbatch."""
         return self._to_rows(reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0])
 
     def accumulate(
@@ -93,7 +95,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Adds stage 0's cotangent to the gradient of what is held, float32."""
+        """Add stage 0's cotangent to the gradient of this device's table, float32."""
         return self._add(
             total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
         )
@@ -104,7 +106,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Adds a cotangent of which every stage has a part, their sum."""
+        """Add the sum of all stages' partial cotangents."""
         return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
 
     def accumulate_per_stage(
@@ -113,12 +115,12 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "P B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Adds every stage's own cotangent, of its microbatch among all stages' tokens."""
+        """Add the cotangents of all stages' microbatches; `tokens` has those of all stages."""
         columns = self._to_columns(cotangent)[None]
         return self._add(total, tokens, all_gather(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
-        """Summed over devices, in the form of the stored shard."""
+        """Return the gradient summed over devices, as the shard that this device stores."""
         total = total if self.is_column_sharded else scatter_gradient(total, self.weight_sharding)
         return sum_gradient(total, self.weight_sharding)
 
@@ -129,31 +131,31 @@ class Embedding(NamedTuple):
         return self._scaled(jnp.where(mine[..., None], table[row], 0), table.dtype)
 
     def _scaled(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """Times the scale, rounded to the type of activations."""
+        """Multiply by the scale, rounded to the dtype of activations."""
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype).astype(x.dtype)
 
     def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
         row, mine = self._local_rows(tokens, total.shape[0])
-        row = jnp.where(mine, row, total.shape[0])  # out of range: dropped
+        row = jnp.where(mine, row, total.shape[0])  # an out-of-range index is dropped
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """This device's columns of all shards' tokens -> all columns of its own tokens."""
+        """Exchange this device's columns of all shards' tokens for all columns of its tokens."""
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """All columns of this device's tokens -> its own columns of all shards' tokens."""
+        """Exchange all columns of this device's tokens for its columns of all shards' tokens."""
         if not self.is_column_sharded:
             return x
-        # XLA for TPU takes five times as long to exchange from dim 2 to dim 0.
+        # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.
         axes = self.weight_sharding.axes
         return all_to_all(jnp.concatenate(jnp.split(x, axis_size(axes), axis=2)), axes, 0, 0)
 
     def _local_rows(
         self, tokens: Int[Array, "*dims T"], num_rows: int
     ) -> tuple[Int[Array, "*found T"], Bool[Array, "*found T"]]:
-        """Row of every token that is looked up here, and whether it is held here."""
+        """Return the table row of every token, and whether this stage holds that row."""
         if self.is_column_sharded:
             tokens = all_gather(tokens, self.weight_sharding.axes, tokens.ndim - 2)
         row = tokens - axis_index(STAGE) * num_rows
@@ -164,7 +166,7 @@ Tree = Any
 
 
 class PrologueRow(NamedTuple):
-    """One tick as all stages see it; columns of `table.Outside`."""
+    """Prologue work of one tick, the same on all stages; columns of `table.PrologueRounds`."""
 
     forward: Any
     forward_slot: Any
@@ -173,36 +175,36 @@ class PrologueRow(NamedTuple):
 
 
 class PrologueBuffers(NamedTuple):
-    """What rounds leave between their forward and their backward."""
+    """Arrays kept from the forward to the backward of each round."""
 
     waiting: Float[Array, "slots B T D"]
-    """The layers' output until it enters, then its cotangent."""
+    """Output of the layers until the microbatch enters the ring, later its cotangent."""
     stash: Tree
-    """What the layers keep for their backward: by kind `[slots * layers, ...]`."""
+    """Saved activations of the layers, `[slots * layers, ...]` by layer type."""
     reports: Reports | None
-    """What they return besides their output."""
+    """Losses and statistics of the layers."""
 
 
 @dataclass(frozen=True)
 class PrologueLayers:
-    """Runs the layers in front of the ring."""
+    """Runs the prologue layers."""
 
     slots: LayerSlots
     local_weights: Tree
-    """What their weights are read from."""
+    """Tree that the layers' weights are read from."""
     schedule: Schedule
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     layer_vjps: Any
-    """The layers differentiated, by kind; None when only forward."""
+    """The differentiated layers, by layer type; None in forward-only programs."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """What the embedding looks up."""
+    """Embedding table that `embedding` reads."""
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
-        """Empty slots for rounds, `like` one activation."""
+        """Return empty slots for rounds; `like` is one activation."""
         count = self.schedule.prologue.num_slots
         trains = self.schedule.trains
         stash = self.slots.empty_stash(self.layer_vjps, count, like) if trains else []
@@ -210,7 +212,7 @@ class PrologueLayers:
         return PrologueBuffers(empty_slots(count, like), stash, reports)
 
     def zeros(self) -> Tree:
-        """Empty gradient accumulators of the layers."""
+        """Return empty gradient accumulators of the layers."""
         return {
             kind: each.zeros(self.local_weights[kind]) for kind, each in self.slots.weights.items()
         }
@@ -218,9 +220,9 @@ class PrologueLayers:
     def enter(
         self, buffers: PrologueBuffers, row: PrologueRow, entering: Int[Array, ""]
     ) -> tuple[Float[Array, "B T D"], PrologueBuffers]:
-        """The microbatch that enters the ring, after the round that starts with it.
+        """Run the round that starts in this tick, and return the microbatch that enters the ring.
 
-        `entering` is its number, or negative for none.
+        `entering` is the index of the microbatch, or negative for none.
         """
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
@@ -260,10 +262,10 @@ class PrologueLayers:
         totals: Tree,
         embedding: Float[Array, "v d"] | None,
     ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
-        """Takes stage 0's cotangent of the microbatch that is back, and the round it completes.
+        """Store stage 0's cotangent of the returned microbatch; run the round that it completes.
 
-        `totals` and `embedding` are the gradients of the layers and of the embedding so far, None
-        of a frozen one.
+        `totals` and `embedding` are the accumulated gradients of the layers and of the embedding;
+        None if frozen.
         """
         with jax.named_scope(scopes.SEND):
             arrived = lax.cond(
@@ -296,28 +298,29 @@ class PrologueLayers:
         return buffers._replace(waiting=waiting), totals, embedding
 
     def finish(self, totals: Tree) -> Tree:
-        """Gradients summed over devices, in the form of the parameters."""
+        """Return gradients summed over devices, as a tree like the parameters."""
         found = {kind: each.finish(totals[kind]) for kind, each in self.slots.weights.items()}
         return jax.tree.map(lambda total: sum_over(total, STAGE), found)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:
-        """The stage that has this microbatch in its round."""
+        """Return the stage that holds this microbatch in its round."""
         return jnp.maximum(microbatch, 0) % self.schedule.num_stages
 
     def _local_microbatch(self, number: jax.Array) -> jax.Array:
-        """This stage's microbatch of a round."""
+        """Return this stage's microbatch of a round."""
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
-        """int `[P]`: microbatches of a round; where it is short, the last one again."""
+        """int `[P]`: microbatches of a round; a short round repeats the last one."""
         first = jnp.maximum(number, 0) * self.schedule.num_stages
         members = first + jnp.arange(self.schedule.num_stages)
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
 
     def _work(self, number: jax.Array, slot: jax.Array) -> SlotWork:
-        """A round on this stage; every stage does the same.
+        """Return the work of a round, which is the same on every stage.
 
-        The last round may be short: what has no microbatch works on another one's for nothing.
+        The last round may be short: a stage without a microbatch repeats the last one and discards
+        the result.
         """
         own = jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
         exists = self._local_microbatch(number) < self.schedule.num_microbatches
@@ -340,5 +343,5 @@ class PrologueLayers:
 
 
 def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
-    """The buffer with the value in a slot, where it counts."""
+    """Write the value to a slot if `counts` is true."""
     return write_slot(buffer, slot, jnp.where(counts, value, read_slot(buffer, slot)))

@@ -1,18 +1,17 @@
-"""One layer, differentiated once: what a forward slot keeps and what backward slots make of it.
+"""Differentiate a layer once, and define its forward, backward and weight-gradient functions.
 
-The layer is traced into a forward that also returns what its backward needs, and the backward as a
-function of that. Weights and the batch's own arrays are at hand in a backward slot anyway: they and
-what is computed from weights alone are never kept, as the data flow says, whatever its shape. With
-a split backward the trace is cut in two (`split`).
+A layer is traced into a forward that also returns the residuals of its backward, and a backward
+that is a function of the residuals. Weights, batch arrays and values
+computed from weights alone are never saved, because a backward slot has access to the weights and
+the batch. The data flow determines which values these are, not their shapes.
 
-Cuts a traced backward in two: gradients of the input first, gradients of the weights later.
+A split backward cuts the traced program in two: input gradients first, weight gradients later. Both
+parts come from one program, so shared values are computed once, in the first part. Values that the
+second part needs are kept in between; a minimum cut of the data flow minimizes their bytes. Cheap
+elementwise operations may be repeated after the cut, matmuls never are.
 
-Both halves come from one program, so that what they share is computed once, in the first half.
-What the second half needs of it is kept in between: a minimum cut of the data flow finds the fewest
-bytes. Cheap elementwise work may be repeated after the cut, matrix products never are.
-
-Source: partitioning the backward's jaxpr is JaxPP's way to zero-bubble schedules
-(arXiv:2412.14374); the cut is the one of arXiv:2206.11719 for recomputation.
+Source: JaxPP partitions the backward's jaxpr for zero-bubble schedules (arXiv:2412.14374); the
+minimum cut is that of arXiv:2206.11719 for recomputation.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _CALL_PRIMITIVES = {
     "custom_jvp_call",
     "custom_vjp_call",
 }
-"""Equations that only wrap a program; they are opened, so that it can be cut."""
+"""Primitives that only call a jaxpr; they are inlined so that the jaxpr can be cut."""
 
 _EXPENSIVE_PRIMITIVES = {
     "dot_general",
@@ -73,12 +72,12 @@ _EXPENSIVE_PRIMITIVES = {
     "reduce_scatter",
     "optimization_barrier",
 }
-"""Equations that are never repeated: products, loops, collectives, and what must not be undone."""
+"""Primitives that are never repeated: matmuls, loops, collectives, barriers and the like."""
 
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two parts; `kept` is what goes from the first to the second."""
+    """A program in two parts; `kept` are the values passed from the first part to the second."""
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
     """All inputs -> (first outputs, kept)."""
@@ -91,9 +90,9 @@ class SplitProgram:
 def split_program(
     program: jex.ClosedJaxpr, *, first_outputs: Sequence[int], free_inputs: Sequence[int]
 ) -> SplitProgram:
-    """Parts of `program`: the first computes `first_outputs`, the second all other outputs.
+    """Split `program`: the first part computes `first_outputs`, the second all other outputs.
 
-    `free_inputs` are given to both parts and cost nothing to keep.
+    `free_inputs` are inputs of both parts, and keeping them costs nothing.
     """
     flat = FlatJaxpr(program)
     chosen = [flat.outputs[i] for i in first_outputs]
@@ -106,7 +105,7 @@ def split_program(
 
     def run_first(arguments: Arrays) -> tuple[list[Any], list[Any]]:
         env = flat.environment(flat.inputs, arguments)
-        # Whatever the cut keeps is computed here, even what only the weights' gradients need.
+        # The first part computes all kept values, even those that only weight gradients need.
         flat.run(sorted(flat.dependencies([*chosen, *kept])), env)
         return [env[v] for v in chosen], [env[v] for v in kept]
 
@@ -119,7 +118,7 @@ def split_program(
 
 
 class FlatJaxpr:
-    """A program without wrapping calls: equations over numbered values."""
+    """A program with all calls inlined: equations over numbered values."""
 
     def __init__(self, program: jex.ClosedJaxpr):
         self.equations: list[tuple[jex.JaxprEqn, list[int], list[int]]] = []
@@ -158,7 +157,7 @@ class FlatJaxpr:
         return [read(atom) for atom in jaxpr.outvars]
 
     def dependencies(self, values: Sequence[int]) -> set[int]:
-        """Equations that these values depend on."""
+        """Return the equations that these values depend on."""
         found: set[int] = set()
         stack = list(values)
         while stack:
@@ -169,7 +168,9 @@ class FlatJaxpr:
         return found
 
     def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
-        """Equations on the way from values that are at hand to those that are wanted, in order."""
+        """Return, in order, the equations that compute the wanted values from the available
+        ones.
+        """
         found: set[int] = set()
         stack = [value for value in wanted if value not in have]
         while stack:
@@ -180,7 +181,7 @@ class FlatJaxpr:
         return sorted(found)
 
     def undo_reshape(self, value: int) -> int:
-        """The value that this one is in another shape, itself if it is none."""
+        """Return the value before all reshapes that lead to this value."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -189,14 +190,14 @@ class FlatJaxpr:
         return value
 
     def input_dependencies(self, value: int) -> set[int]:
-        """Inputs that a value depends on."""
+        """Return the inputs that a value depends on."""
         read = {
             number for index in self.dependencies([value]) for number in self.equations[index][1]
         }
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Values by number, constants included."""
+        """Return values by number, including constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
@@ -207,7 +208,7 @@ class FlatJaxpr:
                 env[outputs[0]] = env[inputs[0]]
                 continue
             parameters: Any = equation.primitive.get_bind_params(equation.params)
-            # Until 0.11 sub-programs came apart from the other parameters.
+            # Before jax 0.11, sub-functions were returned separately from the other parameters.
             subfuns, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
             with equation.ctx.manager:
                 bound = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
@@ -217,14 +218,14 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Whether a value is marked already as different on each device, as one that was kept is."""
+    """Whether a value is already marked as varying between devices, as kept values are."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
 
 
 def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
-    """(jaxpr, constants) that a wrapping equation calls with its own inputs."""
+    """Return (jaxpr, constants) that an equation calls with its own inputs, or None."""
     if equation.primitive.name not in _CALL_PRIMITIVES:
         return None
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
@@ -236,16 +237,17 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
 
 
 _INFINITE_CAPACITY = 2**31 - 1
-"""The flow's numbers have 32 bits: the bytes of a whole program are scaled down to stay below."""
+"""Largest capacity of an edge. Capacities are int32, so byte counts are scaled down to fit."""
 
 
 def _min_cut(
     flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Values to keep between the parts, and early equations to repeat after it.
+    """Return the values to keep between the parts, and the early equations to repeat.
 
-    Every value is an edge as wide as its bytes; cutting it means keeping it. What cannot be
-    repeated hangs on the source, what the second part reads on the sink.
+    Every value is an edge with its bytes as capacity; cutting the edge means keeping the value.
+    Values that cannot be recomputed are connected to the source, and values that the second part
+    reads are connected to the sink.
     """
     known = {*flat.constants, *free}
     wanted = {v for e in late for v in flat.equations[e][1]} | set(outputs)
@@ -294,26 +296,29 @@ Remat = Literal["chunk", "full", "names", "none"]
 LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
 """(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
 
-Losses are scalars, summed over the target tokens of the rows: they are added up as they are, and
-their gradients flow. Statistics are arrays, summed over tokens, without a gradient.
+Losses are scalars, summed over the target tokens of the sequences. They are added to the step's
+sums without a weight, and gradients flow through them. Statistics are arrays, summed over tokens,
+without gradients.
 """
 
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """What forward slots keep for backward slots.
+    """Selection of the activations that forward slots save for backward slots.
 
-    `chunk` and `full` keep inputs and recompute, of a chunk or of each layer; `names` keeps each
-    layer's input and the activations with these names; `none` keeps all that the backward needs.
+    `chunk` saves the input of each chunk, `full` the input of each layer; both recompute the rest.
+    `names` saves the input of each layer and the activations with these names. `none` saves all
+    residuals of the backward.
     """
 
     remat: Remat = "full"
     names: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
-    """Names kept in host memory instead of on the device, whether among `names` or not."""
+    """Names of activations saved in host memory instead of device memory; they may also be in
+    `names`."""
 
     def wrap(self, layer: LayerFn) -> LayerFn:
-        """The layer with what it recomputes marked."""
+        """Return the layer wrapped in `jax.checkpoint` according to the policy."""
         policies = jax.checkpoint_policies
         if self.remat == "none":
             return layer
@@ -325,12 +330,12 @@ class RematPolicy:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # Forward and backward are in different loops: there is nothing to be merged by mistake.
+        # Forward and backward run in different loops, so XLA cannot merge their computations.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
 class SavedArray(NamedTuple):
-    """An array that waits between slots."""
+    """Shape, dtype and memory space of an array that is saved between slots."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -338,26 +343,26 @@ class SavedArray(NamedTuple):
 
     @classmethod
     def from_aval(cls, aval: Any) -> SavedArray:
-        """The form of arrays with this abstract value."""
+        """Return the description of arrays with this abstract value."""
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
 
 class LayerConstants(NamedTuple):
-    """What a layer reads besides weights and input. Nothing in it has a gradient."""
+    """Inputs of a layer other than its weights and activations. None of them has a gradient."""
 
     inputs: Tree
-    """The microbatch's arrays."""
+    """Arrays of the microbatch."""
     layer: jax.Array
-    """The layer's position in the network."""
+    """Network position of the layer."""
     key: jax.Array | None
-    """Of the step's randomness."""
+    """Random key of the step."""
     seeds: Tree
-    """Cotangent of each of the layers' losses; a layer may return some of them."""
+    """Cotangent of each of the layers' losses; a layer may return only some of the losses."""
 
 
 @dataclass(frozen=True)
 class LayerVJP:
-    """The pieces of one layer, differentiated."""
+    """The functions of one differentiated layer."""
 
     forward: Callable[
         [Tree, jax.Array, LayerConstants], tuple[jax.Array, list[jax.Array], Tree, Tree]
@@ -373,7 +378,7 @@ class LayerVJP:
     deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
     statistics: dict[str, tuple[int, ...]]
-    """Shapes by name."""
+    """Shapes of the statistics, by name."""
 
 
 def differentiate_layer(
@@ -386,12 +391,12 @@ def differentiate_layer(
     halves: bool,
     trainable: Tree = None,
 ) -> LayerVJP:
-    """Trace a layer with arguments like these.
+    """Trace and differentiate a layer for arguments with these shapes.
 
-    `halves` makes `input_grad` and `weight_grad` as well as `backward`. `trainable` is a tree of
-    bools, None for all: weight gradients are those of such weights.
+    `halves` adds `input_grad` and `weight_grad`. `trainable` is a tree of bools that selects the
+    weights with gradients; None selects all.
     """
-    structure: list[Any] = []  # of the pullback, known once the forward is traced
+    structure: list[Any] = []  # tree structure of the pullback, known after the forward's trace
     wrapped = keep.wrap(layer)
     trainable = jax.tree.map(lambda _: True, weights) if trainable is None else trainable
 
@@ -415,7 +420,7 @@ def differentiate_layer(
     flat = FlatJaxpr(traced)
     sources = _ValueSources.from_program(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
-    # Several shapes of an array are one to keep.
+    # Reshaped copies of an array are saved once.
     stored = [v for v in dict.fromkeys(map(flat.undo_reshape, leaves)) if sources.must_be_saved(v)]
 
     def forward(
@@ -451,13 +456,13 @@ def differentiate_layer(
 
 
 def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
-    """What has the gradient: a weight, or zeros of its shape in place of one in 8 bits."""
+    """Return the weight to differentiate; a quantized weight is replaced by zeros of its shape."""
     return mark_varying(jnp.zeros(weight.shape, dtype)) if is_quantized_weight(weight) else weight
 
 
 @dataclass(frozen=True)
 class _ValueSources:
-    """Where the values of a layer's forward come from, by their numbers in the flat program."""
+    """Origin of the values of a layer's forward, by their numbers in the flat program."""
 
     flat: FlatJaxpr
     weights: list[int]
@@ -470,12 +475,14 @@ class _ValueSources:
         return cls(flat, weights, x, constants)
 
     def must_be_saved(self, value: int) -> bool:
-        """Whether a value has to be kept from the forward slot to the backward slot.
+        """Whether a value must be saved from the forward slot to the backward slot.
 
-        Inputs other than `x` are at hand there. What follows from weights without `x` is computed
-        again, however dear: kept, it would take its room in every slot, and be the same in all of
-        them. So is what depends on nothing, as zeros do that a mask leaves behind. What follows
-        from the microbatch's own arrays alone waits: it is another one in each slot.
+        Inputs other than `x` are available in the backward slot. Values that depend on weights but
+        not on `x` are always recomputed. They are identical in all slots, so saving them in every
+        slot would waste memory. Values without inputs, such as the zeros of a
+        mask,
+        are recomputed too. Values that depend on the microbatch's arrays alone are saved, because
+        they differ between slots.
         """
         sources = self.flat.input_dependencies(value)
         if self.x in sources:
@@ -490,7 +497,7 @@ def _split_backward(
     constants: LayerConstants,
     like: jax.Array,
 ) -> LayerVJP:
-    """The backward cut in two."""
+    """Return the pieces with the backward split into input and weight gradients."""
     traced, (d_weights, _) = jax.make_jaxpr(pieces.backward, return_shape=True)(
         weights, saved, constants, like
     )
@@ -521,4 +528,4 @@ def _split_backward(
 
 
 def _raise_not_split(*_: Any) -> Any:
-    raise AssertionError("this layer's backward was not cut in two")
+    raise AssertionError("this layer's backward was not split into input and weight gradients")

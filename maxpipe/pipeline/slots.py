@@ -1,13 +1,13 @@
-"""What a stage does in a slot: its chunk's layers, forward or backward.
+"""Run the layers of one chunk in a slot of the schedule: forward, backward or weight gradients.
 
-The layers of a slot run in a loop whose number of turns comes from the table, none when idle, so
-that no conditional ever passes a buffer through. Layers of unlike kinds follow the same rule: each
-turn has a loop of no or one turn for each kind, and what is read from a kind's stacks is indexed by
-that loop's counter, too, so that nothing in it is loop-invariant and would be copied out of it.
-With `idle="compute"` every stage turns as often as the busiest one and throws away what does not
-count: control flow that is the same everywhere.
+The layers of a slot run in a loop whose trip count comes from the table: 0 when the stage is idle.
+So no conditional ever copies a buffer. With several layer types, every iteration contains one inner
+loop per type with a trip count of 0 or 1. Reads from a type's stacks are indexed by the inner
+counter; otherwise XLA would treat them as loop-invariant and copy them out of the loop. With
+`idle="compute"` every stage runs as many iterations as the busiest stage and discards unused
+results, so that control flow is identical on all stages.
 
-Arrays that wait between slots: buffers of one slot each, read and written by number.
+Buffers that hold arrays between slots have one entry per slot and are indexed by slot number.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from maxpipe.pipeline.remat import (
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
-"""Length of a TPU's vector registers: shorter minor dims are padded to it."""
+"""Number of lanes of a TPU vector register; shorter minor dims are padded to it."""
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def empty_slots(count: int, like: Any) -> jax.Array:
-    """Slots for arrays like this one, where it is kept; their contents are undefined."""
+    """Return `count` uninitialized slots for arrays like `like`, in the same memory space."""
     empty = mark_varying(lax.empty((count, *like.shape), like.dtype))
     return jax.device_put(empty, _HOST) if isinstance(like, SavedArray) and like.on_host else empty
 
 
 def read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """The contents of a slot."""
+    """Return the contents of a slot."""
     return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
 
 
 def write_slot(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    """The buffer with the value in a slot."""
+    """Return the buffer with `value` in a slot."""
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
 def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
-    """The batch's arrays of one microbatch, of microbatch 0 when idle."""
+    """Return the arrays of one microbatch; of microbatch 0 if the slot is idle."""
     return jax.tree.map(lambda leaf: read_slot(leaf, jnp.maximum(index, 0)), batch)
 
 
 def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
-    """What each buffer has in a slot; `pinned` as it was written."""
+    """Return the contents of a slot of each buffer; `pinned` reads the layout that was written."""
     values = [read_slot(buffer, slot) for buffer in buffers]
     return [_pin_layout(value) for value in values] if pinned else values
 
@@ -74,17 +74,17 @@ def write_slots(
     *,
     pinned: bool,
 ) -> list[jax.Array]:
-    """Each value into its buffer, where the turn counts.
+    """Write each value to its buffer, unless `used` is false.
 
-    `pinned` fixes how the values lie in memory. XLA carries the layout that the writing loop
-    prefers into the loop that reads, but through one loop only: in loops within loops, as unlike
-    layers have them, reader and writer choose by themselves, and the whole buffer is copied in each
-    tick. Without such loops XLA's own choice is faster by some percent.
+    `pinned` fixes the memory layout of the values. XLA propagates the layout that the writing loop
+    prefers into the reading loop, but only through one loop level. In nested loops, which several
+    layer types need, writer and reader choose their layouts independently, and XLA copies the full
+    buffer in every tick. Without nested loops XLA's own choice is a few percent faster.
     """
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
         if used is not None:
-            # Nothing is computed in host memory: what is kept there comes and goes.
+            # Nothing is computed in host memory, so values are moved to the device and back.
             space = jax.typeof(buffer).memory_space
             new, old = (jax.device_put(a, _DEVICE) for a in (value, read_slot(buffer, slot)))
             value = jax.device_put(jnp.where(used, new, old), space)
@@ -94,17 +94,20 @@ def write_slots(
 
 
 def _pin_layout(value: jax.Array) -> jax.Array:
-    """The value, on TPUs laid out by its shape alone; what is in host memory stays as it is."""
+    """Return the value with a TPU layout that depends on its shape only; host arrays are
+    unchanged.
+    """
     if value.ndim < 2 or jax.typeof(value).memory_space == _HOST:
         return value
     return with_layout(value, layout_order(value.shape))
 
 
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Dims from major to minor that waste little of a TPU's tiles, of 8 or 16 by 128 elements.
+    """Return the dims from major to minor in an order that pads little on TPUs.
 
-    The last dim is minor if it fills the lanes, else the longest; before it stands the longest of
-    the others: of `[B, T, N, H]` that is `(B, N, T, H)`, with which attention multiplies.
+    TPU tiles have 8 or 16 by 128 elements. The last dim is minor if it fills the lanes; otherwise
+    the longest dim is. The longest remaining dim comes second. For `[B, T, N, H]` the result is
+    `(B, N, T, H)`, the order in which attention multiplies.
     """
 
     def longest(dims: Iterable[int]) -> int:
@@ -124,7 +127,7 @@ State = TypeVar("State")
 
 
 class SlotRow(NamedTuple):
-    """One kind of slot in one tick as one stage sees it; entries are scalars."""
+    """The columns of one slot kind, for one tick on one stage; entries are scalars."""
 
     microbatch: jax.Array
     repeat: jax.Array
@@ -136,51 +139,52 @@ class SlotRow(NamedTuple):
     any_work: jax.Array
     """Whether any stage works in this slot."""
     any_layer_type: Any = None
-    """`[L, kinds]`: whether any stage has a layer of this kind at this position of its chunk. Where
-    all stages turn alike and there is more than one kind."""
+    """`[L, types]`: whether any stage has a layer of this type at this position of its chunk. Set
+    if
+    all stages run the same iterations and there are several layer types."""
 
 
 class SlotWork(NamedTuple):
-    """What one slot does, as scalars that differ between stages."""
+    """Work of one slot, as scalars that differ between stages."""
 
     row: SlotRow
     chunk: jax.Array
-    """Number of its chunk among the weights that are held."""
+    """Index of the chunk among the weights that the stage holds."""
     gradient: jax.Array
-    """The same among the gradients."""
+    """Index of the chunk among the gradients that the stage holds."""
     first: jax.Array
-    """Position of its first layer in the network."""
+    """Network position of the chunk's first layer."""
     size: jax.Array
     """Number of layers, 0 when idle."""
     num_iterations: jax.Array
-    """Turns of the layer loop."""
+    """Trip count of the layer loop."""
     inputs: Tree
     """The microbatch's arrays."""
     layer_types: jax.Array
-    """`[L]`: number of each layer's kind."""
+    """`[L]`: type of each layer, as an index."""
     indices_in_type: jax.Array
-    """`[L]`: its place among the layers of that kind in the chunk."""
+    """`[L]`: index of each layer among the chunk's layers of its type."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     exists: jax.Array | None = None
-    """Whether its microbatch is one of the step's; None: it is."""
+    """Whether the microbatch belongs to the step, or only fills up a round. None: it belongs."""
 
 
 class Reports(NamedTuple):
-    """What layers return besides their output, summed over a step."""
+    """Losses and statistics that layers return in addition to their output, summed over a step."""
 
     losses: dict[str, jax.Array]
     """Scalars, float32."""
     statistics: dict[str, dict[str, jax.Array]]
-    """For each kind arrays of each layer `[R * L, ...]`, float32."""
+    """Arrays `[R * L, ...]` with one entry per layer, by layer type and name; float32."""
 
 
 @dataclass(frozen=True)
 class LayerSlots:
     """Runs the layers of a stage's chunks.
 
-    Trees of weights, gradients and kept arrays are dicts by kind of layer. `held` in the methods is
-    what weights are read from: all that the stage holds, or the window.
+    Trees of weights, gradients and saved arrays are dicts by layer type. The argument `held` of the
+    methods is the tree with the weights, either all of the stage or the prefetch window.
     """
 
     layers: dict[str, LayerFn]
@@ -190,26 +194,28 @@ class LayerSlots:
     idle: Idle
     key: jax.Array | None
     uses_weight_window: bool
-    """Weights and gradients lie where the table's window columns say, not by repeat."""
+    """Index weights and gradients by the table's window columns instead of by repeat."""
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Kinds of the layers in the chunks; tables count them in this order."""
+        """Layer types of the chunks, in the order in which tables number them."""
         return self.layout.ring_layer_types
 
     @property
     def is_heterogeneous(self) -> bool:
-        """Whether there is more than one kind, and so a loop of a kind's own in each turn."""
+        """Whether there are several layer types, so that each type needs an inner loop."""
         return len(self.layer_types) > 1
 
     def max_layers_per_chunk(self, kind: str) -> int:
-        """The most layers of a kind in one chunk: the stride of all that is kept by layer."""
+        """Return the largest number of layers of a type in one chunk: the stride of per-layer
+        arrays.
+        """
         return self.layout.stacks[kind].max_layers_per_chunk
 
     def differentiate_layers(
         self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
     ) -> dict[str, LayerVJP]:
-        """The layers differentiated, traced aside: nothing of it enters this program."""
+        """Differentiate the layers in a separate trace, which adds nothing to this program."""
         found: dict[str, LayerVJP] = {}
         keep = RematPolicy("full") if self.remat_policy.remat == "chunk" else self.remat_policy
 
@@ -232,13 +238,13 @@ class LayerSlots:
         return found
 
     def empty_stash(self, pieces: dict[str, LayerVJP], count: int, like: jax.Array) -> Tree:
-        """Room for what `count` chunks keep for their backward."""
+        """Return buffers for the saved activations of `count` chunks."""
         if self.remat_policy.remat == "chunk":
             return [empty_slots(count, like)]
         return self._empty_arrays(count, {kind: pieces[kind].saved for kind in self.layer_types})
 
     def empty_deferred(self, pieces: dict[str, LayerVJP], count: int) -> Tree:
-        """Room for what `count` chunks keep for their weights' gradients."""
+        """Return buffers for the deferred inputs of weight gradients of `count` chunks."""
         return self._empty_arrays(count, {kind: pieces[kind].deferred for kind in self.layer_types})
 
     def _empty_arrays(self, count: int, kept: dict[str, tuple[SavedArray, ...]]) -> Tree:
@@ -248,7 +254,7 @@ class LayerSlots:
         }
 
     def empty_reports(self, pieces: dict[str, LayerVJP]) -> Reports:
-        """Zeros for what the layers of all chunks return besides their output."""
+        """Return zeros for the losses and statistics of the layers of all chunks."""
         losses = {name for kind in self.layer_types for name in pieces[kind].losses}
         repeats = self.layout.ring.num_repeats
 
@@ -267,7 +273,7 @@ class LayerSlots:
         )
 
     def work(self, row: SlotRow, batch: Tree, seeds: Tree) -> SlotWork:
-        """What this slot does on this stage."""
+        """Return the work of this slot on this stage."""
         mine = lambda table: read_slot(  # noqa: E731
             read_slot(mark_varying(jnp.asarray(table)), row.repeat), axis_index(STAGE)
         )
@@ -286,7 +292,7 @@ class LayerSlots:
             seeds=seeds,
         )
 
-    # Layers one after the other.
+    # Loops over layers.
 
     def _loop_layers(
         self,
@@ -296,10 +302,12 @@ class LayerSlots:
         *,
         last_first: bool = False,
     ) -> State:
-        """The state after each layer: `run(kind, step, place, used, state)`.
+        """Return the state after the last layer: `run(kind, step, place, used, state)` is called
+        for each.
 
-        `step` is a layer's position in its chunk, `place` that among the chunk's layers of its
-        kind; `used` says whether the turn counts, None when every turn does.
+        `step` is the layer's position in its chunk, `place` its index among the chunk's layers of
+        its
+        type. `used` is whether the iteration counts; None if every iteration does.
         """
         computes = self.idle == "compute"
 
@@ -326,11 +334,11 @@ class LayerSlots:
         return lax.fori_loop(0, work.num_iterations, turn, state)
 
     def _stack_offsets(self, number: jax.Array) -> dict[str, jax.Array]:
-        """Where the stacks of chunk `number` begin, by kind."""
+        """Return the index of the first entry of chunk `number` in the stacks of each type."""
         return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
-        """What a layer reads besides weights and input."""
+        """Return the inputs of a layer other than its weights and activations."""
         return LayerConstants(work.inputs, work.first + step, self.key, work.seeds)
 
     def _add_reports(
@@ -341,7 +349,9 @@ class LayerSlots:
         found: Sequence[Tree],
         counts: jax.Array | None,
     ) -> Reports:
-        """With what one layer returned, losses and statistics, added if it counts."""
+        """Return the reports with one layer's losses and statistics added, unless `counts` is
+        false.
+        """
         losses, statistics = found
         if not losses and not statistics:
             return reports
@@ -364,7 +374,7 @@ class LayerSlots:
     def forward(
         self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
-        """The chunk's output and nothing else, and the reports with its own."""
+        """Return a chunk's output and the updated reports, without saving activations."""
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -388,7 +398,9 @@ class LayerSlots:
         stash: Tree,
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
-        """The chunk's output, the stash with what its backward needs, and the reports."""
+        """Return a chunk's output, the stash with its saved activations, and the updated
+        reports.
+        """
         if self.remat_policy.remat != "chunk":
             bases = self._stack_offsets(work.row.stash)
             return self._forward_layers_and_save(pieces, held, work, x, stash, bases, reports)
@@ -407,7 +419,7 @@ class LayerSlots:
         stash_bases: dict[str, jax.Array],
         reports: Reports | None,
     ) -> tuple[jax.Array, Tree, Any]:
-        """The chunk's output; what a layer keeps goes to `stash[kind][...][base + place]`."""
+        """Run the layers and save each one's activations at `stash[kind][...][base + place]`."""
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -426,7 +438,9 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """What the layers kept, and where each kind begins; `chunk` recomputes the chunk for it."""
+        """Return the saved activations and each type's first index; `chunk` recomputes the
+        chunk.
+        """
         if self.remat_policy.remat != "chunk":
             return stash, self._stack_offsets(work.row.stash)
         scratch = self._empty_arrays(1, {kind: pieces[kind].saved for kind in self.layer_types})
@@ -446,7 +460,9 @@ class LayerSlots:
         stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Both gradients of a chunk, its last layer first: the input's, and the totals."""
+        """Return the gradient of a chunk's input and the updated totals; the last layer runs
+        first.
+        """
         (kept, kept_bases), bases = (
             self._saved_activations(pieces, held, work, stash),
             self._stack_offsets(work.chunk),
@@ -473,7 +489,9 @@ class LayerSlots:
         stash: Tree,
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """The gradient of a chunk's input; what its weights' gradients need is deferred."""
+        """Return the gradient of a chunk's input and the deferred arrays with the chunk's
+        entries.
+        """
         (kept, kept_bases), bases = (
             self._saved_activations(pieces, held, work, stash),
             self._stack_offsets(work.chunk),
@@ -495,7 +513,9 @@ class LayerSlots:
     def weight_grad(
         self, pieces: dict[str, LayerVJP], work: SlotWork, deferred: Tree, totals: Tree
     ) -> Tree:
-        """The totals with the gradients of a chunk's weights, from what was deferred."""
+        """Return the totals with a chunk's weight gradients added, computed from the deferred
+        arrays.
+        """
         of_deferred, of_totals = (
             self._stack_offsets(work.row.deferred),
             self._stack_offsets(work.gradient),

@@ -1,6 +1,6 @@
-"""What goes through the loop over ticks: rows of the table in, buffers around.
+"""The schedule table as arrays, the buffers of the tick loop, and the weight prefetch loop.
 
-The loop over ticks where weights are gathered by visit: a window of chunks that is refilled.
+The prefetch loop refills a window of gathered chunks (`weight_gather=visit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tree = Any
 
 
 class TickRow(NamedTuple):
-    """One tick of the table as one stage sees it; arrays of all ticks before the loop."""
+    """Columns of the table on one stage: for one tick, or for all ticks before the loop starts."""
 
     forward: SlotRow
     backward: SlotRow
@@ -41,7 +41,7 @@ class TickRow(NamedTuple):
 
 
 class TickTable(NamedTuple):
-    """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for visits."""
+    """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for window events."""
 
     rows: TickRow
     gather_repeat: Any
@@ -51,7 +51,7 @@ class TickTable(NamedTuple):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
-        """What the program reads of a schedule."""
+        """Return the columns of a schedule that the program reads."""
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
@@ -75,20 +75,22 @@ class TickTable(NamedTuple):
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
 
     def specs(self) -> TickTable:
-        """Partition of the table: each stage has its column."""
+        """Return the PartitionSpecs of the table: each stage gets its own columns."""
         return jax.tree.map(
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )
 
     def local_columns(self) -> TickTable:
-        """Columns that arrived as `[K, 1]`, a stage's part of `[K, P]`, as `[K]`."""
+        """Reshape this stage's columns from `[K, 1]`, its shard of `[K, P]`, to `[K]`."""
         return jax.tree.map(
             lambda column: column.reshape(len(column)) if column.ndim == 2 else column, self
         )
 
 
 def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
-    """bool `[K, L, kinds]`: at which position of its chunk any stage has a layer of a kind."""
+    """bool `[K, L, types]`: whether any stage has a layer of a type at this position of its
+    chunk.
+    """
     if len(layout.ring_layer_types) == 1:
         return None
     kinds = layout.layer_type_at[np.maximum(slots.repeat, 0), np.arange(layout.ring.num_stages)]
@@ -97,7 +99,7 @@ def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | Non
 
 
 class Gradients(NamedTuple):
-    """Float32 accumulators of one device, of what is trained."""
+    """Float32 gradient accumulators of one device, for trainable parameters."""
 
     embedding: jax.Array | None
     layers: Tree
@@ -108,41 +110,41 @@ class Gradients(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What the loop over ticks carries."""
+    """State carried by the tick loop."""
 
     inbox: jax.Array
-    """Messages that wait `[slots, B, T, D]`."""
+    """Received messages that have not been read yet, `[slots, B, T, D]`."""
     stash: Tree
-    """What the forwards keep: by kind arrays `[slots * L, ...]` of each layer, or the input of each
-    chunk `[slots, B, T, D]`."""
+    """Saved activations: arrays `[slots * L, ...]` by layer type, or the input of each chunk
+    `[slots, B, T, D]`."""
     deferred: Tree
-    """What weight gradients wait for: by kind arrays `[slots * L, ...]`."""
+    """Deferred inputs of weight gradients: arrays `[slots * L, ...]` by layer type."""
     sent: dict[str, jax.Array]
-    """What leaves for other stages in the next tick, by port."""
+    """Outputs to send to other stages in the next tick, by port."""
     window: Tree
-    """Whole chunks of weights, by kind `[slots * L, ...]`, when gathered by visit."""
+    """Gathered weights of the chunks in the prefetch window, `[slots * L, ...]` by layer type."""
     partial: Tree
-    """Their gradients, not yet reduced."""
+    """Gradients of these weights before their reduction."""
     outside: PrologueBuffers | None
     gradients: Gradients | None
     reports: Reports | None
-    """What layers of the ring return besides their output."""
+    """Losses and statistics of the layers in the ring."""
     loss: jax.Array
-    """Sums of the objective's loss and reports `[R]`, of each source if there are several."""
+    """Sums of the objective's loss and reports `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """What is read of rows in place of losses: arrays `[M, B, ...]`."""
+    """Output of the reader instead of losses: per-sequence arrays `[M, B, ...]`."""
     ahead: MtpResults | None
-    """What heads ahead find."""
+    """Losses and reports of the MTP heads."""
 
 
 class TickProgram(Protocol):
-    """What the loop needs of a program."""
+    """Interface of a program that the tick loop runs."""
 
     schedule: Schedule
     slots: LayerSlots
     weights: dict[str, LayerWeights]
     local_weights: Tree
-    """Shards of the stage's weights, by kind."""
+    """Shards of the stage's weights, by layer type."""
 
     def buffers(self) -> Buffers: ...
 
@@ -150,19 +152,19 @@ class TickProgram(Protocol):
 
 
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
-    """All ticks of a program, from one gather to the next."""
+    """Run all ticks of a program, from one gather to the next."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
-    # Turn i runs the ticks between gathers i - 1 and i while gather i is on its way. Of the
-    # turns the first has no tick, and the last repeats the last gather, as there is no other.
+    # Iteration i runs the ticks between gathers i - 1 and i, while gather i is in flight. The first
+    # iteration has no ticks. The last iteration has no new gather, so it repeats the previous one.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
-    # Chunks to be reduced before a turn; what is due at the end comes after the last turn.
+    # Number of reductions due before each iteration; the others run after the last iteration.
     due = np.searchsorted(visits.reduce_tick, starts, side="right")
 
     def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:
         length = slots.max_layers_per_chunk(kind)
         if not carry.partial[kind]:
-            return carry  # nothing of this kind is trained
+            return carry  # no weight of this type is trainable
 
         def reduce_layer(number: jax.Array, carry: Buffers) -> Buffers:
             gradients = carry.gradients

@@ -1,13 +1,12 @@
-"""Weights sharded over fsdp and axes beside it: when they are gathered, when gradients are reduced.
+"""Weights sharded over fsdp, expert and context: when they are gathered and gradients are reduced.
 
-Everything here runs inside the per-device program and is explicit: no collective
-is left to automatic differentiation. Gathers happen in the compute dtype; gradients
-accumulate in float32 and stay unreduced over `data` until the step's end.
+This code runs inside the per-device program, where every collective is explicit and autodiff
+inserts
+none. Weights are gathered in the compute dtype. Gradients are accumulated in float32 and are not
+reduced over `data` until the end of the step.
 
-Trees of parameters without those that are not trained, and back.
-
-Gradients and all that is kept for them are nested dicts in the form of the parameters, in which
-frozen ones are missing, and so are dicts that would be empty.
+Trees of gradients and of other per-gradient arrays are nested dicts like the parameters, without
+frozen parameters and without dicts that would be empty.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """The parts of a tree where a tree of bools is true; None of a single leaf that is not.
+    """Return the parts of a tree selected by a tree of bools; None for a single frozen leaf.
 
-    The tree may lack frozen parts already.
+    The tree may already lack frozen parts.
     """
     if not isinstance(is_trained, Mapping):
         return tree if is_trained else None
@@ -51,9 +50,9 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """The whole tree, with this part of it in place of its own.
+    """Return the full tree with the leaves of a partial tree replaced.
 
-    A weight in 8 bits stays, and has the gradient of what would be in its place.
+    An 8-bit weight is kept and gets the new leaf as its gradient.
     """
     if not isinstance(part, Mapping):
         return replace(tree, gradient=part) if is_quantized_weight(tree) else part
@@ -66,35 +65,35 @@ def replace_subtree(tree: Tree, part: Tree) -> Tree:
 Tree = Any
 GatherMode = Literal["iteration", "visit", "step"]
 NOT_SHARDED = -1
-"""Stands for "no dim is gathered"."""
+"""Value of `WeightSharding.dim` if no dim is gathered."""
 
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """How a parameter is divided among the devices of a stage."""
+    """Sharding of a parameter over the devices of a stage."""
 
     dim: int
-    """The dim whose shards are gathered for use, or `NOT_SHARDED`."""
+    """Dim whose shards are gathered before use, or `NOT_SHARDED`."""
     axes: tuple[str, ...] = ()
-    """Axes over which it is sharded, fsdp among them."""
+    """Axes over which this dim is sharded, including fsdp."""
     ungathered_axes: tuple[str, ...] = ()
-    """Axes over which another dim is sharded, and stays so: each device of them computes with its
-    own part, for the tokens of all."""
+    """Axes over which another dim is sharded permanently: each device computes with its shard, for
+    the tokens of all devices of these axes."""
     auto_axes: tuple[Any, ...] = ()
-    """For each dim the automatic axes over which it is sharded, as in a PartitionSpec."""
+    """Automatic axes over which each dim is sharded, as in a PartitionSpec."""
     trainable: bool = True
-    """Whether it has a gradient."""
+    """Whether the parameter has a gradient."""
     has_own_dtype: bool = False
-    """Whether it is used in the type in which it is stored; it has no gradient then."""
+    """Whether the parameter is used in its stored dtype; it then has no gradient."""
     zero1_dim: int = NOT_SHARDED
-    """The dim along which each device of the data axis gets its part of the whole gradient, at the
-    end of a step; `NOT_SHARDED` if each gets all. Stacked dims count."""
+    """Dim along which the devices of the data axis get disjoint parts of the gradient at the end of
+    a step. Stacked dims count. `NOT_SHARDED` if each device gets the full gradient."""
     reduce_dtype: str = "float32"
-    """Type in which gradients are sent to be summed."""
+    """Dtype in which gradients are communicated when they are reduced."""
     quantizer: MatmulQuantizer | None = None
-    """How it is rounded, and gathered in 8 bits; None if it is not."""
+    """Quantizer of the weight, which is then gathered in 8 bits. None: it is not quantized."""
     contracted_dims: int = 0
-    """How many of its first dims its product sums over; stacked ones, `stack`, do not count."""
+    """Number of leading dims that the matmul contracts, not counting the `stack` stacked dims."""
     num_stacked: int = 0
 
     @classmethod
@@ -109,7 +108,7 @@ class WeightSharding:
         reduced: str = "float32",
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
-        """From the spec of the whole parameter, and that of its gradient if it is another."""
+        """Return the sharding for the spec of a parameter, and of its gradient if it differs."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
@@ -122,38 +121,40 @@ class WeightSharding:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Axes whose devices each have a part of a gradient, besides those it is scattered over:
-        for its use, or at the end.
+        """Axes over which partial gradients are summed by an all-reduce, because no reduce-scatter
+        sums over them.
         """
         later = () if self.zero1_dim == NOT_SHARDED else (DATA,)
         return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.ungathered_axes, *later))
 
     def unstacked(self, num_stacked: int) -> WeightSharding:
-        """Of one weight, when this is of weights with `num_stacked` dims in front."""
+        """Return the sharding of one weight, given that of weights with `num_stacked` leading
+        dims.
+        """
         dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
         return replace(self, dim=dim, auto_axes=self.auto_axes[num_stacked:])
 
     @property
     def stacked(self) -> WeightSharding:
-        """Of weights like this one, stacked along a new first dim."""
+        """Sharding of such weights stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)
 
     @property
     def transposed(self) -> WeightSharding:
-        """Of the transposed matrix."""
+        """Sharding of the transposed matrix."""
         rows, columns = (*self.auto_axes, None, None)[:2]
         dim = self.dim if self.dim == NOT_SHARDED else 1 - self.dim
         return replace(self, dim=dim, auto_axes=(columns, rows))
 
 
 REPLICATED = WeightSharding(NOT_SHARDED)
-"""Every device has all of it."""
+"""Sharding of a parameter that every device holds in full."""
 
 
 def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
-    """The whole weight in the compute dtype, or in 8 bits, from this device's shard."""
+    """Gather the full weight from the shards, in the compute dtype or in 8 bits."""
     shard = shard if division.has_own_dtype else shard.astype(dtype)
     if division.quantizer is not None:
         return _gather_quantized(division.quantizer, shard, division)
@@ -164,14 +165,14 @@ def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) 
 
 
 def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSharding) -> Tree:
-    """Rounded as the whole weight would be."""
+    """Gather an 8-bit weight, quantized with the scales of the full weight."""
     dim, sharded = division.dim, division.dim != NOT_SHARDED
     over = division.axes if sharded else ()
     rounded = low.quantize_weight(shard, division.num_stacked, division.contracted_dims, over, dim)
 
     def whole(leaf: jax.Array) -> jax.Array:
         if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
-            return mark_varying(leaf)  # a scale for all of that dim
+            return mark_varying(leaf)  # one scale for the full dim
         entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
@@ -183,8 +184,8 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
 
 
 def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """This device's shard of the gradient, summed over the axes of the shards; unsharded ones stay
-    unsummed.
+    """Reduce-scatter a gradient over its shards' axes, and return this device's shard. Gradients of
+    unsharded parameters are returned unsummed.
     """
     if division.dim == NOT_SHARDED:
         return gradient
@@ -197,28 +198,30 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
 class LayerWeights:
     """Access to one stage's layers, stacked `[R * L, ...]`, under a gather mode.
 
-    `iteration` holds shards and gathers one layer when it is used; `step` holds all whole weights;
-    `visit` holds a window of whole chunks. Gradients add up in the form of what is held, those of
-    trainable weights: totals and sums lack the others.
+    `iteration` holds shards and gathers each layer when it is used. `step` holds all gathered
+    weights. `visit` holds a prefetch window of gathered chunks. Gradients of trainable weights are
+    accumulated with the same sharding as the weights that are held.
     """
 
     gather_mode: GatherMode
     weight_shardings: Tree
-    """For each leaf the `WeightSharding` of one layer's weight."""
+    """The `WeightSharding` of one layer's weight, for each leaf."""
     dtype: jnp.dtype
 
     @cached_property
     def trainable(self) -> Tree:
-        """Which weights have a gradient."""
+        """Whether each weight has a gradient."""
         return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @cached_property
     def _trainable_shardings(self) -> Tree:
-        """Divisions of those."""
+        """Shardings of the trainable weights."""
         return select_trainable(self.weight_shardings, self.trainable)
 
     def prepare(self, shards: Tree) -> Tree:
-        """What the tick loop reads weights from; in `visit` the shards that fill the window."""
+        """Return the tree that the tick loop reads weights from; in `visit`, the shards to
+        gather.
+        """
         if self.gather_mode != "step":
             return mark_varying(shards)
         return jax.tree.map(
@@ -228,7 +231,7 @@ class LayerWeights:
         )
 
     def layer(self, held: Tree, index: jax.Array | int) -> Tree:
-        """One layer's whole weights."""
+        """Return the full weights of one layer."""
         picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
         if self.gather_mode != "iteration":
             return picked
@@ -239,13 +242,13 @@ class LayerWeights:
         )
 
     def zeros(self, held: Tree) -> Tree:
-        """Empty float32 accumulators in the form of what is held."""
+        """Return empty float32 accumulators with the sharding of the weights that are held."""
         mine = select_trainable(held, self.trainable)
         zeros = lambda leaf: mark_varying(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
         return jax.tree.map(zeros, mine, is_leaf=is_quantized_weight)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
-        """Adds one layer's gradient in place."""
+        """Add one layer's gradient in place."""
 
         def add(total: jax.Array, part: jax.Array, division: WeightSharding) -> jax.Array:
             part = part.astype(jnp.float32)
@@ -259,7 +262,7 @@ class LayerWeights:
         return jax.tree.map(add, totals, mine, self._trainable_shardings)
 
     def finish(self, totals: Tree) -> Tree:
-        """Summed over devices, in the form of the stored shards."""
+        """Return gradients summed over devices, with the sharding of the stored parameters."""
 
         def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
             if self.gather_mode == "step":
@@ -268,10 +271,10 @@ class LayerWeights:
 
         return jax.tree.map(reduce, totals, self._trainable_shardings)
 
-    # Chunks of `length` layers in the window of `visit`.
+    # Chunks of `length` layers in the prefetch window of `visit`.
 
     def empty_window(self, shards: Tree, num_layers: int) -> Tree:
-        """Zeros for this many whole layers."""
+        """Return zeros for this many unsharded layers."""
         found = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
 
         def held(whole: jax.Array, division: WeightSharding) -> Tree:
@@ -285,7 +288,7 @@ class LayerWeights:
         return jax.tree.map(held, found, self.weight_shardings)
 
     def empty_gradient_window(self, shards: Tree, num_layers: int) -> Tree:
-        """Zeros for the gradients of this many whole layers, float32."""
+        """Return float32 zeros for the gradients of this many unsharded layers."""
         mine = select_trainable(shards, self.trainable)
         return self._empty_layers(mine, self._trainable_shardings, num_layers, jnp.float32)
 
@@ -300,7 +303,7 @@ class LayerWeights:
         return jax.tree.map(empty, shards, divisions)
 
     def gather_chunk(self, shards: Tree, first: jax.Array, length: int) -> Tree:
-        """Whole weights of the layers from `first` on."""
+        """Gather the full weights of `length` layers, starting at layer `first`."""
         cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=length)
         return jax.tree.map(
             lambda shard, division: gather_weight(cut(shard), division.stacked, self.dtype),
@@ -311,7 +314,7 @@ class LayerWeights:
     def reduce(
         self, totals: Tree, index: jax.Array, partial_sums: Tree, place: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Adds one layer's whole gradient to the sharded totals, and empties its place."""
+        """Add one layer's full gradient to the sharded totals, and clear its window entry."""
 
         def add(total: jax.Array, sums: jax.Array, division: WeightSharding) -> jax.Array:
             part = lax.dynamic_index_in_dim(sums, place, 0, False)
@@ -326,21 +329,24 @@ class LayerWeights:
 
 
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
-    """Adds to one entry in place."""
-    # With the entry's first dim dropped, XLA for TPU no longer adds where it multiplies: it copies
-    # the entry before.
+    """Add to one entry in place."""
+    # If the entry's first dim were dropped, XLA for TPU would not fuse this addition with the
+    # matmul,
+    # and would copy the entry first.
     old = lax.dynamic_slice_in_dim(totals, index, 1)
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
 def sum_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Sums over the devices with other tokens that `scatter` has not summed over."""
+    """Sum over the axes that `scatter_gradient` and `zero1_shard` do not reduce over."""
     sent = gradient.astype(division.reduce_dtype)
     return sum_over(sent, division.reduce_axes).astype(gradient.dtype)
 
 
 def zero1_shard(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Of the gradient of a whole parameter the part that this device updates."""
+    """Reduce-scatter a gradient over the data axis, and return the part that this device
+    updates.
+    """
     if division.zero1_dim == NOT_SHARDED:
         return gradient
     run = partial(reduce_scatter, axes=(DATA,), dim=division.zero1_dim)

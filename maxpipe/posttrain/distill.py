@@ -1,9 +1,7 @@
-"""Batches with what a teacher says of them, asked or stored.
+"""Distillation teachers, and batches with online or stored teacher logits.
 
-A teacher: a model that says of each token which ones are likely next, on a mesh of its own.
-
-It has its own model section, mesh and pipeline, and no state but weights: what it says of a batch
-follows from the batch.
+A teacher is a model that runs forward only, on a separate mesh. It has its own model section, mesh
+and pipeline. Its only state are its parameters: teacher logits depend on the batch alone.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from maxpipe.step.step import Steps
 
 KEY, _LAYOUT_KEY = "distill.teacher", "distill.teacher_layout"
 _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東京, Привет 🙂"
-"""Text of which tokenizers with other tokens make other ids."""
+"""Text that tokenizers with different vocabularies encode to different ids."""
 _LAYOUT_SECTIONS = ("mesh.", "pipeline.", "train.")
 
 TeacherLogits = dict[str, jax.Array]
@@ -56,30 +54,30 @@ TeacherLogits = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model on its mesh, and how many tokens it is asked for."""
+    """A model on its mesh, and the number of top-k logits per token."""
 
     name: str
     steps: Steps
     params: Any
     digest: str
-    """Of its parameters, wherever they are."""
+    """Checksum of the parameters, independent of the layout."""
     top_k: int
     temperature: float
     _programs: dict[int, Any] = field(default_factory=dict)
 
     @property
     def entry(self) -> TeacherEntry:
-        """By which it is known again."""
+        """Identity of the teacher, as stored in checkpoints."""
         return {"name": self.name, "digest": self.digest}
 
     @property
     def mesh(self) -> str:
-        """In words."""
+        """Description of the mesh."""
         return describe_mesh(self.steps.param_layout.mesh)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Of its batches."""
+        """Sharding of the teacher's batches."""
         return self.steps.batch_sharding
 
     @cached_property
@@ -87,10 +85,10 @@ class Teacher:
         return list(self.steps.abstract_batch())
 
     def compile(self, count: int, wanted: NamedSharding | None = None) -> None:
-        """Compiles it for batches of this number of rows.
+        """Compile the forward pass for batches of `count` sequences.
 
-        A process whose devices need rows in `wanted` that its teacher's devices lack finds them
-        there all the same: then every device has all answers.
+        If the devices of any process need sequences in sharding `wanted` that its teacher devices
+        lack, the results are replicated on all teacher devices.
         """
         if count not in self._programs:
             ask = partial(LossHead.top_log_probs, count=self.top_k, temperature=self.temperature)
@@ -98,32 +96,34 @@ class Teacher:
             self._programs[count] = self.steps.compile_reader(ask, count, everywhere=everywhere)
 
     def _misses_rows(self, wanted: NamedSharding, count: int) -> bool:
-        """Whether any process has other rows here than it needs."""
+        """Whether the teacher's devices of any process lack sequences that the process needs."""
         held = sequences_by_process(self.sharding, count)
         needed = sequences_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
     def place_batch(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
-        """What it reads of a batch of `count` rows, of which these are in `host`."""
+        """Return the teacher's inputs of a batch of `count` sequences; `host` has those in
+        `rows`.
+        """
         given = {name: host[name] for name in self._input_names}
         return make_global_batch(given, rows, count, self.sharding)
 
     def compute_logits(self, batch: Mapping[str, jax.Array]) -> TeacherLogits:
-        """Begins to compute what it says of a batch; that is on its own mesh."""
+        """Start to compute the teacher logits of a batch on the teacher's mesh."""
         count = len(batch["tokens"])
         logprobs, ids = self._programs[count](self.params, batch)
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
 
 
-# Opening one.
+# Opening a teacher.
 
 
 def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
-    """The teacher that the config names, with its parameters on its devices.
+    """Open the configured teacher, with its parameters on its devices.
 
     Raises:
-        ConfigError: there is no such model, it has another vocabulary, or its layout does not fit.
-        StorageError: it is damaged.
+        ConfigError: the model does not exist, or its vocabulary or layout does not fit.
+        StorageError: the model is damaged.
     """
     config = loaded.config
     key = error_location(KEY, loaded.origins)
@@ -140,7 +140,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
 
 def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedModel:
-    """The model, with rows as the student's, and mesh and pipeline as `distill.teacher_layout` says."""
+    """Open the model with the student's batch shape, and mesh and pipeline of `distill.teacher_layout`."""
     config = loaded.config
 
     def section(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedMod
 
 
 def _layout(config: Config, *, same: bool) -> dict[str, Any]:
-    """Sections `mesh` and `pipeline` before `distill.teacher_layout`."""
+    """Return the sections `mesh` and `pipeline` to which `distill.teacher_layout` is applied."""
     mesh: dict[str, Any] = {"cpu_devices": config.mesh.cpu_devices}
     if config.distill.teacher_layout:
         return {"mesh": mesh}
@@ -171,10 +171,10 @@ def _layout(config: Config, *, same: bool) -> dict[str, Any]:
 
 
 def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
-    """The config on these devices.
+    """Return the config with its mesh resolved for these devices.
 
     Raises:
-        ConfigError: the mesh does not fit them, or a rule that depends on it.
+        ConfigError: the devices do not fit the mesh or a rule that depends on it.
     """
     try:
         mesh = resolve_mesh_config(loaded.config.mesh, devices)
@@ -187,67 +187,67 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """The same where it is about the teacher's layout: its keys are those of other sections."""
+    """Return the error with problems of the teacher's layout attributed to `distill.layout`."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
         if not f"{key}.".startswith(_LAYOUT_SECTIONS):
             return problem
         _, given, rule, action = astuple(problem)
-        return Problem(f"{_LAYOUT_KEY}: {key}", given, rule, f"For the teacher alone: {action}")
+        return Problem(f"{_LAYOUT_KEY}: {key}", given, rule, f"For the teacher only: {action}")
 
     return ConfigError([placed(problem) for problem in error.problems])
 
 
 def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer) -> None:
-    """Raises ConfigError unless both have the same ids for the same tokens."""
+    """Raise ConfigError unless teacher and student use the same ids for the same tokens."""
     mine, its = (each.config.model.vocab_size for each in (loaded, chosen.loaded))
     key = error_location(KEY, loaded.origins)
     if mine != its:
         raise ConfigError.one(
             key,
             chosen.name,
-            f"must have the vocabulary of the student: it has {its} ids, and model.vocab_size is "
+            f"must have the vocabulary of the student: it has {its} ids, but model.vocab_size is "
             f"{mine}.",
-            f"Set model.vocab_size={its} with the tokenizer of the teacher, or name another one.",
+            f"Set model.vocab_size={its} with the teacher's tokenizer, or choose another teacher.",
         )
     chosen.check_tokenizer(own)
     if (folder := folder_of(loaded.config.distill.teacher)) is None:
         return
     try:
         other = open_tokenizer(TokenizerConfig(kind="auto", path=folder))
-    except ConfigError:  # a folder without a tokenizer says nothing
+    except ConfigError:  # the folder has no tokenizer to compare
         return
     if not np.array_equal(other.encode(_PROBE), own.encode(_PROBE)):
         raise ConfigError.one(
             key,
             chosen.name,
-            "must have the tokenizer of the student: the one in its folder gives other ids.",
-            f"Set tokenizer.kind=auto and tokenizer.path={folder}, or name another teacher.",
+            "must have the tokenizer of the student: the tokenizer in its folder gives other ids.",
+            f"Set tokenizer.kind=auto and tokenizer.path={folder}, or choose another teacher.",
         )
 
 
 ProgressStage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Shows, by these words, what takes a while."""
+"""Shows these words while a slow operation runs."""
 
 
 class TeacherLoader:
-    """Asks the teacher one batch ahead, so that it works while the student does.
+    """Runs the teacher one batch ahead, so that teacher and student compute at the same time.
 
-    Only token batches go to the teacher's devices, and answers `[B, T, K]` to the student's.
+    Token batches are sent to the teacher's devices, and logits `[B, T, K]` to the student's.
     """
 
     def __init__(self, teacher: Teacher, sharding: NamedSharding, phases: Phases):
-        """`sharding` is that of the student's batches."""
+        """Initialize the loader; `sharding` is the sharding of the student's batches."""
         self.teacher, self._sharding, self._phases = teacher, sharding, phases
         self._waited, self._bytes, self._count = 0.0, 0, 0
 
     def compile(self, count: int) -> None:
-        """Compiles the teacher for batches of this number of rows."""
+        """Compile the teacher for batches of this many sequences."""
         self.teacher.compile(count, self._sharding)
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Global batches of the steps from `start` to before `stop`, read ahead."""
+        """Return prefetched global batches of steps `start` to `stop - 1`, with teacher logits."""
         held = self._sharding, self.teacher.sharding
         rows = {
             count: reduce(np.union1d, (local_sequences(each, count) for each in held))
@@ -272,13 +272,15 @@ class TeacherLoader:
                             yield self._with_logits(*before)
                 if asked is not None:
                     yield self._with_logits(*asked)
-            finally:  # Python that ends while devices compute may crash
+            finally:  # Python may crash if it exits while devices compute
                 jax.block_until_ready(asked and asked[1])
 
         return contextlib.closing(taught())
 
     def _with_logits(self, batch: Any, answer: TeacherLogits, sent: int) -> Any:
-        """The batch with the answer; `sent` are the bytes that went to the teacher."""
+        """Return the batch with teacher logits; `sent` is the number of bytes sent to the
+        teacher.
+        """
         begin = time.perf_counter()
         with self._phases.enter(STEP):
             jax.block_until_ready(answer)
@@ -288,7 +290,7 @@ class TeacherLoader:
         return batch | reshard_batch(answer, self._sharding)
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of a step, means since the last call."""
+        """Return metrics per step, averaged since the last call."""
         count = max(self._count, 1)
         found = {
             "distill/teacher_wait_s": self._waited / count,
@@ -300,28 +302,28 @@ class TeacherLoader:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Where what a teacher says comes from; nothing without one."""
+    """Source of teacher logits; empty without a teacher."""
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
-    """Of a teacher that is asked. What is stored comes with the rows."""
+    """Loader of an online teacher. Stored logits come with the sequences."""
     banner_lines: Sequence[tuple[str, str]] = ()
-    """For people."""
+    """Lines for the banner."""
 
     @property
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Metadata for checkpoints."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     def compile(self, sizes: Iterable[int], stage: ProgressStage) -> None:
-        """Compiles the teacher for batches of these sizes."""
+        """Compile the teacher for batches of these sizes."""
         if self.teacher_loader is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:
                     self.teacher_loader.compile(rows)
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of a step, means since the last call."""
+        """Return metrics per step, averaged since the last call."""
         return {} if self.teacher_loader is None else self.teacher_loader.take_metrics()
 
 
@@ -332,11 +334,11 @@ def open_teacher_source(
     phases: Phases,
     stage: ProgressStage,
 ) -> TeacherSource:
-    """What the config says of a teacher.
+    """Return the configured source of teacher logits.
 
     Raises:
-        ConfigError: there is no such teacher, or it does not fit the run.
-        StorageError: its files are damaged, or cannot be read.
+        ConfigError: the teacher does not exist, or does not fit the run.
+        StorageError: its files are damaged or cannot be read.
     """
     config = loaded.config
     if config.train.objective != "distill":
@@ -354,11 +356,11 @@ def open_teacher_source(
 
 
 def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
-    """Lets each sequence of training come with the answer that is stored for it.
+    """Attach stored teacher logits to the training sequences.
 
     Raises:
-        ConfigError: the folder is of other rows, or was made for other numbers.
-        StorageError: it is damaged, or cannot be read.
+        ConfigError: the folder is for other sequences or other settings.
+        StorageError: the folder is damaged or cannot be read.
     """
     own = config.distill
     folder = (

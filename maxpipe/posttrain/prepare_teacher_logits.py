@@ -1,7 +1,7 @@
-"""`maxpipe distill prepare`: what a teacher says of all rows that a run may read, into files.
+"""`maxpipe distill prepare`: precompute the teacher's top-k logits for a dataset.
 
-Rows are asked in batches of `train.batch_size`, which begin at multiples of it whatever is done
-already: after a stop the files get the same bytes.
+Sequences are processed in batches of `train.batch_size`. Batches start at multiples of that size
+even after an interruption, so that the files are always bitwise equal.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.posttrain.distill import Teacher, TeacherLogits, open_teacher
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task, what is done of it, its total, and a remark about its rate."""
+"""Called with a task, the finished amount, the total amount, and a remark about the rate."""
 
 
 def prepare_teacher_logits(
     loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
 ) -> str:
-    """Writes the folder, or what is missing of it. Returns a line that says what was done.
+    """Write the missing files of the folder, and return a line of summary.
 
     Raises:
-        ConfigError: a teacher or documents that cannot be used, or a folder with something else.
+        ConfigError: the teacher or the documents cannot be used, or the folder has other content.
         StorageError: the folder cannot be written.
-        Preempted: the process was asked to stop; Interrupted by Ctrl-C.
+        Preemption: the process received a stop request; UserInterrupt after Ctrl-C.
     """
     config = loaded.config
     if config.runtime.num_processes != 1:
-        rule = "must be 1: one process prepares, with all devices of its machine."
+        rule = "must be 1: a single process prepares, with all devices of its machine."
         raise ConfigError.one(
             "runtime.num_processes", config.runtime.num_processes, rule, "Leave it out."
         )
@@ -79,12 +79,12 @@ def prepare_teacher_logits(
                     folder, spec, teacher, datasets.train, config.train.batch_size, report
                 )
             except OSError as error:
-                action = "Free space, or name a folder that can be written with --out."
+                action = "Free space, or name a writable folder with --out."
                 raise StorageError.unwritable(error.filename or folder, error, action) from error
 
 
 def _describe_if_complete(folder: Path, spec: LogitsSpec) -> str:
-    """A line that says what is there already; empty if that is not the whole."""
+    """Return a line of summary if the folder is complete, else an empty string."""
     if not (folder / MANIFEST).exists():
         return ""
     found = read_manifest(str(folder))
@@ -94,9 +94,9 @@ def _describe_if_complete(folder: Path, spec: LogitsSpec) -> str:
 
 def _describe_counts(found: LogitsManifest) -> str:
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
-    rows, tokens = pluralize(num_sequences(found), "row"), found["row_tokens"]
+    rows, tokens = pluralize(num_sequences(found), "sequence"), found["row_tokens"]
     shards = pluralize(len(found["shards"]), "shard")
-    return f"{rows} of {tokens} tokens, the {found['top_k']} most likely next ones of each, " + (
+    return f"{rows} of {tokens} tokens, with the top {found['top_k']} logits of each token, " + (
         f"{shards} of {size / 1e6:.1f} MB"
     )
 
@@ -109,10 +109,10 @@ def _write_missing(
     batch_size: int,
     report: ProgressCallback,
 ) -> str:
-    """Writes what is missing; as `prepare`."""
+    """Write the missing part, as in `prepare_teacher_logits`."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(folder) as journal:
-        if found := _describe_if_complete(folder, spec):  # by a process that had the lock before
+        if found := _describe_if_complete(folder, spec):  # completed by the previous lock holder
             return found
         writer, start = LogitsWriter(folder, journal, spec), time.monotonic()
         teacher.compile(batch_size)
@@ -123,7 +123,7 @@ def _write_missing(
                     writer.add(answers)
                     rate = (done - begun) / max(time.monotonic() - start, 1e-9)
                     words = f"{rate * spec['row_tokens'] / 1e3:.2f} k tokens/s"
-                    report("asking the teacher", done, total, words)
+                    report("computing teacher logits", done, total, words)
                     if asked():
                         break
             if number := asked():
@@ -143,10 +143,10 @@ class _SequenceIndex(NamedTuple):
 def _compute_logits(
     spec: LogitsSpec, teacher: Teacher, loader: Loader, size: int, begun: int
 ) -> Iterator[tuple[LogitsBatch, int]]:
-    """What the teacher says of the rows from `begun` on, and how many are done then.
+    """Yield the teacher logits of the sequences from `begun` on, and the number of finished ones.
 
-    It computes while the rows of the next batch are read. No device computes when this is closed:
-    Python that ends meanwhile may crash.
+    The teacher computes while the next batch is read. Closing the generator waits for the devices,
+    because Python may crash if it exits while they compute.
     """
     parts = {part.name: number for number, part in enumerate(loader.stream.parts)}
     counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]
@@ -174,7 +174,7 @@ def _compute_logits(
 
 
 def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tuple[list[int], Batch]:
-    """Rows, with digests of them; a batch that is not full repeats the last one."""
+    """Return checksums of the sequences, and the batch, filled up with copies of the last one."""
     rows = [loader.stream.read(*place) for place in places]
     digests = [sequence_digest(row) for row in rows]
     rows += rows[-1:] * (size - len(rows))
@@ -185,7 +185,7 @@ def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tupl
 def _select_missing(
     rows: range, digests: list[int], answer: TeacherLogits, begun: int
 ) -> tuple[LogitsBatch, int]:
-    """Of an answer the rows that are not done yet."""
+    """Return the logits of the sequences that are not finished yet, and the new count."""
     mine = slice(max(begun - rows.start, 0), len(rows))
     ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))
     return LogitsBatch(digests[mine], ids, logprobs), rows.stop
@@ -193,7 +193,9 @@ def _select_missing(
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[Callable[[], int]]:
-    """The number of a signal that asks the process to end, 0 before; it interrupts nothing."""
+    """Yield a function that returns the number of a received stop signal, or 0. The signal does not
+    interrupt the process.
+    """
     found = 0
 
     def note(number: int, frame: Any) -> None:

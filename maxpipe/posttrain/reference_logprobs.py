@@ -1,7 +1,7 @@
-"""Reference log-probabilities of pairs: what the weights that a run starts from say of responses.
+"""Reference log-probabilities of pairs, computed with the initial weights of a run.
 
-They are found once, by the engine forward only, and kept in the run's folder: there is no second
-model beside the one that is trained. The search goes on where it was stopped.
+The engine computes them once, forward only, and they are stored in the run's folder. Training
+therefore needs no second model in memory. An interrupted computation resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _VERSION = 1
 _SAVE_SECONDS = 60.0
 
 Values = dict[str, np.ndarray]
-"""By the name of a source, float32 [documents, 2]: of the chosen and of the rejected response. NaN:
-not known."""
+"""Values of the chosen and of the rejected response by source name, float32 [documents, 2]. NaN if
+not computed yet."""
 
 
 class _ReferenceMetadata(TypedDict):
     version: int
     weights: str
-    """Digest of the weights."""
+    """Checksum of the weights."""
     sources: list[tuple[str, str]]
-    """Name of each source, and digest of its pairs."""
+    """Name of each source, and checksum of its pairs."""
 
 
 class _PairSequence(NamedTuple):
-    """What is found of a row."""
+    """Results of one sequence."""
 
     source: str
     documents: list[int]
@@ -60,26 +60,26 @@ class _PairSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredReferences:
-    """What the file of a run has."""
+    """Content of a run's reference file."""
 
     weights: str
     digests: Mapping[str, str]
-    """Of the pairs, by the name of a source."""
+    """Checksum of the pairs of each source, by name."""
     values: Values
 
     def for_source(self, name: str, documents: PairDocuments) -> np.ndarray | None:
-        """Those of a source, if it has the same pairs."""
+        """Return the values of a source if its pairs are unchanged."""
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
 
 def needs_references(steps: Steps) -> bool:
-    """Whether the objective of a run reads them."""
+    """Whether the objective of a run uses reference log-probabilities."""
     objective = steps.objective
     return isinstance(objective, Preference) and objective.needs_reference
 
 
 class PairReferences:
-    """Finds them for a run, or takes those that it has found before."""
+    """Computes the reference log-probabilities of a run, or loads stored ones."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PairReferences:
         link: ControlChannel,
         phases: Phases,
     ):
-        """`loaders` have every pair once."""
+        """Initialize the computation; `loaders` contain every pair once."""
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._link, self._phases = console, link, phases
@@ -99,21 +99,21 @@ class PairReferences:
         self._weights = ""
 
     def attach(self, params: Any, *, is_new: bool) -> None:
-        """Gives the documents their references: those of `params` if the run begins with them.
+        """Attach references to the documents, computed with `params` if the run is new.
 
         Raises:
-            StorageError: the run has begun, and its references are gone; or they cannot be written.
-            NumbersError: the weights give some that are not finite.
-            Preempted: the run was asked to stop.
+            StorageError: references of a started run are missing, or the file cannot be written.
+            DivergenceError: some values are not finite.
+            Preemption: the run received a stop request.
         """
         stored = self._load_stored(is_new)
         self._weights = self._steps.digest(params) if is_new else ""
         if is_new and stored is not None and stored.weights != self._weights:
-            self._console.note(f"{self._path}: is of other weights, and is written again")
+            self._console.note(f"{self._path}: belongs to other weights; it is overwritten")
             stored = None
         for name, documents in self._documents.items():
             known = None if stored is None else stored.for_source(name, documents)
-            # What is left out has no response: it is in no row.
+            # Excluded pairs have no response and are in no sequence.
             empty = np.where(documents.lengths > 0, np.nan, 0.0).astype(np.float32)
             self._values[name] = np.stack([empty, empty], 1) if known is None else known.copy()
         self._check_same_file()
@@ -130,7 +130,7 @@ class PairReferences:
         except (OSError, ValueError) as error:
             if not is_new:
                 raise self._missing_error(self._num_missing(), f"{error}; ") from error
-            self._console.warn(f"{self._path} cannot be used ({error}): it is written again")
+            self._console.warn(f"{self._path} cannot be used ({error}); it is overwritten")
             return None
 
     def _num_missing(self) -> int:
@@ -140,9 +140,9 @@ class PairReferences:
         what = pluralize(missing, "pair") if missing else "the pairs"
         return StorageError(
             f"{self._path}: lacks the reference log-probabilities of {what}\n"
-            f"  {reason}the run goes on from a checkpoint, and they are of the weights that it has "
-            "started from.\n"
-            "  Bring the file back, or the pairs that it is of; or set run.name to a new name."
+            f"  {reason}the run resumes from a checkpoint, but these values require its initial "
+            "weights.\n"
+            "  Restore the file, or the pairs that it describes; or set run.name to a new name."
         )
 
     def _check_same_file(self) -> None:
@@ -153,11 +153,11 @@ class PairReferences:
             raise ConfigError.one(
                 "run.dir",
                 str(self._path.parent),
-                f"must be a folder that all processes share: they see other {REFERENCE_FILE}.",
+                f"must be a folder that all processes share: their {REFERENCE_FILE} files differ.",
                 "Set run.dir to such a folder, or delete the file.",
             )
 
-    # The search.
+    # The computation.
 
     def _compute(self, params: Any, missing: int) -> None:
         total = sum(int((each.lengths > 0).sum()) for each in self._documents.values())
@@ -165,9 +165,9 @@ class PairReferences:
             step = self._steps.compile_reader(
                 LossHead.scores, self._loaders[0].ramp.batch_size, everywhere=True
             )
-        words = f"finding reference log-probabilities of {pluralize(missing, 'pair')}"
+        words = f"computing reference log-probabilities of {pluralize(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
-        # From the first question on, a request to stop is answered and does not end the process.
+        # From the first check on, a stop request no longer ends the process immediately.
         if self._link.should_stop():
             raise self._stop_error(total)
         saved = time.monotonic()
@@ -186,7 +186,7 @@ class PairReferences:
     def _score_batches(
         self, step: Callable[[Any, Any], Any], params: Any
     ) -> Iterator[list[_PairSequence]]:
-        """The rows of each batch that has a pair which is not known."""
+        """Yield the results of each batch with an unknown pair, by sequence."""
         for loader in self._loaders:
             first = next(filter(self._has_missing(loader), range(loader.num_batches)), None)
             if first is None:
@@ -203,7 +203,7 @@ class PairReferences:
                     ]
 
     def _has_missing(self, loader: Loader) -> Callable[[int], bool]:
-        """Whether a batch of this number has a pair that is not known."""
+        """Return a function that tests whether a batch has an unknown pair."""
         return lambda number: any(
             np.isnan(self._values[row.source][row.documents]).any()
             for row in loader.sequence_origins(number)
@@ -215,7 +215,7 @@ class PairReferences:
                 where = self._documents[source].where(documents[0])
                 raise DivergenceError(
                     f"{where}: its log-probability is not finite\n"
-                    "  the weights that the run starts from give NaN or infinity.\n"
+                    "  the initial weights of the run return NaN or infinity.\n"
                     "  Start from other weights, or set model.compute_dtype=float32."
                 )
             self._values[source][documents] = halves.reshape(-1, 2)
@@ -226,7 +226,7 @@ class PairReferences:
             f"{self._path}: stopped with the reference log-probabilities of {done} of "
             f"{pluralize(total, 'pair')}\n"
             "  They are saved.\n"
-            "  Start the same command again to go on."
+            "  Run the same command again to resume."
         )
 
     def _save(self) -> None:
@@ -236,10 +236,10 @@ class PairReferences:
 
 
 def save_references(path: Path, stored: StoredReferences) -> None:
-    """Writes a file as a whole.
+    """Write the file atomically.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: the file cannot be written.
     """
     names = sorted(stored.values)
     sources = [(name, stored.digests[name]) for name in names]
@@ -254,43 +254,43 @@ def save_references(path: Path, stored: StoredReferences) -> None:
 
 
 def load_references(path: Path) -> StoredReferences | None:
-    """What a file has; None without one.
+    """Return the content of a reference file, or None if it does not exist.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is damaged, or none of these files.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or is not a reference file.
     """
     try:
-        # Opened here, because numpy leaves a damaged file open.
+        # Opened here because numpy does not close a damaged file.
         with (
             open(files.open_regular(path), "rb") as file,
             np.load(file, allow_pickle=False) as arrays,
         ):
             facts = parse_json(arrays["facts"].tobytes(), _ReferenceMetadata)
             if facts["version"] != _VERSION:
-                raise ValueError("it is of another release")
+                raise ValueError("it was written by another release")
             values = {name: arrays[f"values_{n}"] for n, (name, _) in enumerate(facts["sources"])}
     except FileNotFoundError:
         return None
     except (KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"it is damaged: {error}") from error
     if any(each.dtype != np.float32 or each.shape[1:] != (2,) for each in values.values()):
-        raise ValueError("arrays of another shape")
+        raise ValueError("its arrays have the wrong shape")
     return StoredReferences(facts["weights"], dict(facts["sources"]), values)
 
 
 def attach_stored_references(run_dir: Path, loader: Loader) -> None:
-    """Gives the documents of a loader what a run has found for them.
+    """Attach the stored references of a run to the documents of a loader.
 
     Raises:
-        ConfigError: it has found nothing for them.
-        StorageError: its file cannot be read.
+        ConfigError: the run has no references for these documents.
+        StorageError: the file cannot be read.
     """
     path = run_dir / REFERENCE_FILE
     try:
         stored = load_references(path)
     except (OSError, ValueError) as error:
-        action = "Bring the file back."
+        action = "Restore the file."
         raise StorageError(f"{path}: cannot be read\n  {error}.\n  {action}") from error
     for name, documents in loader.pairs.items():
         known = None if stored is None else stored.for_source(name, documents)
@@ -298,7 +298,7 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
             raise ConfigError.one(
                 "data",
                 None,
-                f"must be pairs that the run has references for: {path} has none for these.",
+                f"must be pairs with references of the run: {path} has none for these pairs.",
                 "Evaluate the documents of the run, or text: train.objective=pretrain "
                 "data.chat=off data.packing=cut and data.path.",
             )

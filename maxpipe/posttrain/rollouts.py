@@ -1,13 +1,12 @@
-"""Rollouts: completions of a step's prompts by the parameters where they are, and their rewards.
+"""Rollouts: completions of a step's prompts by the current parameters, and their rewards.
 
-What is drawn follows from seed, sample and place in the completion. The number of a sample stands
-for its step, prompt and member of the group: a run that is resumed draws the same, and so does any
-layout, up to rounding.
+Sampling depends only on the seed, the sample's number and the position in the completion. The
+number determines step, prompt and group member. A resumed run, or one with another layout,
+therefore samples the same completions up to rounding.
 
-The reference of a run: the parameters that it began with, beside those that it trains.
-
-Frozen parameters are the same in both and are there once. A checkpoint has a digest of the
-reference and not the reference, which is read again from where the run began.
+`ReferenceParams` holds the initial parameters of the run for the KL term. Frozen parameters are
+stored once for both. A checkpoint contains only a checksum of the reference; the reference itself
+is loaded again from the run's starting point.
 """
 
 from __future__ import annotations
@@ -45,44 +44,43 @@ from maxpipe.step.step import Steps
 
 
 class ReferenceParams:
-    """Copies of the trained parameters, divided over devices as they are.
+    """Copies of the trainable parameters, sharded like them.
 
-    `saved_digest` is that of a checkpoint, if the run goes on from one.
+    `saved_digest` is the checksum in the checkpoint of a resumed run.
 
     Raises:
-        ConfigError: these are not the parameters that the run has begun with.
+        ConfigError: the parameters are not those with which the run started.
     """
 
     def __init__(self, steps: Steps, params: Tree, saved_digest: str | None, where: str):
         mine = steps.param_layout.select_trainable(params)
-        self._copies = jax.tree.map(jnp.copy, mine)  # a step uses its own up
+        self._copies = jax.tree.map(jnp.copy, mine)  # a train step donates the originals
         self.digest = steps.digest(mine)
         if saved_digest not in (None, self.digest):
             raise ConfigError.one(
                 where,
                 None,
-                "must lead to the weights that this run has begun with, which are the reference "
-                "of grpo.kl_coef: other weights are there now.",
-                "Put them back, name the step that they are of with RUN@STEP, or set run.name to a "
-                "new name.",
+                "must point to the initial weights of this run, which are the reference "
+                "of grpo.kl; it now points to other weights.",
+                "Restore them, name their step with RUN@STEP, or set run.name to a new name.",
             )
 
     def merge(self, params: Tree) -> Tree:
-        """The parameters of the reference, `params` being those that are trained."""
+        """Return the reference parameters; `params` are the current ones."""
         return replace_subtree(params, self._copies)
 
 
 Tree = Any
 
 _STREAM = "rollouts"
-"""Their randomness has a seed of its own."""
+"""Name of the random stream; rollouts use a separate seed."""
 _NUM_ROW_IDS = 1 << 31
-"""Numbers of rows are int32."""
+"""Number of distinct sample ids, which are int32."""
 
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """A completion and what it is worth."""
+    """A completion with its reward and advantage."""
 
     prompt: PromptRecord
     tokens: Sequence[int]
@@ -93,9 +91,9 @@ class RewardedCompletion:
 
 
 class Rollouts:
-    """Draws, rewards and keeps the completions of `updates_per_rollout` steps at a time.
+    """Samples, rewards and stores the completions of `updates_per_rollout` steps at a time.
 
-    A position is the number of a batch, as `Watch.offset` counts them.
+    A position is the number of a batch, as in `BadStepMonitor.offset`.
     """
 
     def __init__(
@@ -107,14 +105,14 @@ class Rollouts:
         reference: ReferenceParams | None,
         same: Callable[[str, str], Mapping[str, Sequence[int]]],
     ):
-        """`same` says which processes have which value, see `Link.same`."""
+        """Set up decoding; `same` groups processes by value, see `ControlChannel.same`."""
         self._config, self._steps, self._loader = grpo_config, steps, datasets.train
         self._tokenizer, self._reference, self._same = datasets.tokenizer, reference, same
         rows = datasets.train.sequences
         assert isinstance(rows, PromptSequences)
         self._prompts = rows.prompts
         self._rewards = RewardFunction(grpo_config)
-        self._rewards.start()  # before anything is compiled
+        self._rewards.start()  # before any compilation
         self.close = self._rewards.close
         num_rows, self._length = steps.shape
         longest = int(rows.lengths.max())
@@ -140,21 +138,22 @@ class Rollouts:
         self._first_position = -1
         """Position of the newest rollout."""
         self._completions: list[list[RewardedCompletion]] = []
-        """Of each of its steps."""
+        """Completions of each of its steps."""
         self._batches: list[dict[str, Array]] = []
 
     def is_rollout_start(self, position: int) -> bool:
-        """Whether a batch is the first of a rollout: what is saved before it can be resumed."""
+        """Whether a batch is the first of a rollout, so that a run saved before it can resume."""
         return position % self._config.updates_per_rollout == 0
 
     def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
-        """Draws the completions of the batches from `position` on; False if `stops` says so.
+        """Sample the completions of the batches from `position` on; return False if `stops` is
+        true.
 
-        All processes of a run call it together.
+        All processes of a run must call it together.
 
         Raises:
             ConfigError: a completion cannot be rewarded.
-            NumbersError: the model gives numbers that are not finite.
+            DivergenceError: the model returns non-finite values.
         """
         assert self.is_rollout_start(position)
         self._batches.clear()
@@ -178,11 +177,11 @@ class Rollouts:
         return True
 
     def batch(self, position: int) -> Mapping[str, Array]:
-        """Arrays of a batch of the newest rollout, on the devices."""
+        """Return the arrays of a batch of the newest rollout, on the devices."""
         return self._batches[position - self._first_position]
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Of the completions of a batch."""
+        """Return metrics of the completions of a batch."""
         drawn = self._completions[position - self._first_position]
         rewards = np.array([each.reward for each in drawn])
         groups = rewards.reshape(-1, self._config.group_size)
@@ -195,7 +194,7 @@ class Rollouts:
         }
 
     def samples(self, position: int) -> list[Mapping[str, object]]:
-        """The first group of a batch: prompts, texts and rewards."""
+        """Return prompts, texts and rewards of the first group of a batch."""
         drawn = self._completions[position - self._first_position]
         return [
             {
@@ -208,12 +207,12 @@ class Rollouts:
             for each in drawn[: self._config.group_size]
         ]
 
-    # Drawing.
+    # Sampling.
 
     def _complete_prompts(
         self, params: Tree, position: int, stops: Callable[[], bool]
     ) -> list[tuple[PromptRecord, Completion]]:
-        """A completion of each row of a batch."""
+        """Return a completion for each sequence of a batch."""
         count, _ = self._steps.shape
         records = [
             self._prompts[row.documents[0]] for row in self._loader.sequence_origins(position)
@@ -252,15 +251,17 @@ class Rollouts:
         ]
 
     def _check_same_rewards(self) -> None:
-        """Every process has rewarded all completions: one that differs would train on others."""
+        """Check that all processes computed the same rewards; otherwise they would train
+        differently.
+        """
         values = json.dumps([[each.reward for each in drawn] for drawn in self._completions])
         if len(self._same("rewards", hashlib.sha256(values.encode()).hexdigest())) > 1:
             raise ConfigError.one(
                 "grpo.reward_file",
                 self._config.reward_file,
-                "must return the same for the same completion and record; processes of this run "
-                "have got other rewards.",
-                "Take what is random or changes with time out of the function.",
+                "must return the same reward for the same completion and record; processes of this "
+                "run computed different rewards.",
+                "Remove randomness and time dependence from the function.",
             )
 
     # Batches.
@@ -277,9 +278,9 @@ class Rollouts:
         return make_global_batch(local, rows, count, sharding)
 
     def _add_logprobs(self, params: Tree) -> None:
-        """Adds the log-probabilities of completions that a step needs beside its own.
+        """Add log-probabilities that a step needs in addition to its own.
 
-        The first step of a rollout has those of its own parameters.
+        The first step of a rollout uses the log-probabilities of its current parameters.
         """
         for number, batch in enumerate(self._batches):
             if number:
@@ -297,9 +298,9 @@ class Rollouts:
 def assemble_batch(
     drawn: Sequence[RewardedCompletion], length: int, pad_id: int, average: str
 ) -> Batch:
-    """Arrays `[B, T]` of completions behind their prompts, a row each.
+    """Return arrays `[B, T]` with one sequence per prompt and its completion.
 
-    Only tokens of completions count, each as often as the mean that is asked for says.
+    Only completion tokens are trained; `average` determines their weights.
     """
     shape = (len(drawn), length)
     tokens, targets = (np.full(shape, pad_id, np.int32) for _ in range(2))

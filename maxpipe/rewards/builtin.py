@@ -1,6 +1,6 @@
-"""Rewards that are built in: pure functions of a completion and the record of its prompt.
+"""Built-in rewards: pure functions of a completion and the record of its prompt.
 
-Imports no other module of maxpipe: the process in which they run starts at once.
+This module imports no other module of maxpipe, so that the worker process starts fast.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from fractions import Fraction
 from typing import Any
 
 Record = Mapping[str, Any]
-"""A line of the file of prompts."""
+"""A line of the prompt file."""
 Reward = Callable[[str, Record], float]
 
 FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
-"""Which field of a record each of them reads, unless told otherwise."""
+"""Default field of a record for each reward."""
 
 _MAX_CHARACTERS = 1000
-"""Of an expression or a number."""
+"""Maximum length of an expression or a number."""
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
 _IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
-"""No exponents: `1e999999999` has a billion digits."""
+"""Exponents are not allowed: `1e999999999` has a billion digits."""
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,9 +36,9 @@ _SIGNS = str.maketrans("×÷−", "*/-")
 
 
 def builtin_reward(kind: str, field: str) -> Reward:
-    """The reward of this name, which reads a field: 1 for a right answer, else 0.
+    """Return the reward of this name, which reads a field: 1 for a correct answer, else 0.
 
-    It raises ValueError for a record that lacks what it needs.
+    The reward raises ValueError for a record without the required fields.
     """
     field = field or FIELDS[kind]
     if kind == "exact":
@@ -49,7 +49,7 @@ def builtin_reward(kind: str, field: str) -> Reward:
 
 
 def read_text(record: Record, field: str) -> str:
-    """The text, or number, in a field of a record."""
+    """Return the text or number in a field of a record."""
     found = record.get(field)
     if isinstance(found, bool) or not isinstance(found, str | int | float):
         raise ValueError(f"it has no text or number `{field}`")
@@ -57,18 +57,18 @@ def read_text(record: Record, field: str) -> str:
 
 
 def read_pattern(record: Record, field: str) -> re.Pattern[str]:
-    """The regular expression in a field of a record."""
+    """Return the regular expression in a field of a record."""
     try:
         return re.compile(read_text(record, field))
     except (re.error, OverflowError, RecursionError, MemoryError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise ValueError(f"its `{field}` is no regular expression: {reason}") from error
+        raise ValueError(f"its `{field}` is not a regular expression: {reason}") from error
 
 
 def expected_value(record: Record, field: str) -> Fraction:
-    """The value of the expression in a field of a record, or in the last line of its prompt.
+    """Return the value of the expression in a field of a record, or in its prompt.
 
-    There it is what stands before the last `=`.
+    Without the field, the expression is the text before the last `=` in its line of the prompt.
     """
     if field in record:
         return evaluate_expression(read_text(record, field))
@@ -79,14 +79,14 @@ def expected_value(record: Record, field: str) -> Fraction:
 
 
 def evaluate_expression(expression: str) -> Fraction:
-    """The exact value of numbers, `+ - * /` and parentheses."""
+    """Return the exact value of an expression of numbers, `+ - * /` and parentheses."""
     text = expression.strip().translate(_SIGNS)
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"its expression has more than {_MAX_CHARACTERS} characters")
     try:
         return _value(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"its expression {text[:40]!r} is none") from error
+        raise ValueError(f"{text[:40]!r} is not an expression") from error
     except ZeroDivisionError as error:
         raise ValueError(f"its expression {text[:40]!r} divides by 0") from error
 
@@ -100,11 +100,11 @@ def _value(node: ast.expr, text: str) -> Fraction:
         written = ast.get_source_segment(text, node) or ""
         if _IN_EXPRESSION.fullmatch(written):
             return Fraction(written)  # 0.1 is a tenth
-    raise ValueError(f"its expression {text[:40]!r} has more than numbers, + - * / and parentheses")
+    raise ValueError(f"its expression {text[:40]!r} may contain only numbers, + - * / and ( )")
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a text is: whole, decimal or a fraction; None if it is none."""
+    """Return the number in a text (integer, decimal or fraction), or None if it is not a number."""
     text = text.strip().translate(_SIGNS)
     if len(text) > _MAX_CHARACTERS or not _NUMBER.fullmatch(text):
         return None

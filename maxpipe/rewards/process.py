@@ -1,6 +1,6 @@
-"""Rewards of completions, computed in a process of their own with a limit of time for each.
+"""Rewards of completions, computed in a separate process with a time limit for each.
 
-Whatever a function does, training does not hang with it: the record that it failed on is named.
+A reward function that hangs or crashes does not block training; the error names its record.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from maxpipe.rewards import builtin, worker
 
 _KEY = "grpo.reward_file"
 _START_SECONDS = 60.0
-"""In which a file with a function is loaded, and all that it imports."""
+"""Time limit for loading the file of a reward function, including its imports."""
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 24
 _MAX_SHOWN = 60
 
 
 class _RewardReply(TypedDict, total=False):
-    """A line of the process; that to its settings is empty."""
+    """A response line of the process; the response to its settings is empty."""
 
     reward: float
     error: str
 
 
 class RewardFunction:
-    """What completions are worth, by the function that the config names."""
+    """Computes the rewards of completions with the configured function."""
 
     def __init__(self, config: GrpoConfig):
-        assert config.allow_code or not config.reward_file, "a rule of the config asks for this"
+        assert config.allow_code or not config.reward_file, "a config rule requires allow_code"
         self._config = config
         self._path, _, self._function = config.reward_file.rpartition(":")
         self._process: WorkerProcess | None = None
 
     def fingerprint(self) -> str:
-        """Which function it is: for a file, with its digest."""
+        """Return the identity of the function; for a file it includes the file's checksum."""
         if not self._config.reward_file:
             return f"{self._config.reward} {self._config.reward_field}".strip()
         try:
@@ -55,35 +55,35 @@ class RewardFunction:
         return f"{self._function} of {hashlib.sha256(content).hexdigest()}"
 
     def compute(self, completion: str, record: Mapping[str, Any], where: str) -> float:
-        """The reward of a completion; `where` names the record of its prompt in errors.
+        """Return the reward of a completion; `where` names the record of its prompt in errors.
 
         Raises:
-            ConfigError: the function raises, takes too long, ends its process, or returns anything
-                but a finite number.
+            ConfigError: the function raises, exceeds the time limit, ends its process, or does not
+                return a finite number.
         """
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
             answer = self._request(process, request, self._config.reward_timeout_seconds)
             if "reward" not in answer:
-                raise _RewardError("it gave none")
+                raise _RewardError("it returned no reward")
             return answer["reward"]
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
             rule = (
-                f"must give a finite number within {self._config.reward_timeout_seconds:g} seconds for "
-                f"each completion; of {where} and the completion {shown!r} {error}."
+                f"must return a finite number within {self._config.reward_timeout_seconds:g} seconds for "
+                f"each completion; for {where} and the completion {shown!r} {error}."
             )
             raise self._config_error(rule) from None
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     def start(self) -> WorkerProcess:
-        """The process, started if it is not yet.
+        """Return the process, which is started on the first call.
 
         Raises:
             ConfigError: the file with the function cannot be loaded.
@@ -96,7 +96,7 @@ class RewardFunction:
             os.environ | {"PYTHONPATH": paths},
             most_answer_bytes=_MAX_REPLY_BYTES,
             shows_errors=True,
-            own_session=True,  # Ctrl-C is for the run, which ends it
+            own_session=True,  # Ctrl-C reaches only the run, which stops this process
         )
         config = self._config
         settings = {
@@ -110,7 +110,7 @@ class RewardFunction:
         try:
             self._request(process, settings, _START_SECONDS)
         except _RewardError as error:
-            rule = f"must be a Python file with this function, and cannot be loaded: {error}."
+            rule = f"must be a Python file with this function, but cannot be loaded: {error}."
             raise self._config_error(rule) from None
         return process
 
@@ -123,7 +123,7 @@ class RewardFunction:
             )
         except TimeoutError:
             self.close()
-            raise _RewardError("it took longer") from None
+            raise _RewardError("it exceeded the time limit") from None
         except (OSError, ValueError):
             self.close()
             raise _RewardError("it ended its process") from None
@@ -133,18 +133,18 @@ class RewardFunction:
 
     def _config_error(self, rule: str) -> ConfigError:
         if not self._config.reward_file:
-            action = "Correct the record, or take it out."
+            action = "Correct or remove the record."
             return ConfigError.one("grpo.reward", self._config.reward, rule, action)
         action = "Correct the function: `def reward(completion: str, record: dict) -> float`."
         return ConfigError.one(_KEY, self._config.reward_file, rule, action)
 
 
 class _RewardError(Exception):
-    """What the process or its function did, in words."""
+    """Description of a failure of the process or its function."""
 
 
 def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:
-    """Raises ValueError if the record lacks what a built-in reward reads."""
+    """Raise ValueError if the record lacks a field that a built-in reward reads."""
     if config.reward_file:
         return
     field = config.reward_field or builtin.FIELDS[config.reward]

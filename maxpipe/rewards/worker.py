@@ -1,7 +1,7 @@
-"""The process in which rewards are computed: JSON lines on stdin, a line for each on stdout.
+"""The worker process of rewards: one JSON request line on stdin, one response line on stdout.
 
-The first line says which function it is, each other one has a completion and the record of its
-prompt. Imports no module of maxpipe but what is beside it, so that it starts at once.
+The first line selects the function. Each further line contains a completion and the record of its
+prompt. The module imports only `builtin` from maxpipe, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from maxpipe.rewards import builtin
 _MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""The process that asks ends this one first; where it is gone, this one ends itself."""
+"""Delay after which this process stops itself, if its parent process has not stopped it."""
 
 
 def main() -> None:
-    """Answers until stdin ends."""
-    # What a function prints is for the user, and it reads nothing of ours.
+    """Process requests until stdin ends."""
+    # Output of the function is for the user, and the function must not read requests.
     asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -72,7 +72,7 @@ def _function(settings: dict[str, Any]) -> Any:
 
 def _number(found: Any) -> float:
     if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
-        raise TypeError(f"it returned {_shorten(repr(found))}, which is no number")
+        raise TypeError(f"it returned {_shorten(repr(found))}, which is not a number")
     number = float(found)
     if not abs(number) <= _LARGEST:
         raise ValueError(f"it returned {number:g}, which is not finite in float32")
@@ -81,7 +81,7 @@ def _number(found: Any) -> float:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """The operating system ends this process if that takes longer, whatever it is doing."""
+    """Let the operating system end this process after the time limit, whatever it executes."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds + _MARGIN_SECONDS)

@@ -1,7 +1,7 @@
-"""Schedules by name: which there are, and how each becomes a table.
+"""Catalog of schedules by name, and their construction.
 
-A schedule is a generator of orders, the ring it runs on, and facts for users. Everything
-else follows: `build` places the orders, and the engine runs the table.
+A schedule consists of a generator of orders, the shape of its ring, and metadata. `make_schedule`
+places and verifies the orders, and the engine runs the resulting table.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ from maxpipe.schedule.table import Orders, Ring, Schedule
 from maxpipe.schedule.verify import verify
 
 FILE_PREFIX = "file:"
-"""`file:PATH` is the schedule that the CSV file describes."""
+"""Prefix of schedule names: `file:PATH` is the schedule in a CSV file."""
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
-"""The schedules that messages and forecasts suggest: plain 1F1B, and those with free repeats."""
+"""Schedules that messages and forecasts suggest: plain 1F1B, and two with any number of repeats."""
 
 MAX_FORWARDS = 300_000
-"""Of stages x repeats x microbatches: placing them takes about half a minute, and 1 GiB."""
+"""Limit of stages x repeats x microbatches; placing that many takes about 30 s and 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """A schedule's generator and what it needs."""
+    """Generator and properties of a schedule."""
 
     generate: Callable[[Ring, int, int], Orders]
     summary: str
     group: Literal["stages", "microbatches", "chosen"] = "microbatches"
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
-    """The only number of repeats it has, if it has only one."""
+    """The only allowed number of repeats, if there is only one."""
     default_repeats: int | None = None
-    """The repeats that the name usually means; with others it is another name of `interleaved`."""
+    """Number of repeats that the name usually implies. With others it is an alias of
+    `interleaved`."""
     split: bool = False
-    """Backwards are split into I and W, so that slots are mixed."""
+    """Whether backwards are split into I and W, so that slots are mixed."""
     dominated: bool = False
-    """Never faster than another schedule, with more memory: a search leaves it out."""
+    """Whether another schedule is as fast with less memory; if so, searches skip this one."""
     supports_delay: bool = False
-    """Messages may take two ticks."""
+    """Whether the schedule supports delayed messages, which need two ticks."""
     idle: Callable[[int, int, int], float] | None = None
-    """Closed form of the idle time at (stages, repeats, microbatches), with F = I = W."""
+    """Closed form of the idle fraction at (stages, repeats, microbatches), with F = I = W."""
 
     @property
     def uses_group(self) -> bool:
-        """Whether `pipeline.group` changes it."""
+        """Whether the schedule uses `pipeline.group`."""
         return self.group == "chosen"
 
 
@@ -87,7 +88,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     INTERLEAVED: ScheduleSpec(
         orders.one_forward_one_backward,
-        "1F1B with a chosen group, by default P",
+        "1F1B with a configurable group size (default: P)",
         group="chosen",
         idle=_bubble_fraction,
     ),
@@ -105,7 +106,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "zb_h2": ScheduleSpec(
         orders.zero_bubble_h2,
-        "split backward, twice the memory, no bubble but the first fill",
+        "split backward, twice the memory, only the initial fill idle",
         repeats=1,
         split=True,
         idle=_zero_bubble_fraction,
@@ -133,7 +134,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "dualpipe_v": ScheduleSpec(
         orders.dualpipe_v,
-        "forwards beside backwards on a V",
+        "forwards of one chunk paired with backwards of the other, on a V",
         shape="v",
         repeats=2,
         split=True,
@@ -151,11 +152,11 @@ def make_schedule(
     group: int = 0,
     delayed: bool = False,
 ) -> Schedule:
-    """The named schedule, placed and verified.
+    """Return the named schedule, placed and verified.
 
     Raises:
-        ConfigError: unknown name, or sizes that the schedule does not allow.
-        OrderError: the orders in a file wait for each other.
+        ConfigError: the name is unknown, or the schedule does not allow these sizes.
+        OrderError: the orders in a file have a deadlock.
     """
     closed_form = None
     if name.startswith(FILE_PREFIX):
@@ -180,7 +181,7 @@ def make_schedule(
 
 
 def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
-    """A forward sweep over the ring, for evaluation: any number of microbatches."""
+    """Return a forward sweep over the ring, for evaluation; allows any number of microbatches."""
     group = min(ring.num_stages, microbatches)
     order = orders.forward_sweep(ring, microbatches, group)
     largest = max(orders.group_sizes(microbatches, ring.num_stages, group))
@@ -190,7 +191,7 @@ def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
 
 
 def _shape(spec: ScheduleSpec, stages: int) -> Literal["loop", "v"]:
-    return spec.shape if stages > 1 else "loop"  # on one stage both are the same
+    return spec.shape if stages > 1 else "loop"  # identical on one stage
 
 
 def _check_sizes(
@@ -223,20 +224,20 @@ def _check_sizes(
         raise ConfigError.one(
             "pipeline.delayed_forwarding",
             delayed,
-            f"is read by {allowed} and {FILE_PREFIX}PATH only, and the schedule is {name}.",
+            f"is supported by {allowed} and {FILE_PREFIX}PATH only; pipeline.schedule is {name}.",
             "Set pipeline.delayed_forwarding=false.",
         )
     if group and not (min(stages, microbatches) <= group <= microbatches):
         raise ConfigError.one(
             "pipeline.group",
             group,
-            f"must lie between the stages ({stages}) and the microbatches ({microbatches}): "
-            "a shorter group would stall the ring.",
+            f"must be between the number of stages ({stages}) and the number of microbatches "
+            f"({microbatches}): a shorter group would stall the ring.",
             "Set pipeline.group=0 for the default, the number of stages.",
         )
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Why a schedule has one number of repeats only."""
-    reason = "which visits each stage once" if spec.repeats == 1 else "which turns back once, a V"
+    """Return the rule for schedules with a fixed number of repeats."""
+    reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

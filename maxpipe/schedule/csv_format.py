@@ -1,9 +1,9 @@
 """Schedules as CSV in the usual action notation: one line per stage, one action per cell.
 
-`2F0` is the forward of chunk 2 for microbatch 0, `B` its whole backward, `I` and `W` the
-gradients of its input and of its weights; empty cells are idle. Chunks count through the network.
-The format is the one of torch.distributed.pipelining, so that schedules can be exchanged.
-A file says in which order each stage computes; ticks follow from the order alone.
+`2F0` is the forward of chunk 2 for microbatch 0. `B` is a full backward; `I` and `W` are the
+gradients of the chunk's input and weights. Empty cells are idle. Chunks are numbered in network
+order. The format is that of torch.distributed.pipelining, so schedules can be exchanged. A file
+defines only the order in which each stage computes; the ticks follow from the order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """The table as text; idle slots are empty cells."""
+    """Return the table as CSV; idle slots are empty cells."""
     ring = schedule.ring
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -49,11 +49,11 @@ def read_orders(
     repeats: int | None = None,
     microbatches: int | None = None,
 ) -> tuple[Ring, Orders]:
-    """Ring and orders of a file; sizes that are given must agree with it.
+    """Read the ring and the orders from a file, which must match the given sizes.
 
     Raises:
-        ConfigError: the file cannot be read, a cell is not an action, a line lacks one or has one
-            twice, a chunk is on the wrong line, or sizes disagree.
+        ConfigError: the file cannot be read, a cell is not an action, an action is missing or
+            repeated, a chunk is on the wrong line, or the sizes differ.
     """
     lines = _parse(_read(path), path)
     ring = _ring_of(lines, path)
@@ -84,12 +84,12 @@ class _CsvCell(NamedTuple):
 
     @property
     def parts(self) -> tuple[ActionKind, ...]:
-        """A whole backward is I and W."""
+        """The parts of the action: a full backward consists of I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 
 class _CsvLine(NamedTuple):
-    """The actions of a stage and the number of its line in the file."""
+    """The actions of a stage and the line number in the file."""
 
     number: int
     cells: list[_CsvCell]
@@ -98,7 +98,7 @@ class _CsvLine(NamedTuple):
 def _read(path: Path) -> str:
     try:
         content = files.read(path, _MAX_BYTES)
-        return content.decode("utf-8-sig")  # spreadsheets begin with a byte order mark
+        return content.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
         reason = error.strerror or "it is not a file"
     except UnicodeDecodeError:
@@ -128,7 +128,7 @@ def _parse(text: str, path: Path) -> list[_CsvLine]:
         raise ConfigError.one(where, None, f"is not CSV: {error}.", action) from error
     if not lines:
         action = "Write one line per stage, such as 0F0,0B0."
-        raise ConfigError.one(f"{path}", None, "holds no action.", action)
+        raise ConfigError.one(f"{path}", None, "contains no actions.", action)
     return lines
 
 
@@ -141,22 +141,22 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
             shown if len(shown) <= 40 else f"{shown[:40]}...",
             "must be an action: chunk number, one of F B I W, microbatch number, each number "
             "of at most 9 digits.",
-            "Write 2F0 for the forward of chunk 2 and microbatch 0, or leave it empty.",
+            "Write 2F0 for the forward of chunk 2 and microbatch 0, or leave the cell empty.",
         )
     return _CsvCell(int(match[1]), match[2], int(match[3]), column)  # type: ignore[arg-type]
 
 
 def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
-    """The ring on which every chunk is where the file runs it."""
+    """Return the ring whose stages match the lines of the chunks."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
     repeats, rest = divmod(num_chunks, len(lines))
     if rest:
         raise ConfigError.one(
             f"{path}",
             f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",
-            "the number of chunks must be a multiple of the number of lines: a line is a stage, "
-            "and each stage runs as many chunks.",
-            "Add the missing lines, or chunks up to a multiple.",
+            "the number of chunks must be a multiple of the number of lines. A line is a stage, "
+            "and every stage runs the same number of chunks.",
+            "Add the missing lines or chunks.",
         )
     rings = [Ring(len(lines), repeats, shape) for shape in ("loop", "v")]
     misplaced = [
@@ -168,7 +168,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
         ]
         for ring in rings
     ]
-    # The shape with the fewest misplaced actions is the one that is meant.
+    # Assume the shape with the fewest misplaced actions.
     ring, wrong = min(zip(rings, misplaced, strict=True), key=lambda pair: len(pair[1]))
     if wrong:
         line, cell = wrong[0]
@@ -177,15 +177,15 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
         raise ConfigError.one(
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
-            f"chunk {cell.chunk} of {num_chunks} is on line {home} in a {shape} over "
-            f"{pluralize(len(lines), 'stage')}, which this file comes closest to.",
-            f"Move it to line {home}.",
+            f"chunk {cell.chunk} of {num_chunks} belongs to line {home} in a {shape} over "
+            f"{pluralize(len(lines), 'stage')}, the shape closest to this file.",
+            f"Move this action to line {home}.",
         )
     return ring
 
 
 def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
-    """Each microbatch has F, and B or I and W, of each chunk of the line exactly once."""
+    """Check that the line has F, and B or I and W, exactly once per chunk and microbatch."""
     done: dict[tuple[int, int, ActionKind], _CsvCell] = {}
     for cell in line.cells:
         for part in cell.parts:
@@ -194,11 +194,11 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
                 raise ConfigError.one(
                     f"{path}: line {line.number}, cell {cell.column}",
                     cell,
-                    f"runs a second time what {other} in cell {other.column} runs.",
-                    "Leave one of the two out.",
+                    f"repeats {other} in cell {other.column}: each action must appear once.",
+                    "Remove one of the two cells.",
                 )
     stage = ring.locate_chunk(line.cells[0].chunk)[0]
-    # Lazily: a microbatch number that is far too large would make billions of actions.
+    # A generator: a very large microbatch number would produce billions of actions.
     wanted = (
         (ring.chunk(stage, repeat), microbatch, part)
         for microbatch in range(count)
@@ -216,13 +216,13 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
         f"no {name}",
         f"each of {pluralize(count, 'microbatch')} (0 to {count - 1}) needs F and B, or F, I "
         "and W, "
-        f"of each of the line's {pluralize(ring.num_repeats, 'chunk')}.",
+        f"for each of the line's {pluralize(ring.num_repeats, 'chunk')}.",
         f"Add {name} to the line" + (", or its I and W." if backward else "."),
     )
 
 
 def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
-    """A file that splits some backwards splits them all: B becomes I and then W."""
+    """Return the orders. If a file splits some backwards, every B becomes I followed by W."""
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [
         [

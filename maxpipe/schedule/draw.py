@@ -1,12 +1,12 @@
-"""Schedules as text: a timeline of one, or a table that compares several.
+"""Schedules as text: the timeline of one schedule, or a table that compares several.
 
-A timeline has a row for each stage, or one of forward and one of backward slots.
+A timeline has one line per stage, or two: one for forward and one for backward slots.
 
-A cell is the microbatch number followed by the repeat as a letter, `3b` being
-microbatch 3 in the second repeat; `.` is an empty slot. Where one row mixes kinds of
-slots, the kind comes first: `F3b`, `I3b`, `W3b`.
+A cell contains the microbatch number and the repeat as a letter: `3b` is microbatch 3 in the second
+repeat, and `.` is an empty slot. If a line mixes slot kinds, the kind comes first: `F3b`, `I3b`,
+`W3b`.
 
-A drawing of boxes, areas, curves and labels, written as SVG or as PNG. Sizes are in pixels.
+`Canvas` is a drawing of boxes, areas, curves and labels, written as SVG or PNG. Sizes are pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Two lines: the schedule's sizes, and its time and memory."""
+    """Return two lines: the schedule's sizes, and its time and memory."""
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
@@ -50,7 +50,7 @@ def draw_timeline(
     width: int = 0,
     mark: tuple[int, int, str] | None = None,
 ) -> str:
-    """The whole timeline, cut into blocks of at most `width` columns (0: one block).
+    """Return the timeline, split into blocks of at most `width` columns (0: one block).
 
     `mark` = (tick, stage, kind) puts brackets around one cell and shows only its block.
     """
@@ -79,7 +79,7 @@ _MARGIN = len("stage 00 F ")
 
 
 def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[str, list[str]]]:
-    """(title, one cell per tick) of every line."""
+    """Return (title, one cell per tick) of every line."""
     ticks = range(schedule.num_ticks)
     rows = [("tick", [str(tick) for tick in ticks])]
     for stage in range(schedule.num_stages):
@@ -125,7 +125,7 @@ def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) 
 
 
 def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """One line per schedule: its time, and its memory on each stage."""
+    """Return one line per schedule with its time and its memory per stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -165,7 +165,7 @@ def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
 
 
 def _identical_schedules(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Names schedules that are the same at these sizes."""
+    """Return lines that name schedules with identical values at these sizes."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *numbers in rows:
         names.setdefault(tuple(numbers), []).append(name)
@@ -182,14 +182,14 @@ def _ratio(costs: Costs) -> str:
 
 
 _LEGEND = (
-    "idle: share of a step at costs of F:I:W. saved chunks, deferred (weight gradients), inbox:",
-    "slots on each stage; in layers: the first two, in units of one stage's layers. messages: the",
-    "most that a stage sends per step. gathers: of each weight per step, by weight_gather=visit.",
+    "idle: fraction of a step, at costs F:I:W. saved chunks, deferred (weight gradients), inbox:",
+    "number of slots per stage; in layers: sum of the first two, in units of a stage's layers.",
+    "messages: maximum sent per stage and step. gathers: per weight and step, weight_gather=visit.",
 )
 
 
 def _max_sent_messages(schedule: Schedule) -> int:
-    """Messages in a step from the stage that sends most of them to other stages."""
+    """Return the largest number of messages that a stage sends to other stages in a step."""
     ring = schedule.ring
     sent = [0] * ring.num_stages
     for stage in range(ring.num_stages):
@@ -204,11 +204,11 @@ def _max_sent_messages(schedule: Schedule) -> int:
 _LARGE_PIXELS = 12e6
 
 OVERVIEW_WIDTH = 480.0
-"""Width of a drawing whose text of 18 pixels is legible at a width of 300 pixels."""
+"""Width in pixels of a drawing whose 18-pixel text stays legible when scaled to 300 pixels."""
 
 
 class Box(NamedTuple):
-    """A rectangle; its title is shown under the pointer."""
+    """A rectangle; its title is shown on hover."""
 
     x: float
     y: float
@@ -240,23 +240,23 @@ class Label(NamedTuple):
 
     x: float
     y: float
-    """Of the baseline."""
+    """Position of the baseline."""
     text: str
     size: int
     colour: str
     anchor: str = "m"
-    """Where `x` is: l(eft), m(iddle), or r(ight)."""
+    """Position of `x` in the text: l(eft), m(iddle), or r(ight)."""
     bold: bool = False
 
 
 def text_width(text: str, size: float) -> float:
-    """Fonts differ; this is enough for most."""
+    """Return an estimate of the width that is sufficient for most fonts."""
     return 0.56 * size * len(text)
 
 
 @dataclass
 class Canvas:
-    """Boxes, areas, curves and labels, drawn in this order."""
+    """A drawing of boxes, areas, curves and labels, in this order."""
 
     width: float = 0.0
     height: float = 0.0
@@ -266,7 +266,7 @@ class Canvas:
     labels: list[Label] = field(default_factory=list)
 
     def append_canvas(self, other: Canvas, y: float) -> None:
-        """Adds another drawing from this height on."""
+        """Add another drawing, shifted down by `y`."""
         self.boxes += [box._replace(y=box.y + y) for box in other.boxes]
         self.areas += [Area([(x, py + y) for x, py in a.points], a.fill) for a in other.areas]
         moved = (([(x, py + y) for x, py in each.points], each) for each in other.curves)
@@ -276,7 +276,7 @@ class Canvas:
         self.height = max(self.height, y + other.height)
 
     def svg(self) -> str:
-        """An SVG document."""
+        """Return an SVG document."""
         size = f'width="{_number(self.width)}" height="{_number(self.height)}"'
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
@@ -313,7 +313,9 @@ class Canvas:
             )
 
     def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
-        """Write a PNG of `scale` times the size of the SVG, of its size where that is large."""
+        """Write a PNG at `scale` times the size of the SVG, or at scale 1 if the drawing is
+        large.
+        """
         from PIL import Image, ImageDraw, ImageFont
 
         scale = scale if self.width * self.height < _LARGE_PIXELS else 1
@@ -326,7 +328,7 @@ class Canvas:
         for box in self.boxes:
             corners = [box.x, box.y, box.x + box.width, box.y + box.height]
             left, top, right, bottom = (round(value * scale) for value in corners)
-            # Pillow includes the far edge.
+            # Pillow's coordinates include the far edge.
             edges = (left, top, max(left, right - 1), max(top, bottom - 1))
             pen.rounded_rectangle(edges, box.radius * scale, box.fill, box.line, scale)
         for area in self.areas:

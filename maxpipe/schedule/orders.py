@@ -1,8 +1,8 @@
 """Generators of schedules: the order in which each stage computes.
 
-`generate(ring, num_microbatches, group)` gives each stage's list of actions. Ticks, messages and
-buffers follow from it (`placement`). A new schedule is a new function here and a row in
-`schedule.SCHEDULES`.
+`generate(ring, num_microbatches, group)` returns each stage's list of actions. `placement` derives
+ticks, messages and buffers from them. To add a schedule, add a function here and an entry to
+`catalog.SCHEDULES`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from maxpipe.schedule.table import Action, ActionKind, Orders, Ring
 
 
 def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]:
-    """Sizes of the groups, as even as possible and longer ones first.
+    """Return the sizes of the microbatch groups, as even as possible and longer ones first.
 
-    A group shorter than the stages would stall the ring, so a remainder is spread
-    over the groups: none is longer than `group` unless one would be shorter than
-    the number of stages.
+    A group shorter than the number of stages would stall the ring, so a remainder is spread over
+    the groups. No group is longer than `group`, unless one would otherwise be shorter than the
+    number of stages.
     """
     count = -(-num_microbatches // group)
     if num_microbatches // count < num_stages:
@@ -27,7 +27,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
 
 
 def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> list[Action]:
-    """Order in which every stage of a loop computes (microbatch, repeat)."""
+    """Return the order in which every stage of a loop computes (microbatch, repeat)."""
     repeats = range(num_repeats)
     sequence: list[Action] = []
     start = 0
@@ -39,7 +39,7 @@ def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> 
 
 
 def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """All forwards, then all backwards: memory grows with the microbatches.
+    """Run all forwards, then all backwards; memory grows with the number of microbatches.
 
     Source: GPipe (arXiv:1811.06965); with repeats, the circular order of praxis and MaxText.
     """
@@ -49,17 +49,17 @@ def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orde
 
 
 def forward_sweep(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Forwards alone, the same on every stage."""
+    """Run forwards only, in the same order on every stage."""
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
     return [_ring_sequence(sizes, ring.num_repeats, "F") for _ in range(ring.num_stages)]
 
 
 def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Warm-up forwards, then one forward and one backward in turn, then the rest.
+    """Run warm-up forwards, then alternate one forward and one backward, then the last backwards.
 
-    The warm-up is the shortest that keeps every slot full when a hop takes one tick:
-    (R-1) * N forwards until the first microbatch leaves the network, and two ticks for
-    each stage between this one and the last. Memory does not depend on the microbatches.
+    The warm-up is the shortest that keeps every slot full when a message needs one tick: (R-1) * N
+    forwards until the first microbatch leaves the network, and two more for each later stage.
+    Memory does not depend on the number of microbatches.
 
     Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473); with one
     group, breadth-first (arXiv:2211.05953).
@@ -80,7 +80,7 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
 
 
 def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """1F1B with split backwards: weight gradients fill the bubble, at the memory of 1F1B.
+    """Split the backwards of 1F1B: weight gradients fill the bubble, with the memory of 1F1B.
 
     Source: ZB-H1 (arXiv:2401.10241).
     """
@@ -89,7 +89,7 @@ def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """As ZB-H1 with almost twice the memory, which leaves no bubble but the first fill.
+    """Extend ZB-H1 to almost twice the memory, so that only the initial fill is idle.
 
     Source: ZB-H2 (arXiv:2401.10241).
     """
@@ -98,7 +98,7 @@ def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Two chunks on each stage in a V: almost no bubble at the memory of 1F1B.
+    """Run two chunks per stage in a V: almost no bubble, with the memory of 1F1B.
 
     Source: ZB-V (arXiv:2401.10241, arXiv:2405.15362).
     """
@@ -107,7 +107,7 @@ def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Two chunks in a V at half the memory of 1F1B, with about half of its bubble.
+    """Run two chunks per stage in a V: half the memory of 1F1B, with about half its bubble.
 
     Source: V-Half (arXiv:2405.15362).
     """
@@ -115,7 +115,8 @@ def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Two chunks in a V at a third of the memory of 1F1B, with about two thirds of its bubble.
+    """Run two chunks per stage in a V: a third of the memory of 1F1B, with two thirds of its
+    bubble.
 
     Source: V-Min (arXiv:2405.15362).
     """
@@ -123,12 +124,12 @@ def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Forwards of one chunk beside backwards of the other, in the published phases of a V.
+    """Pair forwards of one chunk with backwards of the other, in the published phases of a V.
 
     Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
     """
     stages, orders = ring.num_stages, []
-    # The phases need two microbatches per stage; the surplus is left out of every stage.
+    # The phases need two microbatches per stage; surplus microbatches are removed at the end.
     available = max(num_microbatches, 2 * stages)
     for stage in range(stages):
         up = stages - 1 - stage
@@ -157,14 +158,14 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     return orders
 
 
-# Greedy searches that the generators above share.
+# Shared helpers: a greedy scheduler and repeated blocks.
 
 
 class _GreedyScheduler:
-    """Each tick, each stage takes I before F before W, of the chunk furthest in the network.
+    """Greedy scheduler: every stage prefers I to F to W, and later chunks to earlier ones.
 
-    At most `live` chunks are kept on a stage from F to W, at most `pending` of them between I and
-    W. An F leaves room for the stage's later chunks, or a V could lock up.
+    A stage stores at most `live` chunks from F to W, and at most `pending` of them between I and W.
+    An F reserves capacity for the stage's later chunks; otherwise a V could deadlock.
     """
 
     def __init__(self, ring: Ring, num_microbatches: int, *, live: int, pending: int):
@@ -177,10 +178,10 @@ class _GreedyScheduler:
         self.kept = [0 for _ in stages]
 
     def run(self) -> Orders:
-        """Every stage's order."""
+        """Return every stage's order."""
         tick, total = 0, 3 * self.num_microbatches * self.ring.num_repeats
         while any(len(order) < total for order in self.orders):
-            # All stages choose before any choice takes effect: a message needs a tick.
+            # All stages choose before any choice is applied, because a message needs one tick.
             chosen = [self._choose(stage, tick) for stage in range(self.ring.num_stages)]
             for stage, action in enumerate(chosen):
                 if action is not None:
@@ -231,11 +232,12 @@ _INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
 def _repeated_block(
     ring: Ring, num_microbatches: int, offsets: tuple[int, int, int, int]
 ) -> Orders:
-    """One microbatch's pattern over a V, repeated every six ticks.
+    """Return one microbatch's pattern over a V, repeated every six ticks.
 
-    `offsets` are the ticks between neighbours in the forward of the first and of the second chunk,
-    the input gradients of the second and of the first: a microbatch is in flight, and takes
-    memory, for stages times their sum. Weight gradients take the ticks that stay free.
+    `offsets` are the ticks between neighbouring stages: in the forward of the first and the second
+    chunk, then in the input gradients of the second and the first chunk. A microbatch is in
+    flight, and uses memory, for their sum times the number of stages. Weight gradients use the
+    free ticks.
 
     Source: building blocks of arXiv:2405.15362.
     """
@@ -264,7 +266,9 @@ def _repeated_block(
 
 
 def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Ticks of the four parts on stage 0, the earliest that never collide modulo the interval."""
+    """Return the earliest ticks of the four parts on stage 0 without collisions modulo the
+    interval.
+    """
     down, up, back, home = (offset * (stages - 1) for offset in offsets)
     for second in range(down + up + 1, down + up + 1 + _INTERVAL):
         for turn in range(second + 1, second + 1 + _INTERVAL):

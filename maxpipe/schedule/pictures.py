@@ -1,8 +1,8 @@
-"""A schedule as a picture, SVG or PNG, and as a trace for Perfetto.
+"""Pictures of schedules, as SVG or PNG, and traces for Perfetto.
 
-A picture has a lane for each stage: what it computes over time, with the number of the microbatch,
-and below that how many chunks' activations it keeps. Colours distinguish repeats, shades kinds of
-slots. Time is that of lockstep ticks at given costs.
+A picture has one lane per stage: its work over time, labeled with the microbatch number, and below
+it the number of chunks with saved activations. Colours distinguish repeats, shades distinguish
+slot kinds. Ticks run in lockstep at the given costs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KIND_NAMES: dict[ActionKind, str] = {
 
 
 def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """The picture as an SVG document; a box shows its chunk and tick under the pointer."""
+    """Return the picture as an SVG document; hovering over a box shows its chunk and tick."""
     return draw_schedule(schedule, costs).svg()
 
 
@@ -46,7 +46,7 @@ def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
 
 
 def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
-    """The picture, to be written or put below another one."""
+    """Return the picture as a drawing."""
     return _Picture(schedule, costs).canvas
 
 
@@ -61,8 +61,8 @@ def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) ->
 def draw_overview(schedule: Schedule) -> Canvas:
     """Draw the lanes of the first ticks, with text that is legible at a width of 300 pixels.
 
-    All slots of a long schedule are in `drawing`. The numbers of microbatches are small, for a
-    look at full size.
+    `draw_schedule` draws all slots of a long schedule. Microbatch numbers are small and legible at
+    full size only.
     """
     times, canvas = _Timeline(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
@@ -116,10 +116,10 @@ def draw_overview(schedule: Schedule) -> Canvas:
 
 
 def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """A trace for ui.perfetto.dev or chrome://tracing, where a cost of 1 is a millisecond.
+    """Return a trace for ui.perfetto.dev or chrome://tracing, in which a cost of 1 is 1 ms.
 
-    Stages are threads, slots are slices, messages between stages are arrows, and how many chunks'
-    activations a stage keeps is a counter.
+    Stages are threads, slots are slices, messages between stages are arrows, and the number of
+    chunks with saved activations is a counter per stage.
     """
     times = _Timeline(schedule, costs)
     about = {"name": summary(schedule).splitlines()[0]}
@@ -152,7 +152,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         )
     for number, (sender, receiver) in enumerate(_messages(schedule)):
         arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
-        # An arrow must begin inside a slice; at its end the next one may have begun.
+        # An arrow must start inside a slice; at the end of a slice the next one may have started.
         sent = times.start(sender) + costs.of(sender.kind) / 2
         read = times.start(receiver)
         events += [
@@ -193,7 +193,7 @@ def _work(schedule: Schedule) -> Iterator[_Work]:
 
 
 def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
-    """(sender, receiver) of every message between stages."""
+    """Yield (sender, receiver) of every message between stages."""
     works = {(work.kind, work.chunk, work.microbatch): work for work in _work(schedule)}
     for work in works.values():
         if work.kind != "W":
@@ -235,7 +235,7 @@ class _Shade(NamedTuple):
 
 
 _INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
-# For each repeat, then again from the start: light, dark, pale.
+# Light, dark and pale colour of each repeat; repeats beyond the last reuse them.
 _COLOURS = (
     ("#8fb8f4", "#2456a6", "#dfeafc"),
     ("#f6b26b", "#a8530a", "#fdebd3"),
@@ -252,7 +252,7 @@ _LEGEND_LINE = 24.0
 _OVERVIEW_TICKS = 64
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
-"""Preferred width, if it keeps the boxes within `_MIN_UNIT` and `_MAX_UNIT`."""
+"""Preferred width of the boxes' area, within the limits `_MIN_UNIT` and `_MAX_UNIT`."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
@@ -264,7 +264,7 @@ def _shade(kind: ActionKind, repeat: int) -> _Shade:
 
 
 class _Picture:
-    """A schedule's lanes, slots and strips."""
+    """Lanes, slots and memory strips of one schedule."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         self.schedule, self.costs = schedule, costs
@@ -304,7 +304,7 @@ class _Picture:
         return self.top + stage * self.pitch
 
     def _legend(self, y: float) -> float:
-        """Draws the legend; returns the y of the next line."""
+        """Draw the legend; return the y of the next line."""
         kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
         x = _LEFT
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
@@ -336,7 +336,7 @@ class _Picture:
             self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
 
     def _axis(self) -> None:
-        """Tick numbers, where there is room."""
+        """Draw tick numbers where they fit."""
         bottom = self._lane(self.schedule.num_stages) - _LANE_GAP
         free = 0.0
         for tick, time in enumerate(self.times.ticks[:-1]):
@@ -348,7 +348,7 @@ class _Picture:
         self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
 
     def _slots(self) -> None:
-        """The slots; a number that does not fit is left out."""
+        """Draw the slots; numbers that do not fit are omitted."""
         longest = str(self.schedule.num_microbatches - 1)
         size: dict[ActionKind, int] = {
             kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
@@ -364,7 +364,7 @@ class _Picture:
                 f"{_KIND_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
                 f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
             )
-            inside = 0.5 if shade.line else 0.0  # a line is drawn half outside
+            inside = 0.5 if shade.line else 0.0  # half of a line is drawn outside the box
             self.boxes.append(
                 Box(
                     x + gap + inside,
@@ -386,7 +386,9 @@ class _Picture:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _draw_saved_chunks(self) -> None:
-        """Under each lane, how many chunks' activations the stage keeps; its most on the right."""
+        """Draw the number of chunks with saved activations below each lane, its maximum at the
+        right.
+        """
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         ticks = self.times.ticks

@@ -1,11 +1,11 @@
 """Placement of orders in a table: passes that give each action a tick and each value a slot.
 
-1. `_earliest_ticks`: an action runs in the first tick that its inputs and its stage's order allow.
-2. `_Buffers`: every value that waits, a message, saved activations, inputs of W, is an
-   interval of time on one stage; colouring the intervals gives buffer slots, the fewest possible.
-3. `_visits`: runs of one chunk on a stage become gathers into a window of chunks, and their
-   gradients reductions out of it.
-4. `_outside`: microbatches that enter become rounds, which pass the layers outside the ring.
+1. `_earliest_ticks` runs each action in the first tick that its inputs and its stage's order allow.
+2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
+   interval of time on one stage. Colouring the intervals assigns the fewest possible slots.
+3. `_weight_window` schedules a gather before a stage's consecutive work on a chunk, and a reduction
+   of the chunk's gradients after it.
+4. `_prologue_rounds` groups entering microbatches into rounds, which run the prologue layers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from maxpipe.schedule.table import (
 )
 
 WINDOW_REPEATS = 2
-"""A window holds this chunk and the next, so that up to this many repeats need no visits."""
+"""Number of chunks in a window, the current and the next; up to as many repeats need no refill."""
 
 
 class OrderError(ConfigError):
-    """Orders with a deadlock: every stage waits for another one."""
+    """Orders with a deadlock, in which every stage waits for another one."""
 
 
 def place_orders(
@@ -47,10 +47,10 @@ def place_orders(
     group: int,
     delayed: bool = False,
 ) -> Schedule:
-    """The table of these orders.
+    """Return the table of these orders.
 
     Raises:
-        OrderError: the orders wait for each other.
+        OrderError: the orders have a deadlock.
     """
     kinds = {action.kind for order in orders for action in order}
     mixed = bool(kinds & {"I", "W"})
@@ -126,7 +126,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
 def _inputs(
     ring: Ring, action: Action, stage: int, at: _Ticks, mixed: bool, delayed: bool
 ) -> Iterator[tuple[_Cell | None, int]]:
-    """The cells that an action depends on, and the ticks after which it can use each."""
+    """Yield the cells that an action depends on, and the delay in ticks of each."""
     kind, microbatch, repeat = action
     own_forward = at.get((Action("F", microbatch, repeat), stage))
     if kind == "W":
@@ -141,7 +141,7 @@ def _inputs(
             2 if delayed and step else 1,
         )
     if kind != "F":
-        # In a typed tick the backward slot comes after the forward slot and the loss head.
+        # In a typed tick the backward slot runs after the forward slot and the loss head.
         yield own_forward, 1 if mixed else 0
 
 
@@ -155,9 +155,9 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
         name,
         "",
         "the stages wait for each other: " + ", ".join(waiting) + ". An action runs after the "
-        "stage's earlier ones: F after F of the chunk before, B or I after its own F and B or I "
-        "of the chunk behind, W after its own I.",
-        "Move each of these actions, or what it needs, to where the order allows it.",
+        "stage's earlier ones: F after F of the previous chunk, B or I after its own F and after "
+        "B or I of the next chunk, W after its own I.",
+        "Move these actions, or the actions that they need, to a position that the order allows.",
     )
     return OrderError([problem])
 
@@ -166,7 +166,7 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
 
 
 class _Interval(NamedTuple):
-    """A value on one stage: alive from `start` to `end`, its slot to be written to `cells`."""
+    """A value on one stage, alive from `start` to `end`; its slot is written to `cells`."""
 
     start: int
     end: int
@@ -174,7 +174,7 @@ class _Interval(NamedTuple):
 
 
 def _colour(intervals: Iterable[_Interval]) -> int:
-    """Give each interval the lowest slot that is free throughout. Returns the slots used."""
+    """Give each interval the lowest slot that is free throughout; return the number of slots."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     used = 0
@@ -189,13 +189,13 @@ def _colour(intervals: Iterable[_Interval]) -> int:
     return used
 
 
-# The phases of a tick, in the order in which the engine accesses buffers.
+# Phases of a tick, in the order in which the engine accesses buffers.
 _LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
 _PHASES_PER_TICK = 8
 
 
 class _BufferAllocator:
-    """Intervals of every value that waits, by stage."""
+    """Assigns buffer slots to all stored values, stage by stage."""
 
     def __init__(
         self,
@@ -212,13 +212,13 @@ class _BufferAllocator:
         self.backward: ActionKind = "I" if mixed else "B"
 
     def _per_stage(self, intervals: dict[int, list[_Interval]]) -> int:
-        """Slots of a buffer: the most that any stage needs, and at least one."""
+        """Return the number of slots of a buffer: the maximum over the stages, and at least one."""
         return max([1, *map(_colour, intervals.values())])
 
     def _spans(
         self, first: ActionKind, last: ActionKind
     ) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
-        """Each action of kind `first` with the action of kind `last` on the same data."""
+        """Yield each action of kind `first` with the action of kind `last` on the same data."""
         for (action, stage), cell in self.at.items():
             if action.kind == first:
                 end = self.at.get((action._replace(kind=last), stage))
@@ -226,7 +226,7 @@ class _BufferAllocator:
                     yield action, stage, cell, end
 
     def allocate_stash(self) -> int:
-        """Saved activations: from F to B or I."""
+        """Place saved activations, which live from F to B or I; return the number of slots."""
         found: dict[int, list[_Interval]] = {}
         f, b = self.slots["F"].stash, self.slots["I"].stash
         for _, stage, start, end in self._spans("F", self.backward):
@@ -235,7 +235,7 @@ class _BufferAllocator:
         return self._per_stage(found)
 
     def allocate_deferred(self) -> int:
-        """Inputs of weight gradients: from I to W."""
+        """Place inputs of weight gradients, which live from I to W; return the number of slots."""
         found: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
         for _, stage, start, end in self._spans("I", "W"):
@@ -244,10 +244,10 @@ class _BufferAllocator:
         return self._per_stage(found)
 
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
-        """Messages: from their arrival to the slot that reads them.
+        """Place messages, which live from their arrival to the slot that reads them.
 
-        Every direction is written in every tick; a message without a reader is an interval of one
-        phase, and so gets a slot that is free then.
+        Every direction is written in every tick. A message without a reader is an interval of one
+        phase, so its slot is one that is free at that time.
         """
         ways = self._directions()
         shape = (self.num_ticks, self.ring.num_stages)
@@ -272,7 +272,7 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """(port, step) of every direction in which the ring's messages can go."""
+        """Return (port, step) of every direction in which messages can travel on the ring."""
         ring = self.ring
         found = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
@@ -286,15 +286,15 @@ class _BufferAllocator:
         return [("loss", 0), *order] if trains else order
 
     def _arrival_phase(self, way: tuple[str, int]) -> int:
-        """The phase of a tick in which an arriving message is written."""
+        """Return the phase of a tick in which an arriving message is written."""
         port, step = way
         if port == "loss":
             return _LOSS_MIXED if self.mixed else _LOSS
-        # What a B slot sent in the last tick comes before this tick's B slot.
+        # The output of the previous tick's B slot arrives before this tick's B slot.
         return _EARLY if port == "B" and step and not self.delayed else _END
 
     def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, ActionKind]]:
-        """(way, cell of arrival, cell of the reader, the reader's kind) of every message."""
+        """Yield (direction, arrival cell, reader cell, reader's kind) of every message."""
         ring = self.ring
         for (action, stage), (tick, _) in self.at.items():
             kind, microbatch, repeat = action
@@ -319,11 +319,11 @@ class _BufferAllocator:
             yield way, (tick + late, receiver), reader, kind
 
 
-# Whole chunks gathered by visit.
+# Weight prefetch window.
 
 
 class _Run(NamedTuple):
-    """Ticks from the first to the last in which a stage works on one repeat's chunk."""
+    """A stage's consecutive work on the chunk of one repeat, from the first to the last tick."""
 
     repeat: int
     first: int
@@ -333,7 +333,7 @@ class _Run(NamedTuple):
 
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
-    """By stage, its maximal runs of one repeat in slots of one kind."""
+    """Return each stage's maximal runs of one repeat in slots of one kind."""
     found: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
@@ -348,13 +348,13 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """The e-th runs of all stages, for every e."""
+    """Return, for every e, the e-th runs of all stages."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 
 
 def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
-    """Events in order; one that asks for the chunks of the one before it extends that one."""
+    """Merge consecutive events that need the same chunks."""
     merged: list[list[_Run]] = []
     for runs in events:
         wanted = {(run.stage, run.repeat) for run in runs}
@@ -368,7 +368,7 @@ def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
 def _weight_window(
     ring: Ring, slots: dict[str, SlotColumns], num_ticks: int, *, mixed: bool
 ) -> WeightWindow:
-    """Gathers and reductions, at the same tick on all stages: control flow is uniform."""
+    """Return gathers and reductions, in the same ticks on all stages: control flow is uniform."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)
@@ -385,7 +385,7 @@ def _weight_window(
 
     trained = slots["W" if mixed else "I"]
     events = _align_runs(_runs(trained, trained.gradient))
-    # A reduction waits for the next gather, so that both can be issued together.
+    # A reduction is delayed to the next gather, so that both are issued together.
     boundaries = np.append(gather_tick, num_ticks)
     done = [1 + max(run.last for run in runs) for runs in events]
     reduce_tick = boundaries[np.searchsorted(boundaries, done)].astype(np.int32)
@@ -401,7 +401,7 @@ def _weight_window(
 def _event_slots(
     ring: Ring, events: list[list[_Run]], starts: list[int], ends: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Repeat and slot of each event on each stage, and the number of slots."""
+    """Return the repeat and the slot of each event on each stage, and the number of slots."""
     repeat = np.zeros((len(events), ring.num_stages), np.int32)
     slot = np.zeros_like(repeat)
     found: dict[int, list[_Interval]] = {stage: [] for stage in range(ring.num_stages)}
@@ -419,11 +419,11 @@ def _event_slots(
     return repeat, slot, max(_colour(intervals) for intervals in found.values())
 
 
-# Layers outside the ring.
+# Prologue layers.
 
 
 def _prologue_rounds(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> PrologueRounds:
-    """Rounds of the microbatches `[K]` that enter the ring, and of those that come back."""
+    """Return the rounds of the microbatches `[K]` that enter the ring and that return from it."""
     forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
     forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
 

@@ -1,9 +1,10 @@
 """Static proof that a schedule computes the network, in milliseconds and without jax.
 
-The table is simulated on strings with the engine's own rules for messages and buffers: every read
-must find exactly the value that the unpipelined network would have there. A dependency broken by
-one tick, a message into the wrong slot, a live slot overwritten or a dead one read all show up as
-a wrong string. On failure the error draws the grid around the bad cell.
+The table is simulated on strings, with the engine's rules for messages and buffers. Every read must
+return exactly the value that the unpipelined network has at that point. A violated dependency, a
+message in the wrong slot, an overwritten live slot or a read from a dead slot gives a wrong string.
+The
+error then shows the grid around the bad cell.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from maxpipe.schedule import draw
 from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
 
 IDLE_TOLERANCE = 1e-3
-"""How far idle time may be from the closed form of the schedule's spec."""
+"""Largest allowed difference between the idle fraction and the closed form of the schedule."""
 
 
 class ScheduleError(MaxpipeError):
-    """A table that does not compute the network."""
+    """The table of a schedule does not compute the network."""
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
@@ -31,10 +32,10 @@ class ScheduleError(MaxpipeError):
 
 
 def verify(schedule: Schedule, *, idle: float | None = None) -> None:
-    """Check the whole table; `idle` is the closed form of its idle time, if there is one.
+    """Check the full table; `idle` is the closed form of its idle fraction, if there is one.
 
     Raises:
-        ScheduleError: the first cell that is wrong, with the grid around it.
+        ScheduleError: a cell is wrong; shows the first one with the grid around it.
     """
     _check_columns(schedule)
     _check_weight_window(schedule)
@@ -44,12 +45,12 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     _PrologueSimulation(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
-        reason = f"the table idles {found:.2%} of the time, and its closed form is {idle:.2%}."
+        reason = f"the table idles {found:.2%} of the time, but its closed form is {idle:.2%}."
         raise ScheduleError(schedule, 0, 0, "F", reason)
 
 
 def _check_columns(schedule: Schedule) -> None:
-    """Every index within its declared buffer."""
+    """Check that every index is within its declared buffer."""
     visits = schedule.weight_window
     bounds = {
         "microbatch": (IDLE, schedule.num_microbatches),
@@ -79,7 +80,7 @@ def _check_range(
 
 
 def _check_weight_window(schedule: Schedule) -> None:
-    """Gathers and reductions are in range, and use every slot of the window they declare."""
+    """Check that gathers and reductions are in range and use every declared window slot."""
     visits, last = schedule.weight_window, schedule.num_ticks - 1
     for column, high in (
         ("gather_tick", last),
@@ -103,16 +104,16 @@ def _check_weight_window(schedule: Schedule) -> None:
     ):
         found = int(used.max(initial=-1)) + 1
         if found != declared:
-            reason = f"{buffer} has {declared} slots and uses {found}."
+            reason = f"{buffer} has {declared} slots but uses {found}."
             raise ScheduleError(schedule, 0, 0, "F", reason)
 
 
 def _check_kinds(schedule: Schedule) -> None:
-    """Work only in slots that the schedule has, and one action in a mixed tick."""
+    """Check that work is in existing slots only, with at most one action in a mixed tick."""
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]
     if schedule.mixed and not schedule.trains:
-        raise ScheduleError(schedule, 0, 0, "F", "forward-only ticks are never mixed.")
+        raise ScheduleError(schedule, 0, 0, "F", "forward-only ticks must not be mixed.")
     for kind, slots in (("backward", schedule.backward), ("weight", schedule.weight)):
         wrong = np.argwhere(slots.active)
         if len(wrong) and not any(slots is own for own in kinds.values()):
@@ -125,12 +126,12 @@ def _check_kinds(schedule: Schedule) -> None:
     if len(wrong):
         tick, stage = map(int, wrong[0])
         names = [kind for kind, slots in kinds.items() if slots.active[tick, stage]]
-        reason = f"does {' and '.join(names)} in one tick."
+        reason = f"runs {' and '.join(names)} in one tick."
         raise ScheduleError(schedule, tick, stage, names[-1], reason)
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    """Each stage computes each (microbatch, repeat) exactly once in each kind of slot."""
+    """Check that each stage computes each (microbatch, repeat) exactly once per slot kind."""
     for kind, slots in schedule.kinds:
         for stage in range(schedule.num_stages):
             seen: dict[tuple[int, int], int] = {}
@@ -152,7 +153,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 class _Message(NamedTuple):
-    """What a slot sends, and the direction in which it is expected (None: none)."""
+    """A message of a slot, and the direction of its reader (None: no reader)."""
 
     value: str
     direction: int | None
@@ -161,21 +162,21 @@ class _Message(NamedTuple):
 _EMPTY = "nothing"
 _NO_MESSAGE = _Message(_EMPTY, None)
 _StageMessages = list[_Message]
-"""One message per stage."""
+"""Messages of all stages."""
 
 
 class _Simulation:
-    """The engine's tick on strings instead of arrays."""
+    """Simulates the engine's ticks on strings instead of arrays."""
 
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.weight_window
         self.schedule = schedule
-        # Lists are read much faster than arrays, one number at a time.
+        # Single elements are read much faster from lists than from arrays.
         self.arrivals = [(a.port, a.direction, a.slot.tolist()) for a in schedule.arrivals]
         self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
-        # By stage, what is in each slot that is in use.
+        # Contents of the slots in use, by stage.
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
         self.window = [[_EMPTY] * visits.num_chunk_slots for _ in stages]
@@ -183,13 +184,13 @@ class _Simulation:
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient_slots)] for _ in stages
         ]
-        # Most slots of a buffer in use at once, and where; a buffer has at least one slot.
+        # Largest number of slots in use at once, and the cell; a buffer has at least one slot.
         none = (1, 0, 0)
         self.peaks: dict[str, tuple[int, int, int]]
         self.peaks = {"inbox": none, "stash": none, "deferred": none}
 
     def run(self) -> None:
-        """Simulate every tick; at the end nothing that was saved may be left unread."""
+        """Simulate every tick, and check that every saved value is read."""
         schedule = self.schedule
         nothing = [_NO_MESSAGE] * schedule.num_stages
         before: dict[str, _StageMessages] = {"F": nothing, "B": nothing, "X": nothing}
@@ -228,7 +229,7 @@ class _Simulation:
     def _deliver(
         self, tick: int, travelling: dict[str, _StageMessages], staying: dict[str, _StageMessages]
     ) -> None:
-        """Store the messages of these ports at one phase of the tick."""
+        """Store the messages of these ports in one phase of the tick."""
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             writes: list[tuple[bool, int, str, str]] = []
@@ -242,7 +243,7 @@ class _Simulation:
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
-            # Expected messages come first, so that nothing else may share their slot.
+            # Expected messages come first, so that no other message may share their slot.
             for unwanted, slot, value, port in sorted(writes):
                 if slot in self.unread[stage]:
                     kind = port if port in dict(schedule.kinds) else schedule.kinds[1][0]
@@ -254,7 +255,7 @@ class _Simulation:
                     self.unread[stage].add(slot)
 
     def _loss(self, tick: int) -> _StageMessages:
-        """Cotangents from the loss head, on the last stage."""
+        """Return the cotangents from the loss head, which leave the last stage."""
         ring, microbatch = self.schedule.ring, int(self.schedule.loss_microbatch[tick])
         row = [_NO_MESSAGE] * ring.num_stages
         if microbatch != IDLE:
@@ -307,7 +308,7 @@ class _Simulation:
     def _start_action(
         self, kind: ActionKind, slots: SlotColumns, tick: int, stage: int
     ) -> tuple[int, int] | None:
-        """(chunk, microbatch) of the slot; its weights must be in the window."""
+        """Return (chunk, microbatch) of the slot, and check that the window has its weights."""
         microbatch = int(slots.microbatch[tick, stage])
         if microbatch == IDLE:
             return None
@@ -329,7 +330,7 @@ class _Simulation:
 
     def _expect(self, found: str, wanted: str, tick: int, stage: int, kind: ActionKind) -> None:
         if found != wanted:
-            reason = f"needs {wanted} and finds {found}."
+            reason = f"needs {wanted} but finds {found}."
             raise ScheduleError(self.schedule, tick, stage, kind, reason)
 
     def _count(self, buffer: str, used: int, tick: int, stage: int) -> None:
@@ -380,7 +381,7 @@ class _Simulation:
             self._expect(found, wanted, tick, stage, kind)
 
     def _refill_window(self, tick: int) -> None:
-        """Reductions and gathers that are due before this tick."""
+        """Run the reductions and gathers that are due before this tick."""
         if tick not in self.window_ticks:
             return
         schedule, visits = self.schedule, self.schedule.weight_window
@@ -398,14 +399,14 @@ class _Simulation:
                 self.window[stage][slot] = f"weights of chunk {chunk}"
 
     def _check_end(self) -> None:
-        """Every value that was produced has been used, and no buffer is larger than needed."""
+        """Check that every produced value was used, and that no buffer is larger than needed."""
         schedule = self.schedule
         last, kind = schedule.num_ticks - 1, schedule.kinds[-1][0]
         for stage in range(schedule.num_stages):
             left = [*self.stash[stage].values(), *self.deferred[stage].values()]
             left += [self.inbox[stage][slot] for slot in self.unread[stage]]
             left += [
-                f"the gradient of chunk {chunk} from {microbatch}"
+                f"the gradient of chunk {chunk}, microbatch {microbatch},"
                 for held in self.partial[stage]
                 for chunk, microbatch in held
             ]
@@ -414,21 +415,22 @@ class _Simulation:
         for buffer, (needed, tick, stage) in self.peaks.items():
             declared = getattr(schedule, f"num_{buffer}")
             if declared != needed:
-                reason = f"the {buffer} has {declared} slots and needs {needed}."
+                reason = f"the {buffer} has {declared} slots but needs {needed}."
                 raise ScheduleError(schedule, tick, stage, "F", reason)
 
 
 class _PrologueSimulation:
-    """Simulates the layers outside the ring: one slot holds one round from end to end."""
+    """Simulates the prologue layers: one slot holds one round from its forward to its backward."""
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.rounds = schedule, schedule.prologue
-        # By slot: the round, its microbatches that have yet to enter, and those not yet back.
+        # By slot: the round, its microbatches that have not entered, and those that have not
+        # returned.
         self.live_rounds: dict[int, tuple[int, set[int], set[int]]] = {}
         self.peak = (0, 0)
 
     def run(self) -> None:
-        """Every microbatch enters out of its round's slot and comes back to it."""
+        """Check that every microbatch enters from its round's slot and returns to that slot."""
         schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")
@@ -443,10 +445,10 @@ class _PrologueSimulation:
                 self._pass(tick, schedule.kinds[1][0], int(schedule.embed_grad_microbatch[tick]))
                 self._backward(tick)
         for number, _, _ in self.live_rounds.values():
-            self._fail(schedule.num_ticks - 1, "F", f"round {number} is never done.")
+            self._fail(schedule.num_ticks - 1, "F", f"round {number} never completes.")
         needed, tick = self.peak
         if needed != outside.num_slots:
-            reason = f"rounds have {outside.num_slots} slots and need {needed}."
+            reason = f"rounds have {outside.num_slots} slots but need {needed}."
             self._fail(tick, "F", reason)
 
     def _fail(self, tick: int, kind: ActionKind, reason: str) -> None:
@@ -465,7 +467,7 @@ class _PrologueSimulation:
             self.peak = (len(self.live_rounds), tick)
 
     def _pass(self, tick: int, kind: ActionKind, microbatch: int) -> None:
-        """A microbatch enters, or its cotangent is back."""
+        """Record that a microbatch enters, or that its cotangent has returned."""
         if microbatch == IDLE:
             return
         column = self.rounds.forward_slot if kind == "F" else self.rounds.backward_slot
@@ -485,4 +487,4 @@ class _PrologueSimulation:
         found, _, returning = self.live_rounds.pop(slot, (IDLE, set(), set()))
         if found != number or returning:
             kind = self.schedule.kinds[1][0]
-            self._fail(tick, kind, f"round {number} goes backward before all of it is back.")
+            self._fail(tick, kind, f"round {number} runs backward before all of it has returned.")

@@ -1,13 +1,10 @@
-"""From a whole config to its steps and batches: what training, evaluation and `compile` share.
+"""Build the train steps, batches and objective of a config.
 
-From config sections to the compiled steps of a model on a mesh.
+Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
+sections of a model and a mesh, and returns the steps with the shardings of their inputs and
+outputs.
 
-`partition` takes the config sections of a model and a mesh and returns the steps together with the
-shardings of what goes in and out.
-
-Source: the idea of one call that partitions a model is Pax's.
-
-Which objective a config asks for: the one place that chooses.
+Source: Pax has a single function that partitions a model.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ from maxpipe.step.step import Steps
 
 
 def objective_of(config: Config) -> Objective:
-    """What training minimises."""
+    """Return the objective that training minimizes."""
     match config.train.objective:
         case "pretrain" | "sft":
             return CrossEntropy()
@@ -80,7 +77,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
-    """That of rewarded completions."""
+    """Return the policy objective of GRPO."""
     clip = grpo_config.clip_ratio, grpo_config.clip_ratio_high or grpo_config.clip_ratio
     if not grpo_config.kl_coef:
         return Policy(*clip, grpo_config.temperature)
@@ -102,12 +99,12 @@ def build_steps(
     num_sources: int = 0,
     objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
-    """Everything that training this model on this mesh needs, by default for cross entropy.
+    """Return the steps of this model on this mesh, by default with cross entropy.
 
-    Batches of a mixture have `num_sources`, and losses of each are summed apart.
+    Batches of a mixture have `num_sources` sources with separate sums of losses.
 
     Raises:
-        ConfigError: the axis rules put two dims of a tensor on one mesh axis, or the schedule
+        ConfigError: the axis rules shard two dims of a tensor over one mesh axis, or the schedule
             does not allow these sizes.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
@@ -118,7 +115,7 @@ def build_steps(
     scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
-    # Embedding and loss head are spread over all stages: only layers weigh on the cut.
+    # All stages share the embedding and the loss head, so only layers count in the partition.
     outside, costs = pipeline.prologue_layers, layer_costs(decoder.model, train.sequence_length)
     cut = pipeline.layers_per_chunk or balance_layers(costs[outside:], ring.num_chunks)
     layout = LayerLayout(ring, tuple(cut), outside, decoder.model.layers)
@@ -141,7 +138,7 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # ids of no text have no row
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # other ids have no text
     return Steps(
         param_layout=parts,
         optimizer=optimizer,
@@ -198,7 +195,7 @@ def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """What the engine keeps for backward slots, as the config says."""
+    """Return the configured selection of saved activations."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
@@ -208,9 +205,9 @@ def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPoli
 def steps_from_config(
     config: Config, mesh: Mesh, byte_lengths: np.ndarray, *, num_sources: int | None = None
 ) -> Steps:
-    """The steps that a config describes on a mesh; see `partition`.
+    """Return the steps of a config on a mesh; see `build_steps`.
 
-    There is a sum for each source of the mixture, or for `num_sources`.
+    There is one sum per source of the mixture, or for each of `num_sources`.
     """
     return build_steps(
         mesh,
@@ -229,7 +226,7 @@ def steps_from_config(
 
 
 def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int) -> Batches:
-    """Global batches of the steps from `start` to before `stop`, read ahead."""
+    """Return global batches of steps `start` to `stop - 1`, prefetched."""
     rows = {count: local_sequences(sharding, count) for count in loader.ramp.sizes(start)}
 
     def placed(host: Batch, count: int) -> dict[str, jax.Array]:
@@ -239,17 +236,19 @@ def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int)
 
 
 def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
-    """Those of the student, and those of its teacher: the same, or others.
+    """Return the devices of the student and of its teacher, which may be the same.
 
     Raises:
-        ConfigError: there are not enough, or processes would have unlike ones.
+        ConfigError: there are not enough devices, or processes would have different numbers.
     """
     count = config.distill.teacher_devices if runs_teacher(config) else 0
     return partition_devices(jax.devices(), count, "distill.teacher_devices")
 
 
 def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
-    """The config with the mesh's -1 resolved, and the rules that depend on it checked."""
+    """Return the config with each -1 of the mesh resolved, after checking rules that depend on
+    it.
+    """
     mesh = resolve_mesh_config(loaded.config.mesh, split_devices(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
@@ -261,7 +260,7 @@ def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def shared_metadata(config: Config) -> dict[str, str]:
-    """Values that must be the same in all processes, by name."""
+    """Return the values that must be equal in all processes, by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):

@@ -1,8 +1,8 @@
-"""A compiled train step on disk, loaded only if its owner, digest and facts are right.
+"""A compiled train step on disk, loaded only after its owner, checksum and metadata are verified.
 
-A compiled program is code, and jax stores part of it as a pickle, which is code too. So it is kept
-in a folder that only its owner can write, with a digest and the facts that it was made of; nothing
-of it is read before all three are checked.
+A compiled program is executable code, and jax stores part of it as a pickle, which can run code as
+well. The folder must therefore be writable by its owner only. It contains the program, a checksum,
+and the metadata of the compilation. The program is deserialized only after all three checks.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _MAX_PROVENANCE_BYTES = 1 << 20
 PROGRAM_SECTIONS = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that determine the program."""
 PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
-"""Keys of other sections that determine it."""
+"""Keys of other sections that determine the program."""
 
 
 class Provenance(TypedDict):
-    """The facts beside a program."""
+    """Content of the metadata file of a program."""
 
     sha256: str
     facts: dict[str, str]
 
 
 def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
-    """Writes a program with the facts that it was made of.
+    """Write a program and the metadata of its compilation.
 
     Raises:
-        StorageError: the folder cannot be written, or others could write it.
+        StorageError: the folder cannot be written, or other users can write to it.
     """
     payload, _, _ = serialize_executable.serialize(compiled)
     digest = hashlib.sha256(payload).hexdigest()
@@ -63,11 +63,11 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
 def load(
     folder: Path, facts: Mapping[str, str], in_tree: Any, out_tree: Any, devices: Sequence[Any]
 ) -> Any:
-    """The program in a folder, if it was made of these facts.
+    """Return the program in a folder if its metadata are these.
 
     Raises:
-        ConfigError: it was made for something else, which is named; or devices cannot use it.
-        StorageError: it is not there, damaged, or others could have written it.
+        ConfigError: the program was compiled for other values, or the devices cannot use it.
+        StorageError: the program is missing or damaged, or other users can write to it.
     """
     try:
         _check_private(folder, folder.stat())
@@ -77,7 +77,7 @@ def load(
     except OSError as error:
         raise StorageError(
             f"{CONFIG_KEY} = {folder}\n  cannot be read: {error.strerror}.\n"
-            f"  Make it with `maxpipe compile ... --save {folder}`, or leave out {CONFIG_KEY}."
+            f"  Create it with `maxpipe compile ... --save {folder}`, or leave out {CONFIG_KEY}."
         ) from error
     except ValueError as error:
         raise _damage_error(folder) from error
@@ -87,8 +87,8 @@ def load(
             raise ConfigError.one(
                 CONFIG_KEY,
                 folder,
-                f"was compiled for {name} = {its}, and this run has {mine}.",
-                f"Compile it again with `maxpipe compile ... --save`, or leave out {CONFIG_KEY}.",
+                f"was compiled for {name} = {its}, but this run has {mine}.",
+                f"Compile again with `maxpipe compile ... --save`, or leave out {CONFIG_KEY}.",
             )
     action = f"Leave out {CONFIG_KEY}, or train on one CPU device."
     check_devices(devices[0].platform, len(devices), CONFIG_KEY, folder, action)
@@ -100,25 +100,25 @@ def load(
 
 
 def check_devices(platform: str, count: int, where: str, folder: Path, action: str) -> None:
-    """Checks that this number of devices of a platform, as jax names it, can load programs.
+    """Check that this many devices of a platform, by its jax name, can load programs.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the devices cannot load programs.
     """
     if platform == "cpu" and count > 1:
-        rule = f"cannot be used by {count} CPU devices: XLA loses the order in which the devices "
-        raise ConfigError.one(where, folder, f"{rule}of a loaded program meet.", action)
+        rule = f"cannot be used by {count} CPU devices: XLA loses the device order "
+        raise ConfigError.one(where, folder, f"{rule}of a loaded program.", action)
 
 
 def _damage_error(folder: Path) -> StorageError:
     return StorageError(
-        f"{CONFIG_KEY} = {folder}\n  is damaged: its digest is not that of its program.\n"
-        "  Compile it again with `maxpipe compile ... --save`."
+        f"{CONFIG_KEY} = {folder}\n  is damaged: the checksum of the program is wrong.\n"
+        "  Compile again with `maxpipe compile ... --save`."
     )
 
 
 def _read_private(path: Path, most: int = -1) -> bytes:
-    """At most `most` bytes of a file, of the very file that was checked."""
+    """Read at most `most` bytes, after checking the opened file itself."""
     with open(files.open_regular(path), "rb") as stream:
         _check_private(path, os.fstat(stream.fileno()))
         return stream.read(most)
@@ -127,17 +127,17 @@ def _read_private(path: Path, most: int = -1) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            f"{CONFIG_KEY} = {path}\n  can be written by others, and a program is code.\n"
-            f"  chown it to yourself and chmod 700 the folder, if you trust its content."
+            f"{CONFIG_KEY} = {path}\n  can be written by other users, and a program is code.\n"
+            f"  If you trust the content, chown the folder to yourself and chmod it to 700."
         )
 
 
 def program_metadata(
     sections: Mapping[str, Mapping[str, Any]], lowered: Any, devices: Sequence[Any]
 ) -> dict[str, str]:
-    """The facts of a train step: config, devices, compiler, and the program itself.
+    """Return the metadata of a train step: config, devices, compiler, and checksum of the program.
 
-    `sections` are those of a config whose mesh is resolved, by name.
+    `sections` are the sections of a config with a resolved mesh, by name.
     """
     values = {
         f"{section}.{key}": json.dumps(value)

@@ -1,8 +1,9 @@
-"""Copies of the train state on several devices, compared bit for bit.
+"""Bitwise comparison of replicated parts of the train state on different devices.
 
-Where a mesh axis does not shard an array, the devices along it hold copies that every step changes
-in the same way. A fault of a device's arithmetic or memory makes its copy differ, and nothing
-else shows it. Each device reduces its shards to one integer each; only those are sent.
+If a mesh axis does not shard an array, the devices along the axis hold replicas that every step
+changes identically. A fault of a device's arithmetic or memory makes its replica differ, and no
+other check detects that. Each device reduces every shard to one integer, and only integers are
+communicated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose copies on two devices differ; most copies equal `other`'s."""
+    """An array whose replica on `device` differs from that on `other`, which has the majority
+    value.
+    """
 
     name: str
     device: Any
@@ -37,19 +40,19 @@ class Difference:
 
 
 def format_differences(found: Sequence[Difference], where: str) -> str:
-    """The error message for these differences."""
-    more = f", and {len(found) - 1} more copies differ" if found[1:] else ""
+    """Return the error message for these differences."""
+    more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
     return (
         f"{where}: {found[0]}\n"
-        f"  must be, bit for bit, the copy on device {found[0].other.id}{more}; events.jsonl names "
-        "all. Nothing was saved since they were last equal.\n"
-        "  Start again to go on from the newest checkpoint; leave the device out if it is named "
+        f"  must be bitwise equal to the replica on device {found[0].other.id}{more}; events.jsonl "
+        "lists all. Nothing was saved since the replicas were last equal.\n"
+        "  Start again to resume from the newest checkpoint; remove the device if it is named "
         "a second time."
     )
 
 
 class ReplicaCheck:
-    """Compares the copies in trees with these shardings."""
+    """Compares the replicas in trees with these shardings."""
 
     def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
         self._devices = list(mesh.devices.flat)
@@ -71,7 +74,7 @@ class ReplicaCheck:
         )
 
     def _copies(self, leaf: Any, sharding: NamedSharding) -> list[int]:
-        """For each device the index of the first one that holds the same shard."""
+        """Return for each device the index of the first device that holds the same shard."""
         indices = sharding.devices_indices_map(leaf.shape)
         first: dict[str, int] = {}
         return [
@@ -80,7 +83,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """The differences in this tree; all processes get the same result."""
+        """Return the differences in this tree, the same in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [
@@ -104,15 +107,17 @@ class ReplicaCheck:
 
 
 def _digests(tree: Tree) -> jax.Array:
-    """uint32 [devices, arrays] on every device, from the shards that each one holds."""
+    """Return uint32 [devices, arrays] on every device: checksums of each device's shards."""
     mine = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
     return jax.lax.all_gather(mine, AXES)
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """uint32: the sum of all entries' bits, each times an odd number given by its index.
+    """Return the uint32 sum of the bits of all entries, each times an odd number given by its
+    index.
 
-    An odd number divides no power of two: one bit that flips always changes the sum.
+    An odd factor is invertible modulo a power of two, so a single flipped bit always changes the
+    sum.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)

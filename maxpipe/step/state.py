@@ -1,9 +1,9 @@
-"""The train state, and its two forms: stacked on the mesh, and in network order.
+"""The train state and its two forms: stacked on the mesh, and in network order.
 
-On the mesh layers are stacked `[R, P, L]`, those in front of the ring `[layers]`, and the
-vocabulary is padded to divide its shards; in checkpoints everything is in network order
-without padding. `Partition` is the only place that converts, and it knows the sharding of
-both forms.
+On the mesh, layers are stacked `[R, P, L]`, prologue layers `[layers]`, and the vocabulary is
+padded to a multiple of its shards. In checkpoints everything is in network order without padding.
+`ParamLayout` is the only class that converts between the forms, and it defines the sharding of
+both.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from maxpipe.pipeline.weights import select_trainable
 
 Tree = Any
 VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
-"""Parameters with a dim for the vocabulary, and which one that is."""
+"""Parameters with a vocabulary dim, and the index of that dim."""
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes. Data position and randomness follow from `step`."""
+    """State that a step changes. Data position and randomness follow from `step`."""
 
     step: jax.Array
-    """int32: steps done, those whose update was not taken included."""
+    """int32: number of completed steps, including those whose update was skipped."""
     params: Tree
     optimizer: OptState
     guard: GuardState
@@ -51,7 +51,7 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """A decoder's parameters, and trees that contain copies of them, on a mesh."""
+    """Parameters of a decoder on a mesh, and trees with arrays like them."""
 
     decoder: Decoder
     layout: LayerLayout
@@ -73,30 +73,30 @@ class ParamLayout:
 
     @cached_property
     def _axes(self) -> Tree:
-        """Logical axes of each parameter, without those of stacking."""
+        """Logical axes of each parameter, without stacked dims."""
         return self._split_prologue(self.decoder.axes())
 
     @cached_property
     def trainable(self) -> Tree:
-        """Whether each parameter of the stacked form is trained."""
+        """Whether each parameter of the stacked form is trainable."""
         return self._split_prologue(self.decoder.trainable())
 
     @cached_property
     def has_own_dtype(self) -> Tree:
-        """Whether each parameter of the stacked form is used in the type in which it is stored."""
+        """Whether each parameter of the stacked form is used in its stored dtype."""
         return self._split_prologue(self.decoder.has_own_dtype())
 
     @cached_property
     def contracted_dims(self) -> Tree:
-        """`Decoder.summed` of the stacked form."""
+        """`Decoder.summed` for the stacked form."""
         return self._split_prologue(self.decoder.contracted_dims())
 
     def select_trainable(self, params: Tree) -> Tree:
-        """Of a tree in the stacked form what belongs to trained parameters: the optimizer's."""
+        """Return the trainable part of a tree in stacked form, which the optimizer updates."""
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
-        """What is declared by kind, for layers in the ring and outside it."""
+        """Convert declarations by layer type to the layers in the ring and in the prologue."""
         layers, layout = declared["layers"], self.layout
         found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
         if layout.num_prologue_layers:
@@ -105,7 +105,7 @@ class ParamLayout:
 
     @cached_property
     def saved_specs(self) -> Tree:
-        """PartitionSpec of each parameter as saved; layers are split over stages."""
+        """PartitionSpec of each parameter in saved form; layers are sharded over stages."""
         size = self.mesh.shape
 
         def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -131,7 +131,9 @@ class ParamLayout:
         return specs
 
     def _zero1_spec(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
-        """The spec of a parameter with `stacked` dims in front, with one more dim divided."""
+        """Return the spec of a parameter with `stacked` leading dims, with ZeRO-1 sharding
+        added.
+        """
         entries = list(map(entry_axes, spec)) + [()] * (stacked + len(param.dims) - len(spec))
         dim = find_zero1_dim(param.dims, entries[stacked:], self.mesh.shape)
         if dim is not None:
@@ -139,7 +141,7 @@ class ParamLayout:
         return PartitionSpec(*(each or None for each in entries))
 
     def select_trainable_saved(self, saved: Tree) -> Tree:
-        """Of a tree as checkpoints hold it what belongs to trained parameters."""
+        """Return the trainable part of a tree in saved form."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
         return select_trainable(saved, mask | {"layers": self._drop_single_layer_type(layers)})
@@ -147,7 +149,7 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """The same of what is kept of parameters, which are named by their paths when stacked."""
+        """Return the saved specs of state arrays, which are named by their stacked paths."""
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -155,10 +157,10 @@ class ParamLayout:
             own = next((each for each in paths if each in kept), None)
             if own is not None:
                 target, one = targets[own], kept[own]
-                # Stacked dims are one, or none; the others are divided as they are on the mesh.
+                # There is one stacked dim, or none; the other dims are sharded as on the mesh.
                 entries = [*spec[:in_layers], *target.spec[target.num_stacked_dims :]]
                 entries += [None] * (in_layers + len(target.param.dims) - len(entries))
-                if not in_layers:  # but for the vocabulary without padding
+                if not in_layers:  # the vocabulary has no padding in saved form
                     vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
                     entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
                 dropped = {in_layers + dim for dim in one.dropped_dims}
@@ -167,7 +169,7 @@ class ParamLayout:
         return self._plain_to_saved(unflatten(found))
 
     def _saved_layers(self, kind: str) -> Tree:
-        """PartitionSpec of the parameters of all layers of a kind, in network order."""
+        """Return the PartitionSpecs of the parameters of all layers of a type, in network order."""
         count = len(self.layout.stacks[kind].layers)
         stage = STAGE if count % self.mesh.shape[STAGE] == 0 else None
         ring, front = self.specs["layers"], self.specs.get("outside", {})
@@ -177,20 +179,20 @@ class ParamLayout:
         )
 
     def _drop_single_layer_type(self, layers: Tree) -> Tree:
-        """Layers by kind as they are saved: without the name of the only kind.
+        """Return the saved form of layers by type, which omits the name of a single type.
 
-        So were all checkpoints before layers had kinds.
+        Checkpoints from before layer types have this form.
         """
         return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
 
     def split_layer_types(self, saved: Tree) -> Tree:
-        """What checkpoints hold -> the same with the layers of each kind by its name."""
+        """Return a saved tree with its layers by type, even for a single type."""
         if "layers" not in saved or len(self.layout.stacks) > 1:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
     def trainable_params(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
-        """The trained parameters, by their paths in the stacked form."""
+        """Return the trainable parameters, by their paths in stacked form."""
         model, layout = self.decoder.model, self.layout
         rates = chosen(model, parse_param_values(optim.lr_multipliers))
         decays = chosen(model, parse_param_values(optim.weight_decays))
@@ -217,12 +219,14 @@ class ParamLayout:
         return found
 
     def shardings(self, specs: Tree) -> Tree:
-        """The specs on this mesh."""
+        """Return the specs as shardings on this mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
 
     def init(self, key: jax.Array) -> Tree:
-        """Stacked parameters; each layer's values depend on key and layer index alone."""
-        # Made of a key, which says nothing of how they are divided.
+        """Return stacked parameters; each layer's values depend only on the key and the layer
+        index.
+        """
+        # The key does not determine a sharding, so explicit mode needs specs.
         return auto_sharded(self._init_stacked, self.specs)(key)
 
     def _init_stacked(self, key: jax.Array) -> Tree:
@@ -247,11 +251,11 @@ class ParamLayout:
             }
         return params
 
-    # Adapters beside a base.
+    # Adapters of a base model.
 
     @cached_property
     def base(self) -> ParamLayout:
-        """That of the same model without adapters; itself if it has none."""
+        """Layout of the same model without adapters; itself if there are none."""
         config = self.decoder.config
         if config.adapter is None:
             return self
@@ -259,7 +263,7 @@ class ParamLayout:
         return ParamLayout(decoder, self.layout, self.mesh)
 
     def add_adapters(self, base: Tree, key: jax.Array) -> Tree:
-        """The parameters of `base` with new adapters beside them; all are stacked."""
+        """Return the parameters of `base` with new adapters added; all are stacked."""
         if self.base is self:
             return base
         return auto_sharded(self._add_adapters, self.specs)(base, self.init(key))
@@ -276,10 +280,10 @@ class ParamLayout:
         return found
 
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Network order, `layers {kind: [n, ...]}` -> the stacked, padded form.
+        """Convert network order, `layers {type: [n, ...]}`, to the stacked and padded form.
 
-        Parameters may be missing in the tree here and below, as frozen ones do in the optimizer's,
-        and dims of them: `vocabulary` says which dims are that of the vocabulary.
+        Here and below, parameters and dims may be missing, such as frozen parameters in optimizer
+        state. `vocabulary` gives the index of the vocabulary dim of each parameter.
         """
         stacked = self._pad_vocabulary(params, vocabulary)
         layers, outside = self.layout.stack(stacked.pop("layers", {}))
@@ -287,7 +291,7 @@ class ParamLayout:
         return stacked | {name: tree for name, tree in places.items() if tree}
 
     def unstack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """The stacked form -> network order without padding."""
+        """Convert the stacked form to network order without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
         layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
@@ -297,7 +301,7 @@ class ParamLayout:
         return plain | {"layers": layers} if layers else plain
 
     def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """The stacked form -> what checkpoints hold: network order."""
+        """Convert the stacked form to the saved form, in network order."""
         return self._plain_to_saved(self.unstack(params, vocabulary))
 
     def _plain_to_saved(self, plain: Tree) -> Tree:
@@ -306,7 +310,7 @@ class ParamLayout:
         return plain | {"layers": self._drop_single_layer_type(plain["layers"])}
 
     def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """The way back."""
+        """Convert the saved form to the stacked form."""
         return self.stack(self.split_layer_types(saved), vocabulary)
 
     def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:

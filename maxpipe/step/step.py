@@ -1,11 +1,10 @@
-"""Train and eval steps: the only place where model, pipeline and sharding meet.
+"""Train and eval steps, which combine the model, the pipeline and sharding.
 
-Parameters that a step moves without a gradient, by what the layers have reported of it.
+Some parameters, such as load-balancing biases, are updated without a gradient, from statistics that
+the layers report. Statistics are sums over all sequences, stacked like the parameters. The update
+is elementwise, so it does not depend on the mesh, the schedule or the number of microbatches.
 
-Statistics are sums over all rows, in the form in which parameters are stacked: the update is entry
-by entry, and the same under every mesh, schedule and number of microbatches.
-
-Numbers of what layers return besides their output, as their parts declare them.
+Metrics of layers are computed from the losses and statistics that their parts declare.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def compute_layer_metrics(
     losses: Mapping[str, Float[Array, ""]],
     statistics: Mapping[str, Mapping[str, Array]],
 ) -> dict[str, Float[Array, ""]]:
-    """The numbers by tag.
+    """Return the metrics of the layers by tag.
 
-    `losses` are sums over layers, for each target token; `statistics` are by kind and name arrays
-    `[layers of the kind, ...]`. Layers of heads ahead count as others do, for their own targets.
+    `losses` are sums over layers, per target token. `statistics` are arrays `[layers of the type,
+    ...]` by layer type and name. MTP layers are included, with their own targets.
     """
     found: dict[str, Array] = {}
     for tag, summary in model.metrics.items():
@@ -82,7 +81,7 @@ def compute_layer_metrics(
 
 
 def _extreme_per_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
-    """A layer's largest or smallest entry as a multiple of their mean; 0 where all are 0."""
+    """Return each layer's largest or smallest entry divided by the mean; 0 if all entries are 0."""
     entries = jax.lax.reshape(array, (len(array), array[0].size))
     extreme = (entries.max if largest else entries.min)(axis=1)
     mean = entries.mean(axis=1)
@@ -95,9 +94,9 @@ def apply_balance_updates(
     statistics: Mapping[str, Mapping[str, Any]],
     taken: Bool[Array, ""] | bool,
 ) -> Tree:
-    """The parameters after a step, with those that follow statistics moved if it is taken.
+    """Return the parameters with those that follow statistics updated, unless the step is skipped.
 
-    `statistics` are by place (`layers` and `outside`), kind and name; those of layers ahead by
+    `statistics` are by place (`layers` and `outside`), layer type and name; those of MTP layers by
     name, under `ahead`.
     """
     found = dict(params)
@@ -127,12 +126,12 @@ def apply_balance_updates(
 def balance_step(
     param: Float[Array, "*layers E"], statistic: Float[Array, "*layers E"], how: Follows
 ) -> Float[Array, "*layers E"]:
-    """Each entry up where the statistic is below its mean, down where it is above.
+    """Increase entries whose statistic is below the mean; decrease entries above the mean.
 
-    In padding of a stack, whose statistics are 0, nothing moves.
+    Padding of a stack has statistics 0 and does not change.
     """
     mean = statistic.mean(-1, keepdims=True)
-    # Each device has the statistics of all experts, and of the parameter maybe only its own.
+    # Statistics cover all experts on each device, but the parameter may be sharded over experts.
     direction = reshard_like(jnp.sign(mean - statistic), param)
     return param + how.rate * direction.astype(param.dtype)
 
@@ -141,59 +140,59 @@ Tree = Any
 
 
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
-"""By tag; losses in nats per token, in an evaluation in nats. Of a mixture there are sums of each
-source: `[sources]` under `BY_SOURCE` in training, and all of an evaluation."""
+"""Metrics by tag; losses are in nats per token, in evaluations in nats. A mixture has sums
+`[sources]` of each source, under `BY_SOURCE` in training and for all sums of evaluations."""
 
 
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
-"""Tags of the sums `[sources]` of a mixture's step; see `BySource`."""
-# One stream of keys for each use of randomness.
+"""Tags of the sums `[sources]` of a mixture's step; see `PerSourceSums`."""
+# One stream of keys per use of randomness.
 _PARAMETERS, _DROPOUT = 0, 1
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A partitioned model: shardings, and functions to be compiled for them."""
+    """A partitioned model: shardings, and functions to compile for them."""
 
     param_layout: ParamLayout
     optimizer: Optimizer
     train_schedule: Schedule
     engine: Engine
     shape: tuple[int, int]
-    """Rows and tokens of a global batch."""
+    """Number of sequences and tokens per sequence of a global batch."""
     schedules: Callable[[int], Schedule]
-    """The schedule for another number of microbatches."""
+    """Returns the schedule for another number of microbatches."""
     seed: int
     byte_lengths: np.ndarray
-    """Bytes of text that each token id stands for."""
+    """Number of text bytes of each token id."""
     guard: GuardConfig
 
     @property
     def objective(self) -> Objective:
-        """What a step minimises."""
+        """Objective that a step minimizes."""
         return self.engine.network.objective
 
     @property
     def num_sources(self) -> int:
-        """Of a mixture; 0 without one."""
+        """Number of sources of a mixture; 0 without one."""
         return self.engine.network.num_sources
 
     # Shardings.
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Of every array of a batch."""
+        """Sharding of every batch array."""
         return NamedSharding(self.param_layout.mesh, BATCH_SPEC)
 
     @cached_property
     def state_sharding(self) -> TrainState:
-        """Of the stacked train state."""
+        """Sharding of the stacked train state."""
         found = self.param_layout.shardings(self._state_specs)
         trees = self._in_state_memory(found.optimizer.trees)
         return found._replace(optimizer=found.optimizer._replace(trees=trees))
 
     def _in_state_memory(self, shardings: Tree) -> Tree:
-        """Of the optimizer's trees, in the memory in which they are kept."""
+        """Return the shardings of the optimizer's trees in the memory that stores them."""
         if not self.optimizer.config.offload_state:
             return shardings
         return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
@@ -207,7 +206,7 @@ class Steps:
 
     @cached_property
     def saved_sharding(self) -> Tree:
-        """Of the saved form of the state, in network order."""
+        """Sharding of the state in saved form, in network order."""
         specs, trees = self._select_saved(self.param_layout.saved_specs), self._saved_trees_specs
         saved = {"step": PartitionSpec(), "params": specs, "optimizer": trees}
         found = self.param_layout.shardings(saved)
@@ -221,7 +220,7 @@ class Steps:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the stacked train state."""
+        """Shapes, dtypes and shardings of the stacked train state."""
         return with_shardings(jax.eval_shape(self._init), self.state_sharding)
 
     @cached_property
@@ -229,39 +228,39 @@ class Steps:
         return jax.eval_shape(self.param_layout.init, jax.random.key(0))
 
     def with_batch_size(self, rows: int) -> Steps:
-        """The same for batches of fewer rows: fewer microbatches, each as large."""
+        """Return the steps for batches of fewer sequences: fewer microbatches of the same size."""
         count = rows * self.train_schedule.num_microbatches // self.shape[0]
         if rows == self.shape[0]:
             return self
         return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
 
-    # What is compiled.
+    # Compiled functions.
 
     def init(self) -> TrainState:
-        """A fresh state on the mesh; the values depend on seed and model only."""
+        """Return a fresh state on the mesh; its values depend only on the seed and the model."""
         init = self._jit(self._init, self.state_sharding).lower()
-        # On CPU, LLVM spends many seconds on the random generator of a program that runs once.
-        # Its integer arithmetic gives the same bits however it is compiled.
+        # On CPU, LLVM needs many seconds to optimize the random generator, which runs only once.
+        # Its integer arithmetic gives the same bits at any optimization level.
         options: dict[str, Any] = {}
         if self.param_layout.mesh.devices.flat[0].platform == "cpu":
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
     def init_params(self) -> Tree:
-        """The parameters of a fresh state alone."""
+        """Return the parameters of a fresh state."""
         init = partial(self.param_layout.init, self._key(_PARAMETERS))
         return self._jit(init, self.state_sharding.params)()
 
     def compile_train(self) -> Any:
-        """(state, batch) -> (state, metrics); the state passed in is used up."""
+        """Compile the train step: (state, batch) -> (state, metrics); donates the state."""
         return self.lower_train().compile(self.compiler_options)
 
     def load_train(self, folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Any:
-        """A train step compiled ahead of time for the config with these sections.
+        """Load a train step that was compiled ahead of time for a config with these sections.
 
         Raises:
-            ConfigError: it was made for something else, or cannot be used on these devices.
-            StorageError: it cannot be read or trusted.
+            ConfigError: it was compiled for other values, or cannot be used on these devices.
+            StorageError: it cannot be read, or is not safe to load.
         """
         devices = list(self.param_layout.mesh.devices.flat)
         lowered = self.lower_train()
@@ -272,7 +271,7 @@ class Steps:
         return executable.load(folder, facts, in_tree, out_tree, devices)
 
     def lower_train(self) -> Any:
-        """The train step traced and lowered, ready to be compiled."""
+        """Trace and lower the train step."""
         metrics = NamedSharding(self.param_layout.mesh, PartitionSpec())
         step = jax.jit(
             self._train_step,
@@ -284,10 +283,10 @@ class Steps:
             return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
-        """(params, batch) -> sums over the batch's target tokens.
+        """Compile the eval step: (params, batch) -> sums over the batch's target tokens.
 
-        `rows` is the size of the global batch, any multiple of the devices that split it; 0 takes
-        the training batch's. A microbatch gets at most as many rows as in training.
+        `rows` is the number of sequences in the global batch, any multiple of the batch shards; 0
+        uses the training batch size. A microbatch has at most as many sequences as in training.
         """
         if (objective := self.objective.eval_objective) is not self.objective:
             network = replace(self.engine.network, objective=objective)
@@ -305,9 +304,10 @@ class Steps:
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """(params, batch) -> what a reader finds of each row, arrays `[rows, ...]`.
+        """Compile a reader: (params, batch) -> its output for each sequence, arrays `[rows, ...]`.
 
-        They are divided as the batch is, or on all devices `everywhere`; `rows` as above.
+        The arrays are sharded like the batch, or replicated if `everywhere` is set. For `rows` see
+        `compile_eval`.
         """
         rows = rows or self.shape[0]
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)
@@ -322,7 +322,7 @@ class Steps:
             return lowered.compile(self.compiler_options)
 
     def digest(self, params: Tree) -> str:
-        """Of parameters, the same under every layout."""
+        """Return a checksum of parameters that is the same under every layout."""
         parts = self.param_layout
 
         def digests(params: Tree) -> Array:
@@ -335,7 +335,7 @@ class Steps:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What XLA should do differently for this mesh."""
+        """XLA options for this mesh."""
         device = self.param_layout.mesh.devices.flat[0]
         config = self.param_layout.decoder.config
         return compiler_options(
@@ -355,13 +355,13 @@ class Steps:
         return make_forward_schedule(self.train_schedule.ring, count)
 
     def buffer_shapes(self) -> dict[str, list[Any]]:
-        """On one device, of what the train step's loop carries, before compiling it."""
+        """Return the shapes per device of the arrays carried by the tick loop; compiles nothing."""
         return self.engine.buffer_shapes(
             self.train_schedule, self.abstract_state.params, self.abstract_batch()
         )
 
     def abstract_batch(self, rows: int = 0) -> Tree:
-        """Shapes and types of a global batch, of the training batch's size if not given."""
+        """Return the shapes and dtypes of a global batch, by default of the training batch size."""
         shape = (rows or self.shape[0], self.shape[1])
         ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
         names = ("tokens", "targets", "segment_ids", "positions")
@@ -378,18 +378,18 @@ class Steps:
 
     @cached_property
     def replica_check(self) -> ReplicaCheck:
-        """Compares the copies of the stacked train state on several devices."""
+        """Check of the replicated parts of the stacked train state."""
         return ReplicaCheck(self.param_layout.mesh, self.abstract_state, self.state_sharding)
 
     @cached_property
     def to_saved(self) -> Any:
-        """state -> what a checkpoint holds: network order, no padding."""
+        """Function from the state to its saved form: network order without padding."""
         return self._jit(self._to_saved, self.saved_sharding)
 
     def _to_saved(self, state: TrainState) -> Tree:
         parts = self.param_layout
 
-        # Layers of all stages are joined into one dim, and padding is cut off.
+        # This joins the layers of all stages in one dim and removes padding.
         def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
             run = partial(parts.to_saved, vocabulary=vocabulary)
             return auto_sharded(run, specs)(tree)
@@ -403,15 +403,17 @@ class Steps:
         return {"step": state.step, "params": params, "optimizer": saved}
 
     def _select_saved(self, params: Tree) -> Tree:
-        """Of all parameters in the form of checkpoints those that these hold: adapters alone."""
+        """Return the part of all saved parameters that a checkpoint stores: only adapters, if
+        any.
+        """
         parts = self.param_layout
         return params if parts.base is parts else parts.select_trainable_saved(params)
 
     @cached_property
     def from_saved(self) -> Any:
-        """(what a checkpoint holds, the guard's state, the base of adapters) -> state.
+        """Function (saved form, guard state, base of adapters) -> state.
 
-        By default the guard's is a new run's, and there is no base.
+        By default the guard state is that of a new run, and there is no base.
         """
 
         def convert(
@@ -431,12 +433,12 @@ class Steps:
 
     @cached_property
     def stack_params(self) -> Any:
-        """Parameters as a checkpoint holds them -> as the steps take them."""
+        """Function from saved parameters to stacked parameters."""
         return self._jit(self._stack, self.state_sharding.params)
 
     @cached_property
     def merge_adapters(self) -> Any:
-        """(base, adapters) as checkpoints hold them -> all parameters in the same form."""
+        """Function (base, adapters) in saved form -> all parameters in saved form."""
         parts, specs = self.param_layout, self.param_layout.saved_specs
 
         def convert(base: Tree, adapters: Tree) -> Tree:
@@ -445,8 +447,8 @@ class Steps:
         return self._jit(convert, parts.shardings(specs))
 
     def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
-        """With a `base` the parameters are those beside it."""
-        # Layers are dealt out to stages, and the vocabulary is padded.
+        """Stack saved parameters; with a `base`, they are the adapters of that base."""
+        # This distributes layers over stages and pads the vocabulary.
         parts = self.param_layout
         if base is None:
             return auto_sharded(parts.from_saved, parts.specs)(params)
@@ -454,19 +456,19 @@ class Steps:
         return replace_subtree(self._stack_with_adapters(base), mine)
 
     def _stack_with_adapters(self, base: Tree) -> Tree:
-        """Stacked parameters of a base in the form of checkpoints, with new adapters."""
+        """Return the stacked parameters of a saved base, with new adapters."""
         plain = self.param_layout.base
         stacked = auto_sharded(plain.from_saved, plain.specs)(base)
         return self.param_layout.add_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
-        """A jitted function with these shardings of its results."""
+        """Return a jitted function whose results have these shardings."""
         return jax.jit(trace_on_mesh(self.param_layout.mesh, run), out_shardings=shardings)
 
     def init_from_params(self, params: Tree) -> TrainState:
-        """A fresh state, but for parameters in the form that a checkpoint holds.
+        """Return a fresh state with parameters from a checkpoint.
 
-        With adapters these are the base's.
+        For a model with adapters, they are the parameters of the base.
         """
 
         def convert(saved: Tree) -> TrainState:
@@ -478,32 +480,34 @@ class Steps:
 
     @cached_property
     def initial_params(self) -> Any:
-        """Parameters in the form that a checkpoint holds -> those of a new run that starts from
-        them, as the steps take them; with adapters these are the base's.
+        """Function from saved parameters to the stacked parameters of a new run that starts from
+        them. With adapters, the saved parameters are those of the base.
         """
         return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
     @cached_property
     def abstract_saved(self) -> Tree:
-        """Shapes, types and shardings of the saved form."""
+        """Shapes, dtypes and shardings of the saved form."""
         state = jax.eval_shape(self._init)
         return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
 
     @cached_property
     def abstract_base(self) -> Tree:
-        """Of the parameters that a run starts from: without adapters."""
+        """Shapes, dtypes and shardings of the parameters that a run starts from, without
+        adapters.
+        """
         plain = self.param_layout.base
         stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
         saved = jax.eval_shape(auto_sharded(plain.to_saved, plain.saved_specs), stacked)
         return with_shardings(saved, plain.shardings(plain.saved_specs))
 
-    # The computations.
+    # Computations.
 
     def _key(self, stream: int) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.key(self.seed), stream)
 
     def _optimizer_state(self, params: Tree) -> Tree:
-        """The optimizer's state of a new run; frozen parameters have none."""
+        """Return the optimizer state of a new run, which excludes frozen parameters."""
         return self.optimizer.init(self.param_layout.select_trainable(params))
 
     def _init(self) -> TrainState:
@@ -554,7 +558,7 @@ class Steps:
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
         further = {mtp.MTP: found.statistics.get(mtp.MTP, {})}
-        # Layers of all stages are joined into one dim; the numbers are few.
+        # This joins the layers of all stages in one dim; the arrays are small.
         reported = auto_sharded(layout.unstack, PartitionSpec())(*layers)
         metrics |= compute_layer_metrics(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
@@ -565,7 +569,7 @@ class Steps:
         if self.objective.segments_per_loss:
             return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
-        # Picked by index: divided as the indices are.
+        # The result is sharded like the indices.
         size = auto_sharded(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
@@ -579,5 +583,5 @@ class Steps:
 
 
 def _on_device(tree: Tree) -> Tree:
-    """Arrays that may be in host memory, where they can be computed with."""
+    """Move arrays to device memory; they may be in host memory."""
     return jax.device_put(tree, jax.memory.Space.Device)

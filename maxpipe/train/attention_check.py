@@ -1,9 +1,9 @@
-"""A backend of attention held against plain attention, before a run trusts it on new hardware.
+"""Comparison of an attention backend with plain attention, before a run uses it on new hardware.
 
-A kernel can be wrong on one kind of device, or in one release, and a loss curve does not say so at
-once. On a small slice with the model's own options, its results and gradients are compared with
-the same in exact float32: it may be as far from them as plain attention of the run's type is, a few
-times. What was found is among the run's events, so that the same hardware is not checked again.
+A kernel can be wrong on one device type or in one release, and the loss curve may not show it. The
+check runs a small slice with the options of the model, and compares results and gradients with
+exact float32. Their error may be a few times that of plain attention in the run's dtype. The result
+is recorded in the run's events, so that the same hardware is not checked again.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from maxpipe.telemetry.writers import EventLog
 _EVENT = "attention_checked"
 
 _TOKENS, _GROUPS, _SHARED = 256, 2, 4
-"""Of the slice at most: tokens, key/value heads, and query heads for each of them."""
+"""Maximum size of the slice: tokens, key/value heads, and query heads per key/value head."""
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
-"""In its slice documents choose between three kernels."""
+"""Slice of the cudnn backend, in which the number of documents selects one of three kernels."""
 _TOLERANCE_FACTOR = 4.0
-"""By how much a backend may be further from exact results than plain attention."""
+"""Allowed ratio of a backend's error to that of plain attention."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
-"""Distance that is allowed in any case, of an array's largest entry."""
+"""Error that is always allowed, relative to the largest entry of the array."""
 
 AttentionPart = Attention | LatentAttention
 
@@ -55,7 +55,7 @@ class _CheckEvent(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionDeviation:
-    """Distances from exact results, each of the array's largest entry."""
+    """Errors with respect to exact results, relative to the largest entry of the array."""
 
     backend: str
     result: float
@@ -64,23 +64,23 @@ class AttentionDeviation:
 
     @property
     def ok(self) -> bool:
-        """Whether the backend can be used; a NaN is no small distance."""
+        """Whether the errors are within the limit; NaN is not."""
         return self.result <= self.limit and self.gradients <= self.limit
 
     def __str__(self) -> str:
         return (
             f"{self.backend} is {self.result:.1e} off in results and {self.gradients:.1e} in "
-            f"gradients, at most {self.limit:.1e} is allowed"
+            f"gradients; at most {self.limit:.1e} is allowed"
         )
 
 
 def check_run_attention(
     run_dir: Path, steps: Steps, link: ControlChannel, console: Console, events: EventLog
 ) -> None:
-    """Checks the model's attention on hardware that the run has not met.
+    """Check the model's attention on hardware that is new to the run.
 
     Raises:
-        ConfigError: on some process it is wrong.
+        ConfigError: attention is wrong on some process.
     """
     decoder, (_, tokens), found = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
@@ -88,7 +88,7 @@ def check_run_attention(
     if what and not _was_checked(run_dir, what):
         with console.stage("checking attention"):
             found = check_attention(model, dtype, tokens)
-    # A process that knows its hardware asks as well: all leave if one of them has to.
+    # Processes that know their hardware take part: all must stop if one has to.
     verdicts = link.compare_across_processes(
         "attention", "" if found is None or found.ok else str(found)
     )
@@ -100,21 +100,23 @@ def check_run_attention(
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """The worst of the model's kinds of attention on a device here; None if all are plain."""
+    """Return the worst result of the model's attention types on a local device, or None if all
+    are plain.
+    """
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Device, release, backend and sizes: all on which the outcome depends; "" for nothing."""
+    """Return device, release, backend and sizes, which determine the outcome; "" if plain."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""
 
 
 def _was_checked(run_dir: Path, what: str) -> bool:
-    """Whether the run's events say so."""
+    """Whether the run's events contain the check."""
     try:
         return any(
             each["what"] == what for each in read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
@@ -124,18 +126,18 @@ def _was_checked(run_dir: Path, what: str) -> bool:
 
 
 def _mismatch_error(text: str) -> ConfigError:
-    """The error for a backend that is wrong, by what was found of it."""
+    """Return the error for a wrong backend."""
     return ConfigError.one(
         "model.attention",
         None,
-        f"computes something else than plain attention on {jax.local_devices()[0].device_kind} "
-        f"with jax {jax.__version__}: {text}, each of the largest entry.",
+        f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "
+        f"{jax.__version__}: {text}, relative to the largest entry.",
         "Set model.attention=xla.",
     )
 
 
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
-    """(part, tokens of the slice, sizes of its windows), unlike ones only."""
+    """Yield (part, tokens of the slice, window sizes) of each distinct attention type."""
     seen: set[str] = set()
     for kind in model.layer_types.values():
         for part in kind.parts.values():
@@ -150,12 +152,12 @@ def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tupl
 
 
 def _documents(part: AttentionPart) -> tuple[int, ...]:
-    """Of the slice's row, each time it is checked."""
+    """Return the numbers of documents in the slice's sequence, one per check."""
     return _CUDNN_DOCUMENTS if part.backend == "cudnn" else (_DOCUMENTS,)
 
 
 def _shape(part: AttentionPart, tokens: int) -> str:
-    """Its sizes and options."""
+    """Return the sizes and options of an attention part as text."""
     groups, shared, values = _heads(part)
     more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
     return " ".join(
@@ -164,7 +166,7 @@ def _shape(part: AttentionPart, tokens: int) -> str:
 
 
 def _heads(part: AttentionPart) -> tuple[int, int, int]:
-    """(key/value heads, query heads for each, size of a value) of the slice."""
+    """Return (key/value heads, query heads per key/value head, value size) of the slice."""
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
     shared = min(part.num_heads // part.num_kv_heads, _SHARED)
@@ -174,7 +176,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
 def _compare_backend(
     part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
 ) -> Iterator[AttentionDeviation]:
-    """Of one slice, with the largest window, for each number of documents."""
+    """Yield the errors of one slice with the largest window, for each number of documents."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
     shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)
@@ -219,7 +221,7 @@ def _compare_backend(
 
 
 def _distance(found: Any, exact: Any) -> float:
-    """NaN counts as infinite: `max` would overlook it."""
+    """Return the relative error; NaN becomes infinity, because `max` would ignore it."""
     found, exact = (np.asarray(each, np.float64) for each in (found, exact))
     distance = float(np.abs(found - exact).max() / np.abs(exact).max())
     return distance if np.isfinite(distance) else np.inf

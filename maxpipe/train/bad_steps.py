@@ -1,9 +1,9 @@
 """The reaction to bad steps: record, skip, roll back, or stop.
 
-The devices have skipped the update already (`guard.py`); the host reads that when the next
-step is under way, so that nothing blocks. All processes read the same numbers in the same order,
-and so decide alike. The counts are saved with the data position: a resumed run
-decides as one that was never interrupted.
+The devices have already skipped the update (`optim.guard`). The host reads that while the next step
+runs, so that nothing blocks. All processes read the same values in the same order, so they make the
+same decision. The counts are saved with the data position: a resumed run makes the same decisions
+as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxpipe.telemetry.writers import EventLog
 
 
 class RollBack(Exception):
-    """The run has to roll back to its newest checkpoint, and continue after this step's batch."""
+    """The run must roll back to its newest checkpoint, and continue after this step's batch."""
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -41,9 +41,10 @@ class BadStepMonitor:
         offset: int = 0,
         facts: Mapping[str, Any] | None = None,
     ):
-        """`facts` are a checkpoint's, those of the devices included."""
+        """Initialize the monitor; `facts` are the counts in a checkpoint, including the guard's."""
         self.offset = offset
-        """Batches skipped by roll backs: step s takes batch s + offset, both counted from 0."""
+        """Number of batches skipped by roll backs: step s uses batch s + offset, both
+        zero-based."""
         self.roll_backs: int = (facts or {}).get("roll_backs", 0)
         self.skipped_sequences: int = self._skipped_sequences(loader, offset, facts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
@@ -61,37 +62,38 @@ class BadStepMonitor:
         self._spikes: int = facts.get("spikes", 0)
 
     def state_dict(self) -> dict[str, int]:
-        """JSON values for a checkpoint."""
+        """Return the counts as JSON values for a checkpoint."""
         found = {"roll_backs": self.roll_backs, "in_row": self._num_consecutive}
-        # Where batches have one size it follows from the offset.
+        # With a constant batch size the number follows from the offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
 
     @staticmethod
     def _skipped_sequences(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
-        """Without a number of its own a checkpoint is of a run whose batches had one size.
+        """Return the number of skipped sequences in a checkpoint.
 
-        What it has consumed is the same now, also where a ramp with larger batches follows.
+        Checkpoints without that number are from runs with a constant batch size. The sequences that
+        they consumed stay the same, even if a ramp to larger batches follows.
         """
         _, rows = loader.ramp.position_of(0)
         return (facts or {}).get("rows_left_out", offset * rows)
 
     def sequences_done(self, step: int) -> int:
-        """Rows of all steps up to this one."""
+        """Return the number of sequences of all steps up to this one."""
         return self._loader.ramp.sequences_before(step + self.offset) - self.skipped_sequences
 
     def record_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step was started: decide on the one before.
+        """Record that a step was started, and decide on the previous one.
 
         Raises:
-            NumbersError: the config does not let the run go on.
-            RollBack: the run has to go back.
+            DivergenceError: the config does not allow the run to continue.
+            RollBack: the run must roll back.
         """
         self.flush()
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Decide on the newest step, as `started` does; waits for it."""
+        """Wait for the newest step and decide on it, as `started` does."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -106,9 +108,9 @@ class BadStepMonitor:
     def record_roll_back(
         self, bad_step: int, step: int, offset: int, facts: Mapping[str, Any] | None
     ) -> None:
-        """The run is after `step` again, with these facts; the batches in between are left out.
+        """Record a roll back to `step` with these counts, which skips the batches in between.
 
-        `offset` is the one that the checkpoint was saved with.
+        `offset` is that of the checkpoint.
         """
         rows_before = self._loader.ramp.sequences_before
         done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, facts)
@@ -118,7 +120,7 @@ class BadStepMonitor:
         self._load_counts(facts)
         self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)
         self._console.warn(
-            f"back from step {bad_step} to {step}, and on without the batches in between"
+            f"rolled back from step {bad_step} to {step}; the batches in between are skipped"
         )
 
     def _decide(
@@ -147,32 +149,32 @@ class BadStepMonitor:
         if action == "roll_back":
             raise RollBack(step)
         done = (
-            f"update left out, {self._num_consecutive} in a row" if action == "skip" else "a spike"
+            f"update skipped, {self._num_consecutive} in a row" if action == "skip" else "a spike"
         )
         self._console.warn(f"step {step}: {numbers}: {done}")
 
     def _stop_reason(self, action: str) -> tuple[str, str] | None:
-        """Rule and remedy, if the run must not go on after a step that asks for this action."""
+        """Return rule and remedy if the run must not continue after a step with this action."""
         config = self._config
         lower = "lower optim.learning_rate"
         if action == "stop":
             return (
-                "must be finite with guard.bad_steps=stop. The update was not taken, and "
+                "must be finite with guard.bad_steps=stop. The update was skipped, and "
                 "events.jsonl names the batch.",
-                f"Set guard.bad_steps=skip to go on without such batches, or {lower}.",
+                f"Set guard.bad_steps=skip to continue without such batches, or {lower}.",
             )
         if action == "skip" and self._num_consecutive > config.max_bad_steps:
             return (
                 f"is bad step {self._num_consecutive} in a row; guard.max_bad_steps allows "
-                f"{config.max_bad_steps}. No update was taken, and events.jsonl names the batches.",
-                f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is to blame, or "
+                f"{config.max_bad_steps}. Updates were skipped; events.jsonl names the batches.",
+                f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is the cause, or "
                 f"{lower}.",
             )
         if action == "roll_back" and self.roll_backs >= config.max_rollbacks:
             return (
-                f"asks for roll back {self.roll_backs + 1}; guard.max_rollbacks allows "
+                f"requires roll back {self.roll_backs + 1}; guard.max_rollbacks allows "
                 f"{config.max_rollbacks}. events.jsonl names the batches.",
-                f"Set guard.max_rollbacks={config.max_rollbacks + 3} if the data is to blame, "
+                f"Set guard.max_rollbacks={config.max_rollbacks + 3} if the data is the cause, "
                 f"or {lower}.",
             )
         return None

@@ -1,4 +1,4 @@
-"""What a run shows and writes as it begins: its facts, its config, pictures of its plan."""
+"""The banner that a run prints at its start, and the config file that it writes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from maxpipe.step.step import Steps
 
 
 def _parameters(model: Model) -> str:
-    """All of them; those that one token uses, and those that are trained, where they are fewer."""
+    """Return the number of parameters; also those active per token and those trained, if fewer."""
     count = num_params(model)
-    parts = ((active_params(model), "for each token"), (num_trained(model), "trained"))
+    parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
     fewer = ", ".join(f"{format_count(some)} {words}" for some, words in parts if some < count)
     return f"{format_count(count)} parameters" + (f" ({fewer})" if fewer else "")
 
 
 def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
-    """The config as the run was started with it."""
+    """Write the config with which the run was started."""
     for lock in locks:
         lock.check()
     try:
@@ -44,7 +44,7 @@ def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 
 def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
-    """How each source fills its sequences; of a mixture its share of the run, too."""
+    """Yield how each source fills its sequences, and its share of the run in a mixture."""
     if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:
@@ -70,7 +70,7 @@ def _describe_packing(part: SourceSequences) -> str:
 def banner_lines(
     config: Config, steps: Steps, datasets: Datasets, length: int
 ) -> list[tuple[str, str]]:
-    """What the banner says of a run: names and values."""
+    """Return names and values of the banner's lines."""
     mesh, schedule = steps.param_layout.mesh, steps.train_schedule
     tokens = config.train.sequence_length
     ramp = datasets.train.ramp
@@ -79,7 +79,7 @@ def banner_lines(
     device, processes = mesh.devices.flat[0], pluralize(jax.process_count(), "process")
     documents = pluralize(datasets.train.fingerprint()["documents"], "document")
     if datasets.unreadable:
-        documents += f" of which {datasets.unreadable} cannot be read and are empty"
+        documents += f", {datasets.unreadable} of them unreadable and treated as empty"
     model, described = config.model, registry.describe(config.model)
     saved_in = checkpoint_home(run_folder(config.run), config.checkpoint)
     divided = resolve_auto.Divided.from_mesh(config.mesh, mesh.shape)

@@ -1,6 +1,6 @@
-"""Where the data of a run ends, and what that means for its steps.
+"""The end of a run's data and its effect on the number of steps.
 
-Names the source and the file that a run waits for, when batches do not come in time.
+`SlowDataMonitor` names the source and the file if a run waits for data.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from maxpipe.telemetry.console import Console
 
 
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:
-    """The last of `length` steps for which there is data, or `first`, the last that is done.
+    """Return the last of `length` steps with data, but at least `first`, the last completed step.
 
-    `offset` batches were left out.
+    `offset` is the number of skipped batches.
     """
     return int(max(first, min(length, train.last_batch - offset)))
 
 
 def check_enough_data(train: Loader, length: int, offset: int) -> None:
-    """Raises ConfigError if `data.end` is `fail` and the data ends before the run."""
+    """Raise ConfigError if `data.end` is `fail` and the data ends before the run."""
     if train.ending is None or train.ending.policy != "fail":
         return
     number, name = train.first_exhausted()
@@ -49,10 +49,10 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """The last step of a run that has done `first`; says so if the data ends before it.
+    """Return the last step of a run that has completed `first`; print if the data ends earlier.
 
     Raises:
-        ConfigError: the run is over, or the data ends before it and `data.end` is `fail`.
+        ConfigError: the run is done, or the data ends before it and `data.end` is `fail`.
     """
     config = loaded.config
     length = total_steps(config.train)
@@ -68,29 +68,30 @@ def resolve_last_step(
     last = last_step(train, length, offset, first)
     if last < length:
         console.note(
-            f"data: ends with step {last} of {length}, and the run with it (data.end=stop); the "
-            f"learning rate is planned for {pluralize(length, 'step')}"
+            f"data: ends at step {last} of {length}, and the run ends there (data.end=stop); the "
+            f"learning-rate schedule is for {pluralize(length, 'step')}"
         )
     return last
 
 
 _PERIOD_SECONDS = 1.0
 _SLOW_SECONDS = 10.0
-"""Of reading a document that is named; and again whenever it has taken twice as long."""
+"""Time after which a slow document is reported; again whenever that time has doubled."""
 _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
-"""Steps that are looked at together, and what of their time they wait for data if that is named."""
+"""Length of a window of steps, and fraction of it spent on waiting for data that is reported."""
 _QUIET_SECONDS = 600.0
-"""Between two warnings of it."""
+"""Minimum time between two such warnings."""
 
 
 class SlowDataMonitor:
-    """Warns of documents whose reading takes long, and of steps that mostly wait for data.
+    """Warns about documents that are slow to read, and about steps that mostly wait for data.
 
-    With `with` its thread runs, which also tells `phases` what is read: stall reports have it.
+    As a context manager it runs a thread, which also reports the current document to `phases`, for
+    stall reports.
     """
 
     def __init__(self, phases: Phases, warn: Callable[[str], object], threads: int):
-        """`threads` read."""
+        """Initialize the monitor; `threads` is the number of reading threads."""
         self._phases, self._warn, self._threads = phases, warn, threads
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="slow data", daemon=True)
@@ -127,16 +128,16 @@ class SlowDataMonitor:
         if read.verb != "reading" or seconds < self._next_warning:
             return
         self._next_warning = 2 * seconds
-        waits = " and the run waits for it:" if self._phases.status().phase == DATA else ""
+        waits = ", and the run waits for it" if self._phases.status().phase == DATA else ""
         self._warn(
-            f"{self._slow_read[1]}, has taken {seconds:.0f} s so far,{waits} its disk, bucket "
+            f"{self._slow_read[1]}, has lasted {seconds:.0f} s so far{waits}: the disk, bucket "
             "or host "
-            "is slow or gone, or the document is long and should be several"
+            "is slow or unavailable, or the document is long and should be split"
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:
-        """Steps have taken these `seconds`, and have waited for data in `waited` of them."""
-        if not self._has_begun:  # the first batches take longer
+        """Record the duration `seconds` of steps, and the time `waited` spent waiting for data."""
+        if not self._has_begun:  # the first batches are slower
             self._has_begun = True
             read_tracker.take_read_times()
             return
@@ -156,7 +157,7 @@ class SlowDataMonitor:
         source = max(spent.sources, key=lambda name: spent.sources[name], default="data")
         self._warn(
             f"steps waited for data for {share:.0%} of the last {whole:.0f} s: reading {source} "
-            f"took {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, and "
-            f"{spent.slowest} {spent.seconds:.2f} s of it. Prepare the documents with `maxpipe "
-            "data prepare`, or set data.threads to more."
+            f"used {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, including "
+            f"{spent.seconds:.2f} s for {spent.slowest}.  Prepare the documents with `maxpipe "
+            "data prepare`, or increase data.threads."
         )

@@ -1,8 +1,8 @@
 """The training loop, and the end of a run.
 
-Step, parameters, optimizer and data position belong together: they are saved in one
-checkpoint, and everything random follows from seed and step. So a run that was
-killed and resumed computes, bit for bit, the same as an uninterrupted one.
+Step, parameters, optimizer state and data position are saved in one checkpoint, and all randomness
+follows from seed and step. A run that was killed and resumed is therefore bitwise equal to an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from maxpipe.train.set_up import set_up
 
 
 def train(loaded: LoadedConfig) -> int:
-    """Train or resume the run; returns the process' exit code.
+    """Train or resume the run, and return the exit code of the process.
 
     Raises:
         ConfigError: the config does not fit the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
-        Preempted: the run was asked to stop, and has saved; Interrupted by Ctrl-C.
-        NumbersError: the config does not let the run go on with such loss or gradients.
-        ReplicaError: copies on several devices differ.
+        Preemption: the run received a stop request and saved its state; UserInterrupt: Ctrl-C.
+        DivergenceError: the config does not allow the run to continue after a bad step.
+        ReplicaError: replicas on different devices differ.
     """
     config = loaded.config
     with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def train(loaded: LoadedConfig) -> int:
 
 
 def _run_loop(run: Run) -> None:
-    """Trains to the end, however often the guard goes back."""
+    """Train to the end, restarting the loop after every roll back."""
     while True:
         try:
             return _train_steps(run)
@@ -83,11 +83,11 @@ def _run_loop(run: Run) -> None:
 
 
 def _train_steps(run: Run) -> None:
-    """The loop."""
+    """Run the training loop once, from the current step to the last one."""
     config, first = run.config, run.steps_done
     meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
-    if run.early_stopping.needs_evaluation(first) and first:  # the run was asked to stop meanwhile
+    if run.early_stopping.needs_evaluation(first) and first:  # the run was stopped before this evaluation
         with meter.paused(EVAL):
             evaluated = run.evaluate(first)
     last = run.total_steps
@@ -119,7 +119,7 @@ def _train_steps(run: Run) -> None:
                 with meter.paused(LOOP):
                     run.compare_replicas(step)
             run.checkpoints.poll()
-            if step < last and run.can_stop_after(step):  # the last one is saved evaluated
+            if step < last and run.can_stop_after(step):  # the last step is saved after evaluation
                 if run.checkpoints.should_save(step):
                     with meter.paused(SAVE):
                         run.save(step)
@@ -139,13 +139,13 @@ def _train_steps(run: Run) -> None:
 
 
 def _save_and_stop(run: Run, step: int) -> None:
-    run.console.note(f"asked to stop: saving step {step}")
+    run.console.note(f"stop requested: saving step {step}")
     _save_and_wait(run, step)
     run.events.write("preempted", step=step)
     raise run.link.stop_error(
         f"{run_folder(run.config.run)}: stopped after step {step} of {run.total_steps}\n"
         "  The state is saved.\n"
-        "  Start the same command again to go on."
+        "  Run the same command again to resume."
     )
 
 
@@ -160,7 +160,7 @@ def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
     if run.early_stopping.should_stop:
         lines.append(run.early_stopping.message())
     elif run.total_steps < run.length:
-        lines.append(f"all documents were read: the run has ended before step {run.length}")
+        lines.append(f"all documents were read: the run ended before step {run.length}")
     if "eval/nats_per_byte" in evaluated:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:
@@ -169,7 +169,7 @@ def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
 
 
 def memory_in_use() -> dict[str, float]:
-    """Memory in use, where it is known: CPU devices do not report it."""
+    """Return the memory in use, where it is known: CPU devices do not report it."""
     found = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
@@ -182,7 +182,7 @@ def memory_in_use() -> dict[str, float]:
 
 
 def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
-    """What was read of each source up to a step."""
+    """Return the epochs and tokens read from each source up to a step."""
     stream = run.datasets.train.stream
     counts = stream.samples_before(
         run.datasets.train.ramp.sequences_before(step + run.bad_step_monitor.offset)
@@ -198,7 +198,7 @@ def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
 
 
 class ThroughputMeter:
-    """Time and throughput between reports."""
+    """Measures time and throughput between reports."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -207,7 +207,7 @@ class ThroughputMeter:
         mesh, config = run.steps.param_layout.mesh, run.config
         self._sequence_length = run.steps.shape[1]
         per_token = train_flops_per_token(describe(config.model), self._sequence_length)
-        self._flops_per_token = per_token / mesh.size  # and device
+        self._flops_per_token = per_token / mesh.size  # per device
         self._batch_size = run.steps.shape[0]
         self._idle = functools.cache(
             lambda rows: run.steps.with_batch_size(rows).train_schedule.idle_fraction()
@@ -220,7 +220,7 @@ class ThroughputMeter:
         self._num_sequences, self._rollout_seconds = 0, 0.0
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         start = time.perf_counter()
         with self._run.phases.enter(DATA):
             batch = next(batches)
@@ -228,7 +228,9 @@ class ThroughputMeter:
         return batch
 
     def run_rollout(self, step: int) -> bool:
-        """Draws what a step is trained on, where that has to be; False if the run is to stop."""
+        """Generate the rollouts of a step if they are missing; return False if the run must
+        stop.
+        """
         run, position = self._run, step - 1 + self._run.bad_step_monitor.offset
         if run.rollouts is None or not run.rollouts.is_rollout_start(position):
             return True
@@ -239,7 +241,9 @@ class ThroughputMeter:
         return found
 
     def record_step(self, metrics: dict[str, jax.Array], rows: int) -> None:
-        """A step was started; waits for the one before it, so that at most two are under way."""
+        """Record a started step, and wait for the previous one so that at most two are in
+        flight.
+        """
         if self._latest:
             jax.block_until_ready(self._latest)
         self._sources.add_step(metrics)
@@ -249,7 +253,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Time inside belongs to `phase`, not to steps."""
+        """Attribute the time inside the context to `phase` instead of to steps."""
         with self._run.phases.enter(STEP):
             jax.block_until_ready(self._latest)
         start = time.perf_counter()
@@ -258,7 +262,7 @@ class ThroughputMeter:
         self._start += time.perf_counter() - start
 
     def report(self, step: int) -> None:
-        """Write and show the metrics of the newest step and the rates since the last report."""
+        """Write and print the metrics of the newest step, and rates since the last report."""
         with self._run.phases.enter(STEP):
             metrics = {
                 tag: float(value) for tag, value in self._latest.items() if tag not in BY_SOURCE

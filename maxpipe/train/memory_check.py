@@ -1,7 +1,8 @@
-"""Checks that a run fits the memory of its devices, before it is allocated or compiled.
+"""Checks that a run fits the memory of its devices, before memory is allocated.
 
-A forecast well above the memory refuses the run; one near it only warns. Then the
-compiler's report is checked. An allocation that fails nevertheless is explained.
+A prediction far above the available memory is an error; one near it gives a warning. After
+compilation, the compiler's report is checked. If an allocation fails nevertheless, the error is
+explained.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, 
 from maxpipe.plan.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
-"""A forecast of this multiple of the memory is not wrong enough for the run to fit."""
+"""Ratio of predicted to available memory above which the run certainly does not fit."""
 _KEY = "runtime.memory_check"
-_OVERRIDE = f"{_KEY}=warn starts it anyway"
+_OVERRIDE = f"{_KEY}=warn starts the run anyway"
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -33,43 +34,43 @@ _CONTROL_GROUPS = (
 
 
 def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
-    """Compares the predicted memory of the train step with that of the devices here.
+    """Compare the predicted memory of the train step with that of the local devices.
 
     Raises:
-        ConfigError: it surely does not fit.
+        ConfigError: the step certainly does not fit.
     """
     predicted = _predict_memory(config)
     _check(
         config,
         predicted.total,
         predicted,
-        "the train step is predicted to take",
+        "the train step is predicted to need",
         CERTAIN_FACTOR,
         warn,
     )
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
-    """Compare the compiler's report of the train step with the memory that is left now.
+    """Compare the compiler's report of the train step with the memory that is free now.
 
-    The state is in memory already. Called after the step is compiled, and again before the first
-    step: other programs and processes may have taken memory in between.
+    The state is already allocated. The check runs after compilation, and again before the first
+    step, because other programs may have allocated memory in between.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the step does not fit.
     """
     said = compiled.memory_analysis()
     if said is None or jax.local_devices()[0].platform == "tpu":
-        return  # the compiler for TPUs has refused what does not fit
+        return  # the TPU compiler has already rejected programs that do not fit
     predicted = _predict_memory(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    if jax.local_devices()[0].platform != "cpu":  # total known, not the free part
+    if jax.local_devices()[0].platform != "cpu":  # the total is known, but not the free part
         needed += said.argument_size_in_bytes + predicted.reference
-        _check(config, needed, predicted, "the compiled train step takes", 1.0, warn)
+        _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
-    words = "the compiled train step takes, in addition to the state,"
-    # Where some virtual devices get their memory and others do not, the former wait for the latter
-    # in a collective, and XLA ends the process after 40 s. So nothing above ROOM is tried.
+    words = "the compiled train step needs, in addition to the state,"
+    # If only some virtual devices get their memory, they wait for the others in a collective, and
+    # XLA aborts the process after 40 s. So the run must not exceed USABLE_MEMORY_FRACTION.
     _check(config, needed, predicted, words, USABLE_MEMORY_FRACTION, warn)
     if not _can_map(needed * len(jax.local_devices())):
         words = f"the operating system refuses the memory that {words.rstrip(',')}:"
@@ -77,7 +78,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
 
 
 def _can_map(num_bytes: int) -> bool:
-    """Whether the operating system would grant this many bytes now; they are never touched."""
+    """Whether the operating system would grant this many bytes now, without using them."""
     if num_bytes <= 0 or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return True
     try:
@@ -89,7 +90,7 @@ def _can_map(num_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def explain_allocation_errors(config: Config) -> Iterator[None]:
-    """Turns a failed allocation inside into an error of the config."""
+    """Convert a failed allocation inside the context to a ConfigError."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -104,9 +105,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_memory(device: Any) -> float | None:
-    """Bytes that programs can have on a device, None where it is unknown.
+    """Return the number of bytes available to programs on a device, or None if unknown.
 
-    Virtual CPU devices share what is left of the host's memory.
+    Virtual CPU devices share the available memory of the host.
     """
     if device.platform == "cpu":
         left = host_memory()
@@ -121,20 +122,20 @@ def device_memory(device: Any) -> float | None:
 def host_memory(
     meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
 ) -> float | None:
-    """Bytes that this process can still have: of the host, its control group, and its own limit."""
+    """Return the bytes that this process can still allocate, by host, control group and ulimit."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
         found.append(1024.0 * (int(lines["MemAvailable"]) + int(lines.get("SwapFree", 0))))
     for limit, used in groups:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             found.append(float(int(Path(limit).read_text()) - int(Path(used).read_text())))
     found += [left for left in [_free_address_space()] if left is not None]
     return max(0.0, min(found)) if found else None
 
 
 def _free_address_space() -> float | None:
-    """Under `ulimit -v`."""
+    """Return the address space that `ulimit -v` leaves."""
     try:
         import resource
     except ImportError:  # Windows
@@ -165,7 +166,7 @@ def _check(
     what = f"{words} {gib(needed)} on each device, which has {gib(there)}"
     if device.platform == "cpu":
         count = len(jax.local_devices())
-        what += f", its part of the {gib(count * there)} that this host has left for {count}"
+        what += f", its part of the {gib(count * there)} available to {count} on this host"
     terms = f"Largest, as predicted:\n{describe_largest(predicted.terms)}"
     if needed <= sure * there or config.runtime.memory_check == "warn":
         warn(f"memory: {what}: it may not fit. {terms}")
@@ -174,7 +175,7 @@ def _check(
         "memory",
         None,
         f"{what}. {terms}",
-        f"Change one of these keys: `maxpipe plan` says what each takes; {_OVERRIDE}.",
+        f"Change one of these keys: `maxpipe plan` lists their memory; {_OVERRIDE}.",
     )
 
 
@@ -184,17 +185,17 @@ def _predict_memory(config: Config) -> Memory:
 
 
 def _allocation_error(config: Config, error: BaseException) -> ConfigError:
-    """The error: the allocation, the memory, and the keys that make it smaller."""
+    """Return the error for a failed allocation, with keys that reduce memory."""
     asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
     of_host = isinstance(error, MemoryError) or device.platform == "cpu"
     there = host_memory() if of_host else device_memory(device)
     whose = "this host has" if of_host else f"a device ({device.device_kind}) has"
-    has = "" if there is None else f"; {whose} {gib(there)}{' left' if of_host else ''}"
+    has = "" if there is None else f"; {whose} {gib(there)}{' available' if of_host else ''}"
     listed = describe_largest(_predict_memory(config).terms)
     return ConfigError.one(
         "memory",
         None,
-        f"ran out: {asked}{has}. The train step takes on each device, as predicted:\n{listed}",
+        f"ran out: {asked}{has}. Predicted memory of the train step per device:\n{listed}",
         "Change one of these keys, or use a machine with more memory.",
     )

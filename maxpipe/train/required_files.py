@@ -1,6 +1,6 @@
 """Check that the files and folders named in a config exist, before devices are used.
 
-A missing model folder on a machine without enough devices is one report, not two attempts.
+So a missing model folder and a lack of devices are reported together.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def _model_problem(
     origins: Mapping[str, str],
 ) -> Problem:
     rule = "must name a folder with config.json, *.safetensors and a tokenizer: "
-    rule += f"there is no {os.path.abspath(os.path.expanduser(folder))}."
+    rule += f"{os.path.abspath(os.path.expanduser(folder))} does not exist."
     settings = f"{key}={_MODEL}DIR"
     if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
-        rule += f" {_TOKENIZER}={config.tokenizer.path} is read from it, too."
+        rule += f" {_TOKENIZER}={config.tokenizer.path} is also read from that folder."
         settings += f" and {_TOKENIZER}=DIR"
-    action = f"Download the model into it (`hf download NAME --local-dir {folder}`), or set "
-    action += f"{settings} to the folder of the model that you have."
+    action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
+    action += f"{settings} to the folder of a local model."
     return Problem(error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
@@ -126,8 +126,8 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
 
 def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Problem]:
     if path and not _exists(path):
-        rule = f"must name a file or folder that exists: from {os.getcwd()} it names none."
-        action = f"Set {key} to the path of yours."
+        rule = f"must name an existing file or folder; none was found relative to {os.getcwd()}."
+        action = f"Set {key} to an existing path."
         if key == "tokenizer.path" and bundled_configs.is_hub_id(path):
             rule += " Nothing is downloaded."
             action = f"{bundled_configs.hub_download_action(path).removesuffix('.')} as {key}."
@@ -135,8 +135,8 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
 
 
 def _exists(path: str) -> bool:
-    """Return whether a local path or pattern names something; true for a bucket's."""
+    """Return whether a local path or glob pattern exists; always true for buckets."""
     expanded = os.path.expanduser(path)
     if url_scheme(path) or os.path.lexists(expanded):
-        return True  # the reader of a broken link reports what is wrong with it
+        return True  # a broken link is reported by its reader
     return next(glob.iglob(expanded, recursive=True), None) is not None

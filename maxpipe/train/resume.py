@@ -1,6 +1,6 @@
-"""The start of a run: after its newest checkpoint, from another run, or at step 0.
+"""The start of a run: from its newest checkpoint, from another run, or from step 0.
 
-What is read from a checkpoint is checked to fit the config.
+The content of a checkpoint must fit the config.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
-# Settings that may change of a finished run: how often it is saved and evaluated, its name, its
-# machine, and the key that gives its length.
+# Settings of a finished run that may change: how often it is saved and evaluated, its name, its
+# machine, and the key that sets its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -72,7 +72,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class GuardCounts(TypedDict):
-    """The guard's counts when a checkpoint was saved."""
+    """Counts of the guard in a checkpoint."""
 
     skipped: int
     spikes: int
@@ -83,7 +83,7 @@ class GuardCounts(TypedDict):
 
 
 class Position(TypedDict):
-    """The data position of a checkpoint."""
+    """Data position in a checkpoint."""
 
     step: int
     fingerprint: dict[str, Any]
@@ -94,22 +94,22 @@ class Position(TypedDict):
 
 
 class RunStart(NamedTuple):
-    """The start of a run, or of its continuation."""
+    """The state and counts from which a run starts or resumes."""
 
     state: TrainState
     message: str
     offset: int = 0
-    """See `Watch.offset`."""
+    """See `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
-    """The guard's counts."""
+    """Counts of the guard."""
     reference_digest: str | None = None
-    """Digest of the parameters that a run which goes on began with, if it has kept one."""
+    """Checksum of the initial parameters of a resumed run, if the checkpoint has one."""
     is_resumed: bool = False
-    """Whether these parameters are other ones than those."""
+    """Whether the run resumes, so that the current parameters are not the initial ones."""
     base: AdapterBase | None = None
-    """Of adapters."""
+    """Base of adapters."""
     early_stopping: Mapping[str, Any] | None = None
-    """What `Patience` has counted."""
+    """Counts of `EarlyStopping`."""
 
 
 def restore_or_init(
@@ -120,11 +120,11 @@ def restore_or_init(
     console: Console,
     teacher: TeacherEntry | None = None,
 ) -> RunStart:
-    """The state to continue from; `teacher` is that of the run.
+    """Return the state to start from; `teacher` is the teacher of this run.
 
     Raises:
-        ConfigError: the checkpoint is of another model, or other data.
-        StorageError: it cannot be read.
+        ConfigError: the checkpoint has another model or other data.
+        StorageError: the checkpoint cannot be read.
     """
     config = loaded.config
 
@@ -136,7 +136,7 @@ def restore_or_init(
             model = facts.config["model"]
             frozen = check_type(upgrade_model_section(model)[_FROZEN], list[str])
             if data["step"] < 0:
-                raise ValueError(f"its data position is step {data['step']}")
+                raise ValueError(f"the data position is step {data['step']}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DamagedError(
                 f"{METADATA_ITEM}/metadata does not describe the model and data of a run: "
@@ -173,7 +173,7 @@ def restore_or_init(
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
         if config.checkpoint.restore_from:
-            words += ": its own checkpoints come before checkpoint.restore_from"
+            words += ": the run's own checkpoints precede checkpoint.restore_from"
     else:
         _check_new_run(loaded, checkpoints)
         if not (text := config.checkpoint.restore_from):
@@ -185,14 +185,14 @@ def restore_or_init(
         words = f"starting from {text} after step {found.step}"
     data = found.metadata.data
     if datasets.train.resume_mixture(data["fingerprint"], data["step"]):
-        console.note(f"data: weights of the mixture change with step {found.step + 1}")
+        console.note(f"data: the weights of the mixture change at step {found.step + 1}")
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
         params, base = read_base(found.metadata, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, init_guard_state(config.guard, guarded), params)
     offset = data["step"] - found.step
-    # Another run may have had enough, and this one has not; nor is its reference that one's.
+    # Early-stopping counts and reference of another run do not apply to this run.
     waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
     return RunStart(state, words, offset, guarded, reference, goes_on, base, waited)
 
@@ -200,10 +200,10 @@ def restore_or_init(
 def build_reference(
     loaded: LoadedConfig, steps: Steps, datasets: Datasets, console: Console, begin: RunStart
 ) -> ReferenceParams | None:
-    """The parameters that the run has begun with, where it is held near them.
+    """Return the initial parameters of the run if the objective has a KL term, else None.
 
     Raises:
-        ConfigError, StorageError: as `restore_or_init`.
+        ConfigError, StorageError: as in `restore_or_init`.
     """
     config = loaded.config
     if config.train.objective != "grpo" or not config.grpo.kl_coef:
@@ -221,8 +221,8 @@ def build_reference(
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
-    """Whether of `checkpoint.restore_from` weights alone are taken; adapters begin beside them,
-    unless they are those of the checkpoint.
+    """Whether only the weights of `checkpoint.restore_from` are loaded. Adapters are then new ones,
+    unless the checkpoint contains them.
     """
     config = loaded.config
     text = config.checkpoint.restore_from
@@ -238,7 +238,7 @@ def _restores_weights_only(loaded: LoadedConfig) -> bool:
 def _start_from_weights(
     loaded: LoadedConfig, steps: Steps, console: Console, tokenizer: str
 ) -> RunStart:
-    """A new run, but for its parameters, which are those of another one or of a folder."""
+    """Return the start of a new run with the parameters of another run or of a folder."""
     config = loaded.config
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
@@ -250,12 +250,12 @@ def _start_from_weights(
 
 
 def _imported_folder_error(loaded: LoadedConfig) -> ConfigError:
-    """The run's folder is that of an import."""
+    """Return the error for a run folder that contains imported weights."""
     folder = run_folder(loaded.config.run)
     return ConfigError.one(
         error_location("run.name", loaded.origins),
         loaded.config.run.name,
-        f"names {folder}, which holds imported weights and no run.",
+        f"names {folder}, which contains imported weights, not a run.",
         f"Set run.name to a new name, and checkpoint.restore_from={folder}.",
     )
 
@@ -266,8 +266,11 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None:
-    """Raises ConfigError or StorageError for a run that has saved checkpoints: they are where
-    `checkpoint.dir` led before, or lost.
+    """Check that a new run has no checkpoints in another place, and that none were lost.
+
+    Raises:
+        ConfigError: the run has checkpoints where `checkpoint.dir` pointed before.
+        StorageError: the run has saved checkpoints that no longer exist.
     """
     run_dir = run_folder(loaded.config.run)
     homes = [str(run_dir)]
@@ -279,7 +282,7 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
             raise ConfigError.one(
                 error_location("checkpoint.dir", loaded.origins),
                 loaded.config.checkpoint.dir or "''",
-                f"leads to {checkpoints.durable.path}, which is empty; this run has checkpoints "
+                f"points to {checkpoints.durable.path}, which is empty; this run has checkpoints "
                 f"up to step {saved[-1]} in {folder.path}.",
                 "Copy them there, or set run.name to a new name.",
             )
@@ -287,10 +290,10 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
 
 
 def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
-    """A run goes on with the parameters that it has trained: of these it has optimizer state.
+    """Check that a resumed run trains the same parameters, for which it has optimizer state.
 
     Raises:
-        ConfigError: `frozen`, the checkpoint's, leaves others than the config's.
+        ConfigError: `frozen` of the checkpoint selects other parameters than the config.
     """
     model = loaded.config.model
     now, then = (
@@ -305,34 +308,34 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
     raise ConfigError.one(
         error_location(_FROZEN, loaded.origins),
         format_value(model.frozen),
-        f"must freeze what was frozen when step {step} was saved, as the optimizer's state is of "
-        f"what was trained then: {'; '.join(changes)}.",
+        f"must freeze the same parameters as when step {step} was saved, because the optimizer "
+        f"state covers the parameters trained then: {'; '.join(changes)}.",
         f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
     )
 
 
 def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
-    """A run goes on with its optimizer: another one keeps other things of each parameter.
+    """Check that a resumed run has the same optimizer, because others have other state.
 
     Raises:
-        ConfigError: the checkpoint's is not the config's.
+        ConfigError: the optimizers of the checkpoint and the config differ.
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
-    param_dtype = loaded.config.model.param_dtype  # the checkpoint's, too
+    param_dtype = loaded.config.model.param_dtype  # equals that of the checkpoint
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
         then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)
         if key == _EMA_DECAY and bool(then) == bool(now):
-            continue  # what it is averaged with may change
+            continue  # the decay of the EMA may change
         if (then, now) in (("same", param_dtype), (param_dtype, "same")):
-            continue  # the same type by another name
+            continue  # two names for the same dtype
         if then != now:
             raise ConfigError.one(
                 error_location(key, loaded.origins),
                 format_value(now),
                 f"must be {format_value(then)}, which step {facts.step} was saved with: the "
-                "optimizer's "
-                "state is of its own kind.",
+                "optimizer "
+                "state depends on it.",
                 f"Set {key}={format_value(then)}, or {_restart_advice(loaded, own=own)}.",
             )
 
@@ -345,10 +348,10 @@ def _check_teacher(
     *,
     own: bool,
 ) -> None:
-    """A student goes on with its teacher.
+    """Check that a student has the same teacher as before.
 
     Raises:
-        ConfigError: it has other parameters than the one that taught before.
+        ConfigError: the parameters of the teacher differ.
     """
     if before is None or now is None or before["digest"] == now["digest"]:
         return
@@ -358,15 +361,15 @@ def _check_teacher(
         now["name"],
         f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
         "other parameters.",
-        f"Bring that one back, or set {_restart_advice(loaded, own=own)}.",
+        f"Restore the former teacher, or set {_restart_advice(loaded, own=own)}.",
     )
 
 
 def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """A run that goes on where another one was learns the same.
+    """Check that a run that continues another run has the same objective.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the objectives differ.
     """
     key, now = "train.objective", loaded.config.train.objective
     then = facts.config.get("train", {}).get("objective", legacy_value_of(key))
@@ -374,15 +377,15 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
         raise ConfigError.one(
             error_location("checkpoint.restore", loaded.origins),
             "all",
-            f"goes on with optimizer state, step and data position of a run with {key}={then}, and "
-            f"this one has {key}={now}.",
+            f"restores optimizer state, step and data position of a run with {key}={then}, but "
+            f"this run has {key}={now}.",
             f"Set {_restart_advice(loaded, own=False)}.",
         )
 
 
 def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
-    """What to set to start a run from the parameters of a checkpoint alone."""
-    action = "checkpoint.restore=weights to start from its parameters alone"
+    """Return the settings that start a run from the parameters of a checkpoint only."""
+    action = "checkpoint.restore=weights to start from its parameters only"
     if not own:
         return action
     run = loaded.config.run.name
@@ -394,13 +397,13 @@ def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) 
     return ConfigError.one(
         "data",
         None,
-        f"must be what it was when step {step} was saved: {listed}.",
-        "Put it back, or set data.allow_change=true to go on with other samples.",
+        f"must be unchanged since step {step} was saved: {listed}.",
+        "Restore the data, or set data.allow_change=true to continue with other samples.",
     )
 
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, saved, now) of settings that a run may change while it is stopped."""
+    """Yield (key, saved value, new value) of settings that may change while a run is stopped."""
     then = dict(upgrade_setting(key, value) for key, value in flatten(saved).items())
     for key, now in flatten(to_dict(redact.redact_value(config))).items():
         before = then.get(key, now)
@@ -409,10 +412,10 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[st
 
 
 def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """Refuses a finished run with other settings: a new run is meant.
+    """Check that a finished run has no new settings, which require a new run.
 
     Raises:
-        ConfigError: with the settings, and the name of a run that is not there yet.
+        ConfigError: settings changed; the error lists them and a free run name.
     """
     config = loaded.config
     changed = [
@@ -431,19 +434,19 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     raise ConfigError.one(
         str(run_folder(config.run)),
         None,
-        f"is a finished run: all its {facts.step} steps are done, and nothing is left to train "
-        f"with other settings than when step {facts.step} was saved: {listed}.",
-        f"Set run.name={_free_name(config)} for a new run with them, {more} to go on with this "
-        "one, or put them back.",
+        f"is a finished run: all its {facts.step} steps are done, and no step is left to train "
+        f"with settings that changed since step {facts.step} was saved: {listed}.",
+        f"Set run.name={_free_name(config)} for a new run with them, {more} to continue this run, "
+        "or restore the old settings.",
     )
 
 
 def _free_name(config: Config) -> str:
-    """The run's name with the first number behind it that no run has."""
+    """Return the run's name with the first numeric suffix that is free."""
     for number in itertools.count(2):
         named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
         folder = run_folder(named)
         saved = checkpoint_home(folder, config.checkpoint)
         if not os.path.lexists(folder) and (in_bucket(saved) or not os.path.lexists(saved)):
             return named.name
-    raise AssertionError("numbers end")
+    raise AssertionError("itertools.count is infinite")

@@ -1,4 +1,4 @@
-"""A run: the objects of its loop, and what is done with them."""
+"""A run: the objects of its loop, and the operations on them."""
 
 from __future__ import annotations
 
@@ -51,36 +51,36 @@ WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 @dataclass
 class Run:
-    """The objects of the loop."""
+    """The objects of the training loop."""
 
     config: Config
     length: int
-    """Steps that the config wants."""
+    """Number of steps in the config."""
     console: Console
     link: ControlChannel
     phases: Phases
     events: EventLog
     writer: MetricWriter
     open_writer: Callable[..., MetricWriter]
-    """The same from another `resume_step` on."""
+    """Opens the same writer for another `resume_step`."""
     checkpoints: CheckpointManager
     datasets: Datasets
     steps: Steps
     state: TrainState
     train_steps: Mapping[int, Any]
-    """Compiled, by the rows of a batch."""
+    """Compiled train steps by batch size."""
     evaluator: Evaluator
     bad_step_monitor: BadStepMonitor
     early_stopping: EarlyStopping
     restore: Callable[[], RunStart]
     sample_generator: SampleGenerator | None
     teacher_source: TeacherSource
-    """What a teacher says of batches, if there is one."""
+    """Source of teacher logits, if there is a teacher."""
     rollouts: Rollouts | None
-    """What steps train on, with prompts in place of documents."""
+    """Rollouts that steps train on, with prompts instead of documents."""
     reference: ReferenceParams | None
     base: AdapterBase | None
-    """Of adapters."""
+    """Base of adapters."""
     slow_data: SlowDataMonitor
     last_compared_step: int = -1
     """The last step after which replicas were compared."""
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The last step: where the data or the patience with the run ends if that comes first."""
+        """The last step: the configured one, or an earlier end of the data or by early stopping."""
         if self.early_stopping.should_stop:
             return self.steps_done
         train, offset = self.datasets.train, self.bad_step_monitor.offset
@@ -97,11 +97,11 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Steps already done."""
+        """Number of completed steps."""
         return int(self.state.step)
 
     def train_step(self, batch: Any) -> dict[str, jax.Array]:
-        """Trains on a batch; its metrics."""
+        """Train on a batch and return the metrics."""
         run = self.train_steps[len(batch["tokens"])]
         self.state, metrics = run(self.state, batch)
         return metrics
@@ -109,8 +109,10 @@ class Run:
     def train_batches(
         self, start: int, stop: int
     ) -> contextlib.AbstractContextManager[Iterator[Any]]:
-        """Those of training from `start` to before `stop`: of documents, read ahead, with what a
-        teacher says of them; of rollouts, once they are there.
+        """Return the training batches from `start` to `stop - 1`.
+
+        Document batches are prefetched, with teacher logits if there is a teacher. Batches of
+        rollouts are created when they are requested.
         """
         if self.rollouts is not None:
             rollouts = self.rollouts
@@ -121,17 +123,19 @@ class Run:
         return lessons.batches(self.datasets.train, start, stop)
 
     def batches(self, loader: Loader, start: int, stop: int) -> Batches:
-        """Those of any documents from `start` to before `stop`, read ahead."""
+        """Return prefetched batches of any documents from `start` to `stop - 1`."""
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_after(self, step: int) -> bool:
-        """Whether the run can be saved after `step`: what it goes on with is not half used."""
+        """Whether the run can be saved after `step`: no rollouts are partly used."""
         return self.rollouts is None or self.rollouts.is_rollout_start(
             step + self.bad_step_monitor.offset
         )
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Start saving the state after `step`, unless that was done; `last` waits for the end."""
+        """Start saving the state after `step`, unless it was saved; `last` waits until it is
+        saved.
+        """
         self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
@@ -155,7 +159,7 @@ class Run:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Validation metrics after `step`; empty when evaluation is off."""
+        """Return validation metrics after `step`; empty if evaluation is off."""
         metrics = self.evaluator.metrics(step, self.state.params, self.batches)
         if metrics:
             self.last_evaluation = (step, metrics)
@@ -165,8 +169,8 @@ class Run:
         return metrics
 
     def sample(self, step: int) -> None:
-        """Shows and records what the model makes of the prompts after `step`; of rollouts, what
-        the step was trained on.
+        """Print and record completions of the prompts after `step`. With rollouts, these are the
+        completions that the step was trained on.
         """
         if self.rollouts is not None:
             found = self.rollouts.samples(step - 1 + self.bad_step_monitor.offset)
@@ -179,7 +183,7 @@ class Run:
             self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}{worth}")
 
     def compare_replicas(self, step: int) -> None:
-        """Check that copies on several devices are the same.
+        """Check that the replicas of the state on different devices are equal.
 
         Raises:
             ReplicaError: some differ.
@@ -194,11 +198,11 @@ class Run:
             )
 
     def roll_back(self, bad_step: int) -> None:
-        """Return to the newest checkpoint; the batches from there to the bad step are left out."""
+        """Return to the newest checkpoint; batches from there to the bad step are skipped."""
         self.events.write("time", step=bad_step, seconds=self.phases.take_seconds())
         with self.phases.enter(RESTORE):
             self.checkpoints.wait()
-            del self.state  # there is no memory for two
+            del self.state  # the devices have no memory for two states
             start = self.restore()
         self.state, first = start.state, int(start.state.step)
         self.bad_step_monitor.record_roll_back(bad_step, first, start.offset, start.guard_counts)

@@ -1,7 +1,7 @@
-"""Samples of text during training, of the parameters where they are.
+"""Samples of text during training, generated from the parameters on their devices.
 
-The same prompts are drawn with the same randomness each time, and under every layout: what changes
-from one sample to the next is the model.
+The prompts and the random seed are the same every time and under every layout, so that samples
+differ only by the model.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from maxpipe.step.state import ParamLayout
 
 
 class SampleGenerator:
-    """What a model makes of the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of
-    `held_out` conversations.
+    """Completes the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of held-out chats.
 
     Raises:
-        ConfigError: the file has none, a prompt leaves no room for a token, or there is no chat
-            template for it.
+        ConfigError: the file has no prompts, a prompt leaves no space for a token, or there is no
+            chat template.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class SampleGenerator:
             raise ConfigError.one(
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
-                "finds no conversation that is held out for validation, has something trained "
-                f"behind its first message, and fits into train.sequence_length ({room}).",
-                "Set data.validation_fraction or train.sequence_length to more, or some "
+                "requires a conversation that is held out for validation, has trained content "
+                f"after its first message, and fits into train.sequence_length ({room}).",
+                "Increase data.validation_fraction or train.sequence_length, or set "
                 "eval.sample_prompts.",
             )
         self._tokenizer, self._prompts, self._first = tokenizer, prompts, first
@@ -84,14 +83,13 @@ class SampleGenerator:
         )
 
     def generate(self, params: Any) -> list[Mapping[str, object]]:
-        """Of each prompt `prompt`, `text`, `tokens` and `finish_reason`, of stacked parameters.
+        """Return `prompt`, `text`, `tokens` and `finish_reason` for each prompt.
 
-        Of a conversation also `answer`: what was said in it there.
-
-        All processes of a run call it together.
+        For conversations, `answer` is the reference response. `params` are stacked. All processes
+        of a run must call this function together.
 
         Raises:
-            NumbersError: the model gives numbers that are not finite.
+            DivergenceError: the model returns non-finite values.
         """
         found: list[Completion] = []
         converted = self._convert(rebind_mesh(self._mesh, params))
@@ -117,7 +115,7 @@ class SampleGenerator:
 def _prompts(
     config: EvalConfig, tokenizer: Tokenizer, room: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
-    """Those that the config names."""
+    """Return the prompts that the config names."""
     path, texts = config.sample_prompts_file, list(config.sample_prompts)
     where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:

@@ -1,6 +1,6 @@
-"""The set-up of a run from its folder and config.
+"""Set up a run from its folder and config.
 
-What each process loads for itself is checked to be the same in all of them.
+Data that each process loads separately must be identical in all processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def set_up(
     phases: Phases,
     stack: contextlib.ExitStack,
 ) -> Run:
-    """Everything that the loop needs; `stack` closes it.
+    """Return the objects of the loop; `stack` closes them.
 
     Raises:
         ConfigError: the config does not fit the data or the run's checkpoint.
@@ -94,7 +94,7 @@ def set_up(
     restore = partial(restore_or_init, *parts, taught.teacher)
     with phases.enter(RESTORE):
         begin = restore()
-    # All leaves: on CPUs, waiting for one array of a state that failed to allocate never ends.
+    # Wait for all leaves: on CPUs, waiting for one array of a failed allocation never returns.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
     patience = EarlyStopping(config.eval, config.checkpoint, begin.early_stopping)
@@ -141,12 +141,12 @@ def set_up(
         base=begin.base,
         slow_data=slow_data,
     )
-    stack.callback(lambda: run.writer.close())  # a roll back opens another one
+    stack.callback(lambda: run.writer.close())  # a roll back opens another writer
     return run
 
 
 def _steps(config: Config, datasets: Datasets) -> Steps:
-    """On the devices that are not a teacher's."""
+    """Return the steps on the devices that are not reserved for a teacher."""
     mesh = build_mesh(config.mesh, split_devices(config)[0])
     return steps_from_config(config, mesh, datasets.tokenizer.byte_lengths)
 
@@ -159,7 +159,7 @@ def _rollouts(
     link: ControlChannel,
     stack: contextlib.ExitStack,
 ) -> Rollouts | None:
-    """What steps train on, if that is drawn and not read."""
+    """Return the rollouts that steps train on, for `grpo`."""
     if config.train.objective != "grpo":
         return None
     found = Rollouts(
@@ -178,7 +178,7 @@ def _attach_references(
     link: ControlChannel,
     phases: Phases,
 ) -> None:
-    """Gives pairs their reference log-probabilities, if steps read these."""
+    """Attach reference log-probabilities to pairs if the objective needs them."""
     if reference_logprobs.needs_references(steps):
         loaders = datasets.single_pass_loaders(config.eval.batch_size or config.train.batch_size)
         given = run_folder(config.run), steps, loaders, console, link, phases
@@ -203,7 +203,7 @@ def _build_bad_step_monitor(
 def _datasets(
     config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
 ) -> tuple[Datasets, SlowDataMonitor]:
-    """What is read, and what says so if that is slow."""
+    """Return the datasets, and the monitor that warns if reading is slow."""
     slow_data = stack.enter_context(SlowDataMonitor(phases, console.warn, config.data.threads))
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = build_datasets(config, phases.progress)
@@ -218,13 +218,13 @@ def _last_step(
     patience: EarlyStopping,
     console: Console,
 ) -> int:
-    """Of a run that begins so; says how it begins, and whether it has ended already."""
+    """Return the last step of the run; print how it starts, and whether it is already done."""
     first = int(begin.state.step)
     last = data_end.resolve_last_step(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.message)
     if not patience.should_stop:
         return last
-    console.note(f"{patience.message()}. Set eval.patience to more, or to 0, to go on")
+    console.note(f"{patience.message()}. Set eval.patience to more, or to 0, to continue")
     return first
 
 
@@ -240,7 +240,7 @@ def _print_warnings(
 
 
 def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
-    """What the event of a start says; of a mixture also how samples are dealt out."""
+    """Return the fields of the start event, including the sampling of a mixture."""
     return {
         "devices": jax.device_count(),
         "seconds": phases.take_seconds(),
@@ -251,14 +251,14 @@ def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
 def _evaluations(
     config: Config, datasets: Datasets, console: Console, link: ControlChannel, phases: Phases
 ) -> Evaluator:
-    """What an evaluation does, of documents and questions that all processes have."""
+    """Return the evaluator of documents and multiple-choice tasks, after comparing processes."""
     tasks = open_tasks(config, datasets.tokenizer)
     _check_same_data(link, datasets, tasks)
     return Evaluator(config.eval, datasets, tasks, console, link.should_stop, phases.progress)
 
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerator | None:
-    """What samples are taken with, if any are."""
+    """Return the sample generator, if samples are generated."""
     if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, tokenizer = config.train.sequence_length, datasets.tokenizer
@@ -271,7 +271,7 @@ def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerato
 
 
 def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
-    """Locks of the run's folder, and of the folder of its checkpoints if that is elsewhere."""
+    """Lock the run's folder, and the checkpoint folder if it is another one."""
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
     other = RunLock(checkpoint_home(run_dir, config.checkpoint), key="checkpoint.dir")
@@ -289,9 +289,9 @@ def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> lis
 def _compile_train_steps(
     config: Config, steps: Steps, datasets: Datasets, console: Console, begin: RunStart, last: int
 ) -> dict[int, Any]:
-    """The compiled train steps by rows; none that the run does not need.
+    """Return the compiled train steps by batch size, only those that the run needs.
 
-    Those of all sizes that are still to come: none of them fails or waits in the middle of a run.
+    All sizes of the rest of the run are compiled now, so that none fails or delays the run later.
     """
     train_steps = {}
     first = int(begin.state.step)
@@ -304,7 +304,7 @@ def _compile_train_steps(
     else:
         sizes = datasets.train.ramp.sizes(first + begin.offset)
         for rows in sizes:
-            words = f" for batches of {rows} rows" if len(sizes) > 1 else ""
+            words = f" for batches of {rows} sequences" if len(sizes) > 1 else ""
             with console.stage(f"compiling train step{words}"):
                 train_steps[rows] = steps.with_batch_size(rows).compile_train()
             check_program(config, train_steps[rows], console.warn)
@@ -312,7 +312,7 @@ def _compile_train_steps(
 
 
 def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
-    """Check compiled steps again after everything else was compiled; warnings were printed."""
+    """Check compiled steps again after everything else is compiled; warnings were printed."""
     if not config.runtime.compiled_step:
         for program in train_steps.values():
             check_program(config, program, lambda _: None)
@@ -325,7 +325,7 @@ def _open_event_log(
     stack: contextlib.ExitStack,
     ours: Callable[[], bool],
 ) -> EventLog:
-    """The run's event log, with the begin of this attempt; its end is written on exit."""
+    """Return the run's event log; writes the start of this attempt, and its end on exit."""
     events = EventLog(run_folder(config.run), link.index, phases.begun, ours)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__
@@ -348,7 +348,7 @@ def _open_event_log(
 
 
 def _check_same_data(link: ControlChannel, datasets: Datasets, tasks: Sequence[Task]) -> None:
-    """Checks that all processes have the same documents and questions."""
+    """Check that all processes have the same documents and multiple-choice tasks."""
     facts = datasets.fingerprint() | {each.name: each.digest() for each in tasks}
     fingerprint = json.dumps(facts, sort_keys=True)
     seen = link.compare_across_processes("data", hashlib.sha256(fingerprint.encode()).hexdigest())
@@ -357,6 +357,6 @@ def _check_same_data(link: ControlChannel, datasets: Datasets, tasks: Sequence[T
         raise ConfigError.one(
             "data.path",
             None,
-            f"must hold the same documents for every process; {groups} see different ones.",
-            "Copy the same files to every host, or name a folder that all share.",
+            f"must contain the same documents for every process; {groups} read different ones.",
+            "Copy the same files to every host, or use a folder that all hosts share.",
         )

@@ -1,7 +1,4 @@
-"""Settings, texts and pictures of a run for TensorBoard.
-
-The memory and the sharding of a run, for TensorBoard.
-"""
+"""Settings, texts and pictures of a run for TensorBoard, such as its memory and its sharding."""
 
 from __future__ import annotations
 
@@ -32,17 +29,17 @@ _MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
 _MAX_ROWS = 200
 
 MEMORY = (
-    "Memory of the train step on one device, as compiled. arguments: parameters, optimizer state "
+    "Compiled memory of the train step on one device. arguments: parameters, optimizer state "
     "and batch; temporary: activations, gradients and gathered weights; results: those that do not "
     "replace an argument."
 )
-"""The description of the picture of `memory`."""
+"""Description of the picture of `draw_memory`."""
 
 
 def draw_memory(program: Any) -> Canvas:
-    """Draw the compiled memory of one device's part of the step, a bar for each use.
+    """Draw the compiled memory of one device's part of the step, with a bar for each use.
 
-    Its text is legible where TensorBoard shows it 300 pixels wide.
+    The text is legible at the 300 pixels that TensorBoard uses.
     """
     stats = program.memory_analysis()
     sizes = {
@@ -67,7 +64,7 @@ def draw_memory(program: Any) -> Canvas:
 
 
 def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
-    """Return name, shape, shape on one device and splitting axes of each parameter.
+    """Return name, shape, shape per device and sharding axes of each parameter.
 
     The first row has the titles.
     """
@@ -84,7 +81,7 @@ def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
 
 
 def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
-    """The axes that really split this dim."""
+    """Return the axes that shard this dim and have several devices."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
@@ -116,9 +113,10 @@ def write_run_summary(
     stack: contextlib.ExitStack,
     facts: Mapping[str, str],
 ) -> None:
-    """Start writing TensorBoard's texts, settings and pictures of a run, once per start.
+    """Write TensorBoard's texts, settings and pictures of a run, once per start.
 
-    A thread of its own writes pictures: the first take a second. `facts` are those of the banner.
+    A separate thread writes the pictures: the first ones need a second. `facts` are the banner's
+    lines.
     """
     writer.text("about", _table([("run", config.run.name), *key_settings(config, facts)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
@@ -131,9 +129,9 @@ def write_run_summary(
 
 
 def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the ten settings that tell runs apart: names and values.
+    """Return names and values of the ten settings that best distinguish runs.
 
-    TensorBoard sorts texts by tag: `about` is before `config`.
+    TensorBoard sorts texts by tag: `about` precedes `config`.
     """
     train, optim = config.train, config.optim
     tokens = train.batch_size * train.sequence_length
@@ -155,7 +153,7 @@ def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, st
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the first row is its head."""
+    """Return a Markdown table; the first row is its header."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]])
@@ -168,7 +166,7 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
-    """Settings, the table of shardings, and pictures."""
+    """Write settings, the table of shardings, and pictures."""
     values = flatten(to_dict(redact.redact_value(config)))
     chosen = {
         key: value if isinstance(value, bool | int | float | str) else str(value)

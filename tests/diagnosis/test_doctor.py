@@ -343,7 +343,7 @@ def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
 def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
     found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
-    explained(found[1], "the run needs 8, and there are 4", "set mesh.cpu_devices=8")
+    explained(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
     (found,) = doctor.check_devices(CheckTarget.of(load([*config, "runtime.platform=tpu"])))
     explained(found, "runtime.platform", "has no devices on this machine")
 

@@ -108,7 +108,7 @@ def test_another_model_is_refused(given: str, override: str, weights: Path, tmp_
 
 
 def test_an_import_is_no_run_to_go_on_with(weights: Path) -> None:
-    with pytest.raises(ConfigError, match="holds imported weights and no run"):
+    with pytest.raises(ConfigError, match="contains imported weights, not a run"):
         started(weights, weights, "run.name=ckpt")
 
 

@@ -102,8 +102,8 @@ def test_wrong_products_are_config_errors(
         resolve_mesh_config(MeshConfig(**given), devices)
     (problem,) = caught.value.problems
     assert problem.where == "mesh"
-    assert f"the run needs {total}, and there are 8 of kind cpu" in problem.rule
-    assert f"set mesh.cpu_devices={total} for virtual devices" in problem.action
+    assert f"the run needs {total}, but there are 8 cpu devices" in problem.rule
+    assert f"set mesh.cpu_devices={total} for virtual CPU devices" in problem.action
     for axis in AXES:
         assert f"{axis} " in problem.value
     # The action works.
@@ -131,9 +131,9 @@ def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], nee
 
 def test_the_action_counts_devices_of_one_process() -> None:
     devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
-    with pytest.raises(ConfigError, match="set mesh.cpu_devices=4 for virtual devices"):
+    with pytest.raises(ConfigError, match="set mesh.cpu_devices=4 for virtual CPU devices"):
         resolve_mesh_config(MeshConfig(ici_stage=8), devices)
-    with pytest.raises(ConfigError, match="so that they multiply to 4"):
+    with pytest.raises(ConfigError, match="that multiply to 4"):
         resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
 
 
@@ -226,12 +226,12 @@ def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
     assert partition_devices(devices, 3, "some.key") == (devices[:5], devices[5:])
     assert partition_devices(devices, 0, "some.key") == (devices, devices)
     for count in (8, 9):
-        with pytest.raises(ConfigError, match=r"there are 8.\n.*some.key=7, or"):
+        with pytest.raises(ConfigError, match=r"which has 8.\n.*some.key=7, or"):
             partition_devices(devices, count, "some.key")
 
 
 def test_one_device_can_only_take_turns() -> None:
-    with pytest.raises(ConfigError, match=r"Set mesh.cpu_devices=2, or some.key=0 to take turns"):
+    with pytest.raises(ConfigError, match=r"Set mesh.cpu_devices=2, or some.key=0 to alternate"):
         partition_devices([FakeDevice("cpu")], 1, "some.key")
 
 

@@ -61,15 +61,15 @@ def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
     (problem,) = caught.value.problems
     assert problem.where == "mesh.axis_rules" and problem.value == "head_dim: [tensor]"
     assert "layers.attention.query has dims 'heads' and 'head_dim'" in problem.rule
-    assert "one mesh axis, 'tensor'" in problem.rule
-    assert problem.action == "Set mesh.axis_rules.head_dim=[], or move 'heads' elsewhere."
+    assert "same mesh axis 'tensor'" in problem.rule
+    assert problem.action == "Set mesh.axis_rules.head_dim=[], or change the rule of 'heads'."
     assert rules_with(head_dim=["tensor"], heads=[]).spec(("heads", "head_dim")) == (
         PartitionSpec(None, "tensor")
     )
 
 
 def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
-    with pytest.raises(ConfigError, match="'vocab' and 'mlp' on one mesh axis, 'tensor'"):
+    with pytest.raises(ConfigError, match="'vocab' and 'mlp' on the same mesh axis 'tensor'"):
         RULES.spec(("vocab", "mlp"))
 
 

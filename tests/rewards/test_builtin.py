@@ -76,7 +76,7 @@ def test_texts_that_are_no_number(text: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 3000 + ")" * 3000])
 def test_patterns_that_are_none(pattern: str) -> None:
-    with pytest.raises(ValueError, match="its `pattern` is no regular expression"):
+    with pytest.raises(ValueError, match="its `pattern` is not a regular expression"):
         builtin_reward("regex", "")("", {"pattern": pattern})
 
 

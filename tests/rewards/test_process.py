@@ -57,22 +57,22 @@ def test_it_may_import_what_is_beside_it(opened: Opened, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return 'right'", "it returned 'right', which is no number"),
-        ("return None", "it returned None, which is no number"),
+        ("return 'right'", "it returned 'right', which is not a number"),
+        ("return None", "it returned None, which is not a number"),
         ("return float('nan')", "it returned nan, which is not finite in float32"),
         ("return 1e39", "it returned 1e+39, which is not finite in float32"),
         ("return 1 / 0", "it raised ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)", "it raised SystemExit: 3"),
         ("import os; os._exit(3)", "it ended its process"),
         ("import os; os.kill(os.getpid(), 9)", "it ended its process"),
-        ("while True: pass", "it took longer"),
-        ("import time; time.sleep(60)", "it took longer"),
+        ("while True: pass", "it exceeded the time limit"),
+        ("import time; time.sleep(60)", "it exceeded the time limit"),
     ],
 )
 def test_what_a_function_does_wrong_is_said(opened: Opened, body: str, words: str) -> None:
     start = time.monotonic()
     text = refused(opened(body))
-    assert f"of prompts.jsonl, line 3 and the completion '7' {words}." in text
+    assert f"for prompts.jsonl, line 3 and the completion '7' {words}." in text
     assert time.monotonic() - start < 30
 
 
@@ -110,7 +110,7 @@ def test_built_in_rewards_run_there_too() -> None:
     """A pattern may take for ever."""
     rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
-    with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it took longer"):
+    with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it exceeded the time limit"):
         rewards.compute("a" * 60, {"pattern": "(a+)+$b"}, "line 2")
     rewards.close()
 

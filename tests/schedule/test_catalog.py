@@ -189,5 +189,5 @@ def test_on_one_stage_a_v_is_a_loop() -> None:
 
 
 def test_why_repeats_are_fixed_is_said() -> None:
-    assert "visits each stage once" in repeats_rule("gpipe", SCHEDULES["gpipe"])
+    assert "one chunk per stage" in repeats_rule("gpipe", SCHEDULES["gpipe"])
     assert "a V" in repeats_rule("zb_v", SCHEDULES["zb_v"])

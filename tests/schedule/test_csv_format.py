@@ -114,8 +114,8 @@ def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
 # (file, what the message says). Every message has four parts: where with line and cell, what is
 # given, the rule with its numbers, and what to do.
 WRONG: list[tuple[str, list[str]]] = [
-    ("", ["FILE\n", "holds no action", "Write one line per stage"]),
-    (" ,,\n\n", ["FILE\n", "holds no action"]),
+    ("", ["FILE\n", "contains no actions", "Write one line per stage"]),
+    (" ,,\n\n", ["FILE\n", "contains no actions"]),
     ("0F0,0X0", ["FILE: line 1, cell 2 = 0X0\n", "must be an action", "Write 2F0"]),
     ("0F0,0B0\n\n1F0,hello", ["FILE: line 3, cell 2 = hello\n", "must be an action"]),
     ("0F0;0B0", ["FILE: line 1, cell 1 = 0F0;0B0\n", "must be an action"]),
@@ -125,10 +125,10 @@ WRONG: list[tuple[str, list[str]]] = [
     ("0F0,\x00", [r"FILE: line 1, cell 2 = \x00"]),
     ("0F" + "9" * 5000, ["FILE: line 1, cell 1 = 0F" + "9" * 38 + "...\n", "at most 9 digits"]),
     ("0F0," + "9" * 200_000, ["FILE: line 1\n", "is not CSV: field larger than field limit"]),
-    ("0F0,0F0,0B0", ["FILE: line 1, cell 2 = 0F0\n", "what 0F0 in cell 1 runs", "Leave one"]),
-    ("0F0,,0I0,0W0,0W0", ["FILE: line 1, cell 5 = 0W0\n", "what 0W0 in cell 4 runs"]),
-    ("0F0,0I0,0W0,0B0", ["FILE: line 1, cell 4 = 0B0\n", "what 0I0 in cell 2 runs"]),
-    ("0F0,0B0,0W0", ["FILE: line 1, cell 3 = 0W0\n", "what 0B0 in cell 2 runs"]),
+    ("0F0,0F0,0B0", ["FILE: line 1, cell 2 = 0F0\n", "repeats 0F0 in cell 1", "Remove one"]),
+    ("0F0,,0I0,0W0,0W0", ["FILE: line 1, cell 5 = 0W0\n", "repeats 0W0 in cell 4"]),
+    ("0F0,0I0,0W0,0B0", ["FILE: line 1, cell 4 = 0B0\n", "repeats 0I0 in cell 2"]),
+    ("0F0,0B0,0W0", ["FILE: line 1, cell 3 = 0W0\n", "repeats 0B0 in cell 2"]),
     ("0F0", ["FILE: line 1 = no 0B0\n", "each of 1 microbatch", "Add 0B0", "or its I and W"]),
     ("0B0", ["FILE: line 1 = no 0F0\n", "Add 0F0 to the line.\n"]),
     ("0F0,0I0", ["FILE: line 1 = no 0W0\n", "Add 0W0 to the line.\n"]),
@@ -144,21 +144,21 @@ WRONG: list[tuple[str, list[str]]] = [
         "1F0,1B0\n0F0,0B0",
         [
             "FILE: line 1, cell 1 = 1F0\n",
-            "chunk 1 of 2 is on line 2 in a loop",
-            "Move it to line 2.",
+            "chunk 1 of 2 belongs to line 2 in a loop",
+            "Move this action to line 2.",
         ],
     ),
     (
         "0F0,0B0,3F0,3B0\n\n1F0,2F0,1B0,2B0\n,5F0,5B0,,4F0,4B0",
-        ["FILE: line 3, cell 2 = 2F0\n", "chunk 2 of 6 is on line 4 in a loop over 3 stages"],
+        ["FILE: line 3, cell 2 = 2F0\n", "chunk 2 of 6 belongs to line 4 in a loop over 3 stages"],
     ),
     (
         "0F0,0B0,3F0,3B0,2F0\n1F0,1B0,2B0",
-        ["FILE: line 1, cell 5 = 2F0\n", "on line 2 in a V over 2 stages"],
+        ["FILE: line 1, cell 5 = 2F0\n", "belongs to line 2 in a V over 2 stages"],
     ),
     (
         "0B0,0F0",
-        ["file:FILE\n", "wait for each other: stage 0 with 0B0. An action", "Move each"],
+        ["file:FILE\n", "wait for each other: stage 0 with 0B0. An action", "Move these actions"],
     ),
     ("0F0,0W0,0I0", ["wait for each other: stage 0 with 0W0"]),
     (

@@ -705,7 +705,7 @@ def test_the_message_names_slot_reason_and_grid() -> None:
     error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
     first, *rest = str(error).splitlines()
     assert first == (
-        "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 and finds nothing."
+        "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 but finds nothing."
     )
     assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
 
@@ -714,7 +714,7 @@ def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
     schedule = make_schedule("1f1b", stages=2, microbatches=4)
     taken = int(schedule.forward.stash[0, 0])
     error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
-    assert "needs nothing and finds activations 0 of 0" in str(error)
+    assert "needs nothing but finds activations 0 of 0" in str(error)
     assert marked_cell(str(error)) == (1, 0, "F")
 
 
@@ -732,7 +732,7 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
     found = schedule.idle_fraction()
     verify(schedule, idle=found + 0.0009)
     with pytest.raises(
-        ScheduleError, match=r"idles 27\.27% of the time, and its closed form is 27\.38%"
+        ScheduleError, match=r"idles 27\.27% of the time, but its closed form is 27\.38%"
     ):
         verify(schedule, idle=found + 0.0011)
 

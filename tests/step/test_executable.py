@@ -45,7 +45,7 @@ def refused(folder: Path, kind: type[MaxpipeError], facts: dict[str, str] = FACT
 
 def test_another_origin_is_named(folder: Path) -> None:
     message = refused(folder, ConfigError, FACTS | {"mesh.ici_stage": "2"})
-    assert "was compiled for mesh.ici_stage = 1, and this run has 2." in message
+    assert "was compiled for mesh.ici_stage = 1, but this run has 2." in message
     assert "has None" in refused(folder, ConfigError, {"program": "abc", "model.d_model": "16"})
 
 
@@ -58,7 +58,7 @@ def test_several_cpu_devices_do_not_load_programs(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", PROGRAM, PROVENANCE])
 def test_what_others_can_write_is_not_opened(folder: Path, name: str) -> None:
     os.chmod(folder / name, 0o777)
-    with pytest.raises(StorageError, match="can be written by others"):
+    with pytest.raises(StorageError, match="can be written by other users"):
         loaded(folder)
 
 

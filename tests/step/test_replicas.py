@@ -90,7 +90,7 @@ def test_every_difference_is_named(check: ReplicaCheck, tree: Any) -> None:
     }
     message = format_differences(found, "runs/run: step 40").splitlines()
     assert message[0].startswith("runs/run: step 40: ") and "on device" in message[0]
-    assert "and 2 more copies differ" in message[1]
+    assert "and 2 more replicas differ" in message[1]
     assert message[2].endswith(".")
 
 

@@ -293,7 +293,7 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     with pytest.raises(DivergenceError) as caught:
         here.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    assert "asks for roll back 3; guard.max_rollbacks allows 2" in str(caught.value)
+    assert "requires roll back 3; guard.max_rollbacks allows 2" in str(caught.value)
     assert [each["to"] for each in ledger(here.folder, "roll_back")] == [4, 4]
     batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
     assert batches == [5, 6, 7]
@@ -395,7 +395,7 @@ def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) ->
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert "Traceback" not in output
-        assert "asks for roll back 2; guard.max_rollbacks allows 1" in output
+        assert "requires roll back 2; guard.max_rollbacks allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
     (back,) = ledger(tmp_path / "run", "roll_back")
     bad = ledger(tmp_path / "run", "bad_step")

@@ -282,7 +282,7 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
         assert (facts.step, facts.data["step"]) == (4, 4)
     forget_after(tmp_path / "teacher", 0)  # is not needed any more
     output = run("train", *arguments)
-    assert "after step 4: its own checkpoints come before checkpoint.restore_from" in output
+    assert "after step 4: the run's own checkpoints precede checkpoint.restore_from" in output
 
 
 # --- evaluating --------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     arguments = (*arguments, "train.steps=25")
     output = run(*arguments, code=2)
     is_explained(output)
-    assert "when step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
+    assert "since step 24 was saved: validation_fraction was 0.2 and is 0.3" in output
     more = copy.parent / "more"
     more.mkdir()
     (more / "a.txt").write_text("some other text\n" * 400)
@@ -443,7 +443,7 @@ def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
     output = run(*arguments, code=2)
     is_explained(output)
     assert re.search(
-        r"when step 24 was saved: .*the content of 7\.txt was [0-9a-f]{12} and", output
+        r"since step 24 was saved: .*the content of 7\.txt was [0-9a-f]{12} and", output
     )
     assert "the content of 8.txt" not in output and "data.allow_change=true" in output
     (texts / "7.txt").write_bytes(raw)
@@ -556,4 +556,4 @@ def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_
     assert losses[0] == losses[1]
     more = (f"runtime.compiled_step={folder}", f"run.dir={tmp_path}", "run.name=other")
     other = run("train", tiny, *alone, *more, "mesh.ici_fsdp=2", "mesh.cpu_devices=2", code=2)
-    assert "was compiled for mesh.ici_fsdp = 1, and this run has 2." in other
+    assert "was compiled for mesh.ici_fsdp = 1, but this run has 2." in other

@@ -102,11 +102,11 @@ def test_the_compilers_word_is_taken_as_it_is(
     needed = said.output_size_in_bytes + said.temp_size_in_bytes
     assert needed >= 2 * 4 * 256 * 256
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 0.99)
-    with pytest.raises(ConfigError, match="the compiled train step takes"):
+    with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
     # XLA aborts where an allocation fails, so a CPU keeps a margin.
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed / 0.95)
-    with pytest.raises(ConfigError, match="the compiled train step takes"):
+    with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 2)
     memory_check.check_program(config, compiled, pytest.fail)
@@ -199,7 +199,7 @@ def test_a_run_under_a_limit_ends_with_an_explanation(
         is_explained(output[output.index("memory\n") :].strip())
         return output
 
-    assert "is predicted to take" in ends()
+    assert "is predicted to need" in ends()
     assert "RESOURCE_EXHAUSTED" in ends("runtime.memory_check=warn")
 
 
@@ -253,5 +253,5 @@ def test_memory_that_went_during_set_up_stops_the_run(
     process = start("train", *small, modules=modules)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in output, output
-    assert "memory\n  the compiled train step takes, in addition to the state," in output
+    assert "memory\n  the compiled train step needs, in addition to the state," in output
     assert "step 1/1" not in output

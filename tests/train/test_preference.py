@@ -73,7 +73,7 @@ def test_the_margin_rises(whole: Path) -> None:
         assert record[f"{when}/margin"] == pytest.approx(rewards[0] - rewards[1], rel=1e-4)
     assert found[24]["eval/accuracy"] == 1 and "eval/nats_per_byte" not in found[24]
     output = (whole / "output.txt").read_text()
-    assert "finding reference log-probabilities of 40 pairs" in output
+    assert "computing reference log-probabilities of 40 pairs" in output
     assert re.search(r"validation after step 24: loss \d\.\d+, accuracy 1\.0000, margin ", output)
 
 
@@ -142,7 +142,7 @@ def test_a_stopped_search_goes_on(
     """By Ctrl-C: what was found is kept, and the references are those of a run without the stop."""
     folder = tmp_path / "run"
     process = start("train", *given, f"run.dir={tmp_path}")
-    wait_for(process, "finding reference log-probabilities")
+    wait_for(process, "computing reference log-probabilities")
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
@@ -158,7 +158,7 @@ def test_a_stopped_search_goes_on(
     output = run("train", *given, f"run.dir={tmp_path}", "train.steps=2", "eval.every=0")
     if not known.all():
         left = int((~known).sum())
-        assert f"finding reference log-probabilities of {left} pair" in output
+        assert f"computing reference log-probabilities of {left} pair" in output
     again = load_references(folder / REFERENCE_FILE)
     assert again is not None
     np.testing.assert_array_equal(again.values[""], wanted.values[""])
@@ -204,7 +204,7 @@ def test_references_of_other_weights_are_found_again(
     path = tmp_path / "run" / REFERENCE_FILE
     save_references(path, type(stored)("0" * 64, stored.digests, marked))
     output = run("train", *given, *keys)
-    assert "is of other weights, and is written again" in output
+    assert "belongs to other weights; it is overwritten" in output
     found = load_references(path)
     assert found and (found.values[""] == stored.values[""]).all()
     assert found.weights == stored.weights
@@ -246,7 +246,7 @@ def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     keys += ["data.validation.held.chat=pairs", "data.validation.held.packing=pad"]
     keys += ["data.validation_overlap=ignore", "train.steps=8", "eval.every=8"]
     output = run("train", *given, *keys, f"run.dir={tmp_path}")
-    assert "finding reference log-probabilities of 42 pairs" in output
+    assert "computing reference log-probabilities of 42 pairs" in output
     stored = load_references(tmp_path / "run" / REFERENCE_FILE)
     assert stored and {name: len(each) for name, each in stored.values.items()} == {
         "a": 21,

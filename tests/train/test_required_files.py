@@ -28,7 +28,10 @@ def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: P
         "checkpoint.restore_from",
         "data.path",
     ]
-    assert f"there is no {here}/base. tokenizer.path=base is read from it" in found[0].rule
+    assert (
+        f"{here}/base does not exist. tokenizer.path=base is also read from that folder"
+        in found[0].rule
+    )
     assert "hf download NAME --local-dir base" in found[0].action
     (here / "base").mkdir()
     (here / "chats.jsonl").touch()
@@ -50,8 +53,8 @@ def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str])
     )
     err = capsys.readouterr().err
     assert err.startswith("shipped config llama3-8b-sft: checkpoint.restore_from = hf:base\n")
-    assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, and there ")
-    assert "Start it on 64 accelerators, or set mesh.cpu_devices=64" in err
+    assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, but there ")
+    assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 
 
 def test_every_key_that_names_a_file_is_looked_at(here: Path):

@@ -39,14 +39,14 @@ def test_a_document_that_takes_long_is_named_now_and_then(
             assert phases.status().detail == name
         assert len(said) == 3
         for text, seconds in zip(said, (10, 21, 43), strict=True):  # twice as long each time
-            assert text.startswith(f"{name}, has taken {seconds} s so far, and the run waits for")
+            assert text.startswith(f"{name}, has lasted {seconds} s so far, and the run waits for")
         found._poll(read.begun + 50)
         assert phases.status().detail == ""
         with track_read(lambda: "b.jsonl: record 1") as _:
             newest = read_tracker.longest_active_read()
             assert newest is not None
             found._poll(newest.begun + 12)
-    assert "b.jsonl: record 1, has taken 12 s" in said[-1] and len(said) == 4
+    assert "b.jsonl: record 1, has lasted 12 s" in said[-1] and len(said) == 4
 
 
 def test_waiting_for_another_process_is_no_read(
@@ -73,8 +73,8 @@ def test_steps_that_mostly_wait_for_data(
     assert not said
     found.record_steps(2.0, 3.0)
     [text] = said
-    assert "waited for data for 67% of the last 12 s: reading data.mixture.web took 0.0 s" in text
-    assert "of 2 threads, and reading data.mixture.web, a.jsonl: record 7 0.02 s of it" in text
+    assert "waited for data for 67% of the last 12 s: reading data.mixture.web used 0.0 s" in text
+    assert "of 2 threads, including 0.02 s for reading data.mixture.web, a.jsonl: record 7" in text
     # Not again for a while, and not where steps wait for less.
     for quiet, waited in ((data_end._QUIET_SECONDS, 9.0), (0.0, 4.0)):
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
@@ -124,7 +124,7 @@ def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_pa
     name = rf"reading data\.mixture\.only, {re.escape(source[1])}/\d+\.txt"
     for output in outputs:
         assert re.search(rf"process 1 \(.*\) has been in data for .* \({name}\)\.", output), output
-    assert re.search(rf"warning: {name}, has taken \d+ s so far, and the run waits", outputs[1])
+    assert re.search(rf"warning: {name}, has lasted \d+ s so far, and the run waits", outputs[1])
 
 
 def test_its_thread_ends(slow: tuple[SlowDataMonitor, Phases, list[str]]) -> None:
