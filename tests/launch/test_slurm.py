@@ -230,7 +230,7 @@ def test_submit_calls_sbatch(
     [
         ("launch.topology=", "launch.topology = ''", "must name the kind of device"),
         ("launch.topology=h100", "launch.topology = h100", "Write h100:8."),
-        ("launch.topology=v9:8", "launch.topology = v9:8", "is not a kind of device"),
+        ("launch.topology=v9:8", "launch.topology = v9:8", "must name a device type"),
         (
             "launch.topology=v5e:2x4 runtime.platform=auto",
             "launch.topology = v5e:2x4",

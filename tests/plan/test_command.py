@@ -42,7 +42,7 @@ def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFi
     assert share == pytest.approx(3 / 8, rel=0.01)
     assert 0 < values["outside"]["bytes"] < values["total_bytes"]
     assert main([*arguments, "pipeline.layers_outside=3"]) == 0
-    assert "outside the ring, on every stage: the first 3 layers, with" in capsys.readouterr().out
+    assert "prologue on every stage: the first 3 layers, " in capsys.readouterr().out
 
 
 def test_a_search_writes_its_winner_and_draws_it(

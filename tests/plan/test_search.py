@@ -143,7 +143,7 @@ def long_rows(rows: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"), [(16, "found no layout that fits"), (8, "found no layout to try")]
+    ("rows", "says"), [(16, "found no layout that fits"), (8, "found no valid layout")]
 )
 def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None:
     """Nothing fits otherwise, or there are fewer of them than devices."""
@@ -207,7 +207,7 @@ def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:
 
 
 def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
-    with pytest.raises(ConfigError, match="found no layout to try on 5 devices") as error:
+    with pytest.raises(ConfigError, match="found no valid layout on 5 devices") as error:
         odd(1, [], parse_topology("cpu:5"))
     assert "fits" not in str(error.value)
 

@@ -32,7 +32,7 @@ def is_explained(text: str) -> None:
     """Where, what is needed and there, what is largest with its keys, and what to do."""
     where, rule, *terms, action = text.splitlines()
     assert where == "memory" and "GiB" in rule
-    assert len(terms) > 1 and all("smaller with " in each for each in terms)
+    assert len(terms) > 1 and all("reduce with " in each for each in terms)
     assert "Change one of these keys" in action
 
 
@@ -90,7 +90,7 @@ def test_a_forecast_that_is_near_only_warns(
         found = "stops"
         assert error.exit_code == 2
     assert found == outcome
-    assert all("may not fit" in text and "smaller with" in text for text in warnings)
+    assert all("may not fit" in text and "reduce with" in text for text in warnings)
 
 
 def test_the_compilers_word_is_taken_as_it_is(

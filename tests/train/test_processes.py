@@ -98,7 +98,7 @@ def test_a_process_that_sees_another_folder_ends_both(
     with pair(start, *every, second=other) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
-    assert "process 1 on " in outputs[0] and "does not see that of process 0" in outputs[0]
+    assert "process 1 on " in outputs[0] and "does not see the folder of process 0" in outputs[0]
 
 
 @pytest.mark.faults
