@@ -187,7 +187,7 @@ def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, A
 
 
 def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
-    """Return the digests of this process's device shards, counting every shard in one process.
+    """Return the digests of this process's device shards; replicated shards count only once.
 
     Every process has all numpy arrays, so only process 0 counts them.
     """

@@ -7,15 +7,16 @@ holder is a dead process of this host, or a process of another host without a he
 restarted at once.
 
 The initial age of a lock is a difference of file-system times, because the clocks of hosts may
-differ. From then on, the waiting process uses its monotonic clock. A lock with a time in the
-future is therefore not waited for longer than any other.
+differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
+future does not prolong the wait.
 
 A run loses its lock if the folder or the lock is moved, deleted or replaced, and then stops
 writing. The folder is identified by device and inode, which the system does not reuse while the
 folder is open; the lock is identified by its token.
 
-A process must hold a claim to replace or release a lock: a file named after the lock's token that
-only one process can create. If two processes try to replace the same dead lock, one succeeds.
+A process replaces or releases a lock only while it holds a claim, a file that is named after the
+lock's token and that only one process can create. If two processes try to replace the same dead
+lock, one succeeds.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -188,7 +189,7 @@ class RunLock:
         self._folder = -1
 
     def held(self) -> bool:
-        """Check whether this run still has its folder and lock; costs some system calls.
+        """Check with a few system calls whether this run still has its folder and lock.
 
         Temporary storage failures are ignored. A lock that was lost is never regained.
         """

@@ -110,7 +110,7 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def listed(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return size and digest by file name; files may be missing.
+        """Wait for pending digests, and return size and digest by name, not for all files.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.
@@ -242,7 +242,8 @@ def verify_files(
         names.remove(name)  # do not read a file that may be huge
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes instead of {size}")
-    # Drop all files first: a file that another process reads meanwhile is then read from disk once.
+    # Drop all files from the page cache first, so that processes that read the same files share
+    # one read from disk.
     for name in names:
         with contextlib.suppress(OSError):  # an unreadable file is reported below
             _drop(folder / name)

@@ -356,7 +356,7 @@ def restore(
     metadata.
 
     Raises:
-        DamagedError: the content differed from the saved content in both of two reads.
+        DamagedError: the content differed from the saved content in two reads.
         StorageError: the storage is not reachable, the arrays do not match `abstract`, or a later
             release saved the checkpoint.
     """

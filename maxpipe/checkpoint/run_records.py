@@ -41,7 +41,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
         return
     with contextlib.suppress(ConfigError):
         if os.path.isdir(os.path.join(find_checkpoint_home(run_dir), CHECKPOINTS_FOLDER)):
-            return  # checkpoints are in the former `checkpoint.dir`: a later check names it
+            return  # a later check reports the former `checkpoint.dir`
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"

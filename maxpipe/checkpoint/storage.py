@@ -181,7 +181,7 @@ def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert errors of reading an object of a bucket, which is either complete or missing.
+    """Convert errors of reads from a bucket, whose objects are either complete or missing.
 
     Raises:
         StorageError: the object cannot be read, so its state is unknown.

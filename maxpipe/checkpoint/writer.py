@@ -149,7 +149,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         """File digests by name in the step's folder, computed during the save."""
 
     def typestr(self) -> str:
-        """Return the type name of numpy arrays, as which the arrays are saved."""
+        """Return the type name of numpy arrays, because the arrays are saved like numpy arrays."""
         return "np.ndarray"
 
     def sums(self) -> dict[str, ArrayDigest] | None:

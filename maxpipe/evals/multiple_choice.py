@@ -87,7 +87,7 @@ def read_questions(path: str, where: str) -> list[Question]:
     """Read the questions of a file; `where` names the config key or option of the path.
 
     Raises:
-        ConfigError: the file cannot be read, or lists all lines that are not valid questions.
+        ConfigError: the file cannot be read or has invalid lines; the error lists every such line.
     """
     try:
         raw = files.read(path, _MAX_FILE_BYTES)

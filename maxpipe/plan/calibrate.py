@@ -113,7 +113,7 @@ class Measurements:
     tokens: float = 0.0
     """Half the time of a token all-gather followed by a reduce-scatter."""
     latency: float = 0.0
-    """Collective with a few elements."""
+    """Collective of a few elements, which measures the latency."""
     fresh: float = 0.0
     """Seconds per byte of a program's temporary memory."""
     streamed: float = 0.0
@@ -476,7 +476,7 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
-    # As between a layer's matmuls: reduce along tokens as dim 0, then transpose back.
+    # As between the matmuls of a layer: move tokens to the first dimension, reduce, and move back.
     part = reduce_scatter(jnp.moveaxis(whole, 1, 0), STAGE, 0)
     return jnp.moveaxis(part, 0, 1)
 

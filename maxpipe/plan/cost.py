@@ -54,8 +54,8 @@ ACTIONS = "FBIW"
 OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
-"""Cost of an attention kernel's backward in forwards, by platform (default: 2.5). On TPU, two
-kernels both recompute the scores."""
+"""Cost of an attention kernel's backward as a multiple of its forward, by platform (default: 2.5).
+On TPU, two kernels both recompute the scores."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the seconds of `forwards` times the compute, without kernels, plus reductions."""
+        """Return the compute seconds of `forwards` forwards without kernels, plus one reduction."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._in_rings:
             return matmuls + scores + self._sums
@@ -420,7 +420,7 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Fraction of the weights processing each token that are trained."""
+        """Fraction of trained weights among the weights that process each token."""
         sizes = self.model.sizes
         computed = sizes.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
@@ -524,7 +524,8 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if shared := model.hardware.shared_by:
         everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
         total = np.maximum(total, everyone)
-    # A message overlaps with the next slot, which is half of a tick unless ticks are mixed.
+    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed, and otherwise
+    # with half of a tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 

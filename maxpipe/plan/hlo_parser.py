@@ -199,7 +199,7 @@ def group_between_slices(target: str) -> tuple[int, ...]:
 
 
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the devices that a message from the first source passes in order."""
+    """Return the devices in the order in which a message from the first source passes them."""
     after = {int(source): int(target) for source, target in pairs}
     members = [next(iter(after), 0)]
     while (target := after.get(members[-1])) is not None and target not in members:

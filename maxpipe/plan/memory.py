@@ -334,7 +334,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # The float32 copy of a bfloat16 array is twice as large as the growth of the array itself.
+    # A float32 copy is twice as large as the growth of a bfloat16 array that becomes float32.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
@@ -513,7 +513,7 @@ def _logits(sizes: Sizes, platform: str) -> float:
         most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
-    else:  # logits and, in the compute dtype, their gradient for the gradient of the matrix
+    else:  # logits, plus their gradient in the compute dtype for the matrix gradient
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
         # Inputs and outputs of all blocks, and sums over blocks and heads.

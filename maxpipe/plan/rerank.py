@@ -46,7 +46,7 @@ PROGRAM_SECONDS = 2.0
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median seconds of each call; calls are interleaved to share disturbances."""
+    """Return the median seconds of each call, interleaved so that noise affects all equally."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -98,7 +98,7 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
 def _fit_figure(
     name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
 ) -> float:
-    """Return the value of a figure for which the prediction, linear in the figure, is `measured`.
+    """Solve for the value of a figure at which the linear prediction equals `measured`.
 
     The figure is unchanged if the prediction does not depend on it, because communication takes
     longer than the compute that overlaps with it.

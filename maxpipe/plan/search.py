@@ -372,7 +372,7 @@ def _meshes(
     contexts: Sequence[int],
     across: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield meshes; `across` names the axes that may span slices (default: chosen by rules)."""
+    """Yield meshes; `across` names the axes that span slices (default: derived from the config)."""
     inside = num_devices // num_slices
     if num_slices == 1:
         across = ("data",)
@@ -546,7 +546,7 @@ def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: H
 
 
 def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
-    """Return the sizes with the number of microbatches of the table, each of the same size."""
+    """Return the sizes with as many microbatches as the table has, of unchanged size."""
     count = schedule.num_microbatches
     if count == config.pipeline.microbatches:
         return sizes

@@ -70,8 +70,8 @@ def choose_context_method(
 def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
     """Return the model with its experts divided over `shards` devices.
 
-    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. The result is
-    cached, because later computations are cached by object.
+    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Equal arguments
+    return the same object, because later computations are cached by object.
     """
 
     def divided(part: Part) -> Part:

@@ -254,7 +254,7 @@ METRICS = (
     Metric(
         "pipe/bubble_pct",
         "percent",
-        "Idle slots of the pipeline schedule; see `maxpipe schedule`.",
+        "Share of idle slots in the pipeline schedule; see `maxpipe schedule`.",
     ),
     Metric(
         "memory/device_peak_bytes",

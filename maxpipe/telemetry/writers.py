@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
-A failed write never stops a run: a full disk loses records but no steps. The code that starts the
-run creates its folder. `ours` is called before every record; if it returns false, the run has lost
-the lock of its folder and nothing is written.
+A failed write never stops a run: if the disk is full, records are lost but steps are not. The code
+that starts the run creates its folder. `ours` is called before every record; if it returns false,
+the run has lost the lock of its folder and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
