@@ -102,7 +102,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Return the folder of a run."""
+    """Return the folder of a run, which contains all its files except those in `checkpoint.dir`."""
     return expand_path(config.dir, "run.dir") / config.name
 
 

@@ -528,8 +528,8 @@ class Coordinator:
             return
         gone = self._named(each.index for each in self._members.values() if each.left)
         others = self._named(each.index for each in rest)
-        text = f"{gone} ended {alone:.0f} s ago, and {others} did not\n"
-        text += f"  Processes of a run end together.\n{_AGAIN}"
+        text = f"{gone} ended {alone:.0f} s ago, but {others} did not\n"
+        text += f"  The remaining processes would wait forever.\n{_AGAIN}"
         self._end(ExitCode.HANG, text)
 
     def _look_for_stall(self) -> None:

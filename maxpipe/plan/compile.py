@@ -137,7 +137,7 @@ class CompileReport:
     kernel_efficiency: float
     """Assumed fraction of peak FLOP/s in kernels."""
     seconds: float
-    """`cycles` as time."""
+    """`cycles` converted to seconds."""
     collectives: list[CollectiveTraffic]
     transfers: list[CollectiveTraffic]
     """Transfers to and from host memory."""

@@ -4,10 +4,10 @@ Stages advance in lockstep through the ticks of the schedule table. The duration
 of its busiest stage, or the sum of all stages where devices share cores. Messages between stages
 overlap with the compute of a tick.
 
-The compute time of a layer follows a roofline model. Weight gathers overlap with the fraction of
-a layer that their mode allows. Token exchanges do not overlap with compute, except for the keys
-and values of ring attention. Device and link figures come from `configs/hardware/` or from a
-calibration.
+The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of
+the layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with
+compute, except for the keys and values of ring attention. Device and link figures come from
+`configs/hardware/` or from a calibration.
 """
 
 from __future__ import annotations

@@ -327,8 +327,8 @@ class _Walk:
     def _flops(self, each: Instruction, computation: Computation) -> float:
         """Return the FLOP of one execution, including the matmuls of a fusion."""
         if each.opcode == "fusion":
-            # Kernels are not inside fusions. A fusion in a kernel's scope has the FLOP of the
-            # kernel in its name, which must not be counted twice.
+            # Kernels are not inside fusions. Custom calls in a fusion that prepares a kernel carry
+            # the kernel's FLOP in their name, which must not be counted twice.
             inside = self._inside(each)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)

@@ -68,7 +68,7 @@ def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
 
 
 def zero1_dim(sizes: Sizes, param: Param) -> int | None:
-    """Return the dimension of a parameter's optimizer state that ZeRO-1 shards; None without."""
+    """Return the dimension along which ZeRO-1 shards a parameter's optimizer state, if any."""
     if not sizes.config.optim.shard_over_data:
         return None
     table = axis_table(sizes.config.mesh)

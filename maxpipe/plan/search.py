@@ -315,7 +315,7 @@ def layouts(
 ) -> Iterator[Config]:
     """Yield layouts with valid axis sizes, for context axes of sizes `contexts`.
 
-    `config.check.check` applies all other rules.
+    The other rules are applied by `config.check.check`.
     """
     for space in _spaces(config, num_devices, num_slices, fixed, contexts):
         yield from map(space.layout, range(len(space.pipelines)))

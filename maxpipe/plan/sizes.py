@@ -51,7 +51,7 @@ class ContextMethod(NamedTuple):
 def choose_context_method(
     mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
 ) -> ContextMethod:
-    """Choose the exchange method as the attention layer does; `run` is the contiguous tokens."""
+    """Choose the exchange method of an attention layer with blocks of `run` contiguous tokens."""
     if context == 1:
         return ContextMethod("own")
     kv_heads = scores.keys[0][0][0]
@@ -440,7 +440,7 @@ class Sizes:
 
     @property
     def activation(self) -> int:
-        """Size of the activation `[B, T, D]` between stages, or of a device's tokens of it."""
+        """Size of the activation `[B, T, D]` between stages, on one device."""
         return self.whole_activation // self.token_shards
 
     @property

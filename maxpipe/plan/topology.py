@@ -452,7 +452,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
 
 
 def _compile_only_devices(topology: Topology) -> Sequence[Any]:
-    """Return devices described by a compiler, which may be absent."""
+    """Return devices that only support compilation and may be absent."""
     import jax
     from jax.experimental import topologies
 
@@ -465,7 +465,8 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
             options["num_slices"] = topology.num_slices
     else:
         _check_compiler(topology)
-        # Slices x processes per slice x devices per process; processes distinguish the slices.
+        # The format is slices x processes per slice x devices per process. One process per slice
+        # distinguishes the slices.
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:

@@ -29,7 +29,7 @@ FLOAT32_BYTES = 4
 
 
 class CommVolume(NamedTuple):
-    """Bytes sent by one device along mesh axes with more than one device in total."""
+    """Bytes that one device sends to the other devices along the given mesh axes."""
 
     axes: tuple[str, ...]
     num_bytes: float
