@@ -108,7 +108,7 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
     assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
     protocol.secret_path(tmp_path, 1).write_text(GOOD)
     protocol.secret_path(tmp_path, 1).chmod(0o644)
-    with pytest.raises(ConfigError, match="its mode is 644"):
+    with pytest.raises(ConfigError, match="the file mode is 644"):
         protocol.read_published_secret(tmp_path, 1)
 
 

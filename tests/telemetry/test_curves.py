@@ -66,7 +66,7 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
     [
         (["one", "--out", "a.pdf"], 2, "must end in .svg or .png"),
         (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a number"),
-        (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Take --tags train/loss."),
+        (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Use --tags train/loss."),
         (["three", "--out", "a.svg"], 2, "three"),
         (["one"], 2, "Add --out curves.svg."),
         (["one", "--out", "no/a.svg"], 74, "cannot be written"),
