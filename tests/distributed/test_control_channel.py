@@ -37,7 +37,7 @@ SECRET = "0123456789" * 4
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), protocol.VARIABLE: SECRET}
 MEMBER = """
 import sys, time
-from maxpipe.distributed import wire
+from maxpipe.distributed import protocol
 from maxpipe.errors import Preemption
 from maxpipe.distributed.coordinator import Timeouts
 from maxpipe.distributed.control_channel import ControlChannel
@@ -68,7 +68,7 @@ try:
         print("linked", flush=True)
         if count > 1:
             address, own = ("127.0.0.1", port), {{"train.steps": facts}}
-            trouble = link.gather(address, own, wire.secret_from_environment)
+            trouble = link.gather(address, own, protocol.secret_from_environment)
             if trouble:
                 print(trouble.text, file=sys.stderr)
                 sys.exit(71 if trouble.late else 2)
@@ -370,7 +370,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
     for index, text in enumerate(errors):
         assert f"process {index} on " in text and "most recent call first" in text
         what, who, _ = text.splitlines()[-3:]
-        assert "nothing moved for 2 s" in what and "has been in data for" in who
+        assert "no progress for 2 s" in what and "has been in data for" in who
         assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid})" in who
         assert "process 2" not in who
 
@@ -446,7 +446,7 @@ link.same("data", "x")
     assert codes == [71, 71, 71]
     for text in errors:
         what, who, _ = text.splitlines()[-3:]
-        assert "nothing moved for 1 s" in what and "has been in data set-up for" in who
+        assert "no progress for 1 s" in what and "has been in data set-up for" in who
         assert "process 1 (" in who and ";" not in who
 
 

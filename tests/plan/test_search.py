@@ -282,7 +282,9 @@ def test_nothing_fits() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it is 32 in 1 slice, and there are v5p:2x2x2"):
+    with pytest.raises(
+        ConfigError, match="the mesh has 32 in 1 slice, and the topology is v5p:2x2x2"
+    ):
         forecast_layout(LoadedConfig(config_of(STAGED), {}), parse_topology("v5p:2x2x2"))
 
 

@@ -97,6 +97,9 @@ def test_a_compiler_that_does_not_fit_jax_is_named(
     assert (found is None) == fits
     if found is not None:
         told = str(found)
-        assert "this is 0.0.52. It said: INTERNAL: Continuation fusion is not supported" in told
+        assert (
+            "0.0.52 is installed. libtpu reported: INTERNAL: Continuation fusion is not supported"
+            in told
+        )
         assert told.endswith("pip install 'libtpu==0.0.42.*'.")
     assert compiler_version_error(parse_topology("cpu:8"), error) is None
