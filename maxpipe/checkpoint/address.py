@@ -1,10 +1,10 @@
-"""The addresses of runs and checkpoints in commands and config keys.
+"""Addresses of runs and checkpoints in commands and config keys.
 
-    RUN          a run's name below `run.dir`, the path to its folder, or gs://BUCKET/PATH/NAME
-    RUN@STEP     one checkpoint of it; STEP is a number, `newest` or `best`
+    RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME
+    RUN@STEP     one checkpoint of a run; STEP is a number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
-No file is opened here, and buckets are not queried.
+This module opens no files and sends no requests to buckets.
 """
 
 from __future__ import annotations
@@ -28,61 +28,67 @@ Step = int | Literal["newest", "best"] | None
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, CHECKPOINTS_FOLDER)
-"""The folder of a run has at least one of these."""
+"""A run folder contains at least one of these entries."""
 _SHOWN_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A run and perhaps one of its checkpoints; `given` is the text that named them."""
+    """A run and, optionally, one of its checkpoints; `given` is the original text."""
 
     given: str
     run_dir: str
     step: Step = None
     parent: str = ""
-    """The parent of the folder of checkpoints, where a path led into it."""
+    """The parent of the checkpoint folder, if `given` is a path inside that folder."""
     where: str = ""
-    """The config key that gave the text; empty of a command line."""
+    """The config key that contains the text; empty for a command-line argument."""
     average: bool = False
-    """Whether its averaged parameters are meant: `optim.ema_decay`."""
+    """Whether to load the EMA parameters (`optim.ema_decay`) instead of the trained ones."""
 
     def check_average(self, optim: object) -> None:
-        """Raises ConfigError if averages are meant and a run with this section `optim` has none."""
+        """Check that the run has EMA parameters if the address selects them.
+
+        Raises:
+            ConfigError: the run's section `optim` has no EMA.
+        """
         has_any = isinstance(optim, Mapping) and bool(optim.get("ema_decay"))
         if self.average and not has_any:
-            rule = "was trained with optim.ema_decay = 0: there are no averages."
-            raise self.error(rule, "Leave --average out.")
+            rule = "was trained with optim.ema_decay = 0, so there are no averaged parameters."
+            raise self.error(rule, "Remove --average.")
 
     @property
     def home(self) -> str:
-        """The parent of the folder of checkpoints.
+        """The parent of the checkpoint folder.
 
         Raises:
-            ConfigError: only the run's config.yml could tell, and it cannot be read.
+            ConfigError: the run's config.yml is needed to find the folder but cannot be read.
         """
         return self.parent or find_checkpoint_home(self.run_dir, self.where or "path")
 
     def address_at(self, step: int) -> str:
-        """The address of another step of this run."""
+        """Return the address of another step of this run."""
         return f"{self.parent or self.run_dir}@{step}"
 
     def error(self, rule: str, action: str) -> ConfigError:
-        """The error for this address."""
+        """Return a ConfigError that names this address."""
         return _wrong(self.given, self.where, rule, action)
 
 
 def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
-    """What `text` names. `where` is the config key that gave it, `runs` the parent folder of all
-    runs, and `begin` the base of relative paths.
+    """Return the address that `text` names.
+
+    `where` is the config key that contains the text, `runs` the parent folder of all runs, and
+    `begin` the base of relative paths.
 
     Raises:
-        ConfigError: there is no such run, or there are two that could be meant.
+        ConfigError: the run does not exist, or the text is ambiguous.
     """
     if in_bucket(text):
         return _in_bucket(text, where)
     finder = _Finder(text, where, runs or RunConfig().dir, begin)
     if not text.strip() or "\0" in text:
-        finder.refuse("must name a run.", "Give the folder of a run, by default runs/<run.name>.")
+        finder.refuse("must name a run.", "Give the folder of a run (default: runs/<run.name>).")
     found, suffix = finder.find(text), _SUFFIX.fullmatch(text)
     if suffix is None:
         return found or finder.unknown(text)
@@ -91,8 +97,8 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     if found and run and _step(step) is not None:
         finder.refuse(
             f"is both the folder {found.run_dir} and step {step} of {run.run_dir}.",
-            f"Write {text}@newest for the first, {before}/{CHECKPOINTS_FOLDER}/{step} for the "
-            "second.",
+            f"Write {text}@newest to select the folder, or {before}/{CHECKPOINTS_FOLDER}/{step} "
+            "to select the step.",
         )
     if found:
         return found
@@ -102,30 +108,30 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
 
 
 def parse_run_address(text: str) -> Address:
-    """The same for a command that takes a run and no step.
+    """Return the address for a command that accepts a run but no step.
 
     Raises:
-        ConfigError: as `parse`, or a step is named.
+        ConfigError: `text` is not a valid address, or names a step.
     """
     found = parse_address(text)
     if found.step is not None:
-        rule = "names a step, and this command takes a whole run."
+        rule = "names a step, but this command accepts only a run."
         raise found.error(rule, f"Give {found.run_dir}.")
     return found
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run, or of the checkpoints of one."""
+    """Whether a folder is a run folder or contains the checkpoints of a run."""
     return any(os.path.exists(path / name) for name in _MARKS)
 
 
 def check_outside_checkpoints(path: str | Path, option: str) -> None:
-    """Checks that an output is not inside the folder of a run's checkpoints.
+    """Check that an output path is outside the checkpoint folder of every run.
 
-    There it would be taken for damage of a checkpoint, or be deleted with one.
+    A file inside would look like checkpoint damage, or would be deleted with a checkpoint.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the path is inside a checkpoint folder.
     """
     whole = os.path.abspath(os.path.expanduser(path))
     for each in dict.fromkeys((whole, os.path.realpath(whole))):
@@ -134,7 +140,7 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
                 raise ConfigError.one(
                     option,
                     path,
-                    f"must be outside of {folder}, which is for checkpoints only.",
+                    f"must be outside {folder}, which may contain only checkpoints.",
                     f"Name another path, such as {os.path.basename(whole)} in this folder."
                     if folder != Path(each)
                     else "Name a new path in this folder.",
@@ -142,7 +148,7 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Whether it is the folder of the checkpoints of a run, or of an import."""
+    """Whether a folder contains the checkpoints of a run or an import."""
     if folder.name != CHECKPOINTS_FOLDER:
         return False
     if any(os.path.exists(folder.parent / name) for name in (EVENTS_FILE, METRICS_FILE)):
@@ -159,7 +165,7 @@ def _is_step(folder: str) -> bool:
 
 
 def run_names(folder: str | Path) -> list[str]:
-    """Names of the runs in a folder, sorted."""
+    """Return the names of the runs in a folder, sorted."""
     try:
         with os.scandir(folder) as entries:
             return sorted(each.name for each in entries if is_run(Path(each.path)))
@@ -168,7 +174,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is more than what a start that failed leaves behind."""
+    """Whether a run folder contains more than the files of a failed start."""
     checkpoints = path / CHECKPOINTS_FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
@@ -189,7 +195,7 @@ def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Looks for folders, and refuses what was given."""
+    """Finds the folder of an address and raises the error for an invalid address."""
 
     given: str
     where: str
@@ -199,21 +205,21 @@ class _Finder:
     def refuse(self, rule: str, action: str) -> NoReturn:
         raise _wrong(self.given, self.where, rule, action)
 
-    # os.path, because pathlib raises for a name that is too long.
+    # These methods use os.path because pathlib raises an error for names that are too long.
 
     def find(self, text: str) -> Address | None:
-        """The run, or its step, of which `text` is the name or path; None if there is none."""
+        """Return the run or checkpoint that `text` names; None if it does not exist."""
         found = [path for path in self._candidates(text) if os.path.isdir(path)]
         marked = [path for path in found if is_run(path)]
         if len(marked) > 1 and not marked[0].samefile(marked[1]):
             self.refuse(
-                f"could be the run in {marked[0]} or the one in {marked[1]}.",
+                f"is ambiguous: {marked[0]} and {marked[1]} are both run folders.",
                 f"Write ./{marked[0]} or {marked[1]}.",
             )
         for path in marked or found:
             return self._address(path)
         for path in self._candidates(text):
-            if _is_in_checkpoints(path):  # of a step that is not there
+            if _is_in_checkpoints(path):  # a step that does not exist
                 return self._address(path)
         return None
 
@@ -235,26 +241,26 @@ class _Finder:
         return Address(self.given, str(path), where=self.where)
 
     def with_step(self, run: Address, step: str, before: str) -> Address:
-        """The run with the step after the `@`."""
+        """Return the address of the run with the step after the `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
         found = _step(step)
         if found is None:
             self.refuse(
                 "must be RUN@STEP, where STEP is a number, `newest` or `best`.",
-                f"Write {before}@newest, or leave @{step} out.",
+                f"Write {before}@newest, or remove @{step}.",
             )
         return Address(self.given, run.run_dir, found, run.parent, self.where)
 
     def unknown(self, text: str) -> NoReturn:
-        """Raises the error for a name without a run."""
+        """Raise the error for a name that matches no run."""
         path, *below = self._candidates(text)
         if os.path.isfile(path) and is_run(path.parent):
-            self.refuse("is a file, and a run is a folder.", f"Give {path.parent}.")
+            self.refuse("is a file, but a run is a folder.", f"Give {path.parent}.")
         folder = below[0].parent if below else path.parent
         names = [name for name in run_names(folder) if _has_begun(Path(folder, name))]
-        rule = f"is no run: there is no folder {path}"
-        rule += f", and no {below[0]}." if below else "."
+        rule = f"is not a run: there is no folder {path}"
+        rule += f" and no folder {below[0]}." if below else "."
         guess = did_you_mean(path.name, names)
         if guess:
             action = f"Did you mean {guess if below else path.parent / guess}?"
@@ -262,7 +268,7 @@ class _Finder:
             more = f" and {len(names) - _SHOWN_RUNS} more" if len(names) > _SHOWN_RUNS else ""
             action = f"The runs in {folder} are {', '.join(names[:_SHOWN_RUNS])}{more}."
         else:
-            action = "Give the folder of a run, by default runs/<run.name>."
+            action = "Give the folder of a run (default: runs/<run.name>)."
         self.refuse(rule, action)
 
 
@@ -277,14 +283,14 @@ def _is_in_checkpoints(path: Path) -> bool:
 
 
 def _above(path: Path, count: int) -> Path:
-    """The path `count` folders up, relative if the given path is long enough."""
+    """Return the path `count` levels up, relative if the given path has enough components."""
     return (
         path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
     )
 
 
 def _in_bucket(text: str, where: str) -> Address:
-    """The address of a bucket, in which a name has no `@` but that of a step."""
+    """Return the address of a run in a bucket, where `@` only separates the step."""
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

@@ -1,8 +1,8 @@
-"""The content of a step, read from its files: decoded arrays, and the digests taken in memory.
+"""Read the arrays and recorded digests of a checkpoint from its files.
 
-A step is intact when its arrays, decoded, have the digests that they had in memory, and
-its facts are unchanged. That is checked before a step gets its manifest, by
-`maxpipe checkpoints verify`, and by each restore of what it has read.
+A checkpoint is intact if its decoded arrays have the digests recorded in memory when it was
+saved, and its metadata is unchanged. This is checked before the manifest is written, by
+`maxpipe checkpoints verify`, and by every restore for the arrays that it reads.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from maxpipe.io.typed_json import parse_json
 Tree = Any
 
 STATE_ITEM, METADATA_ITEM = "state", "facts"
-"""Names of the items inside a step's folder, as they are passed to orbax."""
+"""Names of the orbax items in a step's folder."""
 
 MAX_METADATA_BYTES = 1 << 24
 
-# In parallel: each may be as large as one process' part of an array.
+# Chunks that are read in parallel. A chunk can be as large as one process's shard of an array.
 _NUM_THREADS = 2
 
 
 class SaveVerificationError(ValueError):
-    """What was written is not what was in memory; the text is file or array, and reason."""
+    """The saved content differs from memory; the text names the file or array and the reason."""
 
 
 def read_shapes(folder: epath.Path) -> Tree:
-    """Shapes and types of a step's arrays.
+    """Return the shapes and dtypes of a step's arrays.
 
     Raises:
-        Damaged: they cannot be read.
-        OSError: they cannot be reached.
+        DamagedError: the array metadata cannot be read.
+        OSError: the storage is not reachable.
     """
 
     def read() -> Tree:
@@ -69,10 +69,12 @@ def read_shapes(folder: epath.Path) -> Tree:
 
 
 def check_regular_files(folder: epath.Path) -> None:
-    """Checks that orbax will open files and folders only, as a pipe would block, and no huge index.
+    """Check that a folder contains only regular files and folders, and no oversized index.
+
+    Opening a pipe would block orbax.
 
     Raises:
-        Damaged: something else is among them.
+        DamagedError: an entry is of another type, or the index is too large.
     """
     if in_bucket(folder):
         return
@@ -86,31 +88,31 @@ def check_regular_files(folder: epath.Path) -> None:
 
 
 def call_detecting_damage(read: Any) -> Any:
-    """The result of a call that reads arrays.
+    """Return the result of a call that reads arrays, with retries.
 
     Raises:
-        Damaged: the content is not that of a checkpoint.
+        DamagedError: the content is not a valid checkpoint.
         OSError: the storage failed repeatedly.
-        Exception: what has nothing to do with storage, as it is.
+        Exception: errors that are unrelated to storage are passed on unchanged.
     """
     try:
         return call_with_retries(read)
     except MaxpipeError:
         raise
-    except Exception as error:  # orbax raises this class for damaged arrays, too
+    except Exception as error:  # orbax also raises plain Exception for damaged arrays
         if (failure := outage(error)) is not None:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
-            raise  # memory that is full, for instance
+            raise  # out of memory, for example
         raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
 
 
 def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
-    """The digests of memory when the step was saved; None for older releases without them.
+    """Return the in-memory digests recorded at the save; None if an older release recorded none.
 
     Raises:
-        Damaged: it cannot be used.
-        OSError: it cannot be reached.
+        DamagedError: the recorded digests are not valid.
+        OSError: the storage is not reachable.
     """
     try:
         if (
@@ -131,11 +133,11 @@ def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | No
 
 
 def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
-    """Digests of a step's arrays as they are on disk.
+    """Compute the digests of a step's arrays on disk.
 
     Raises:
-        Damaged: they cannot be decoded.
-        OSError: they cannot be reached.
+        DamagedError: an array cannot be decoded.
+        OSError: the storage is not reachable.
     """
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return call_detecting_damage(
@@ -144,7 +146,7 @@ def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
 
 
 def open_array(folder: epath.Path, name: str) -> Any:
-    """One array of a step as it is on disk, to be read in parts: `array[...].read().result()`."""
+    """Open one array on disk for partial reads: `array[...].read().result()`."""
     base: Any = f"{folder / STATE_ITEM}/"
     if not in_bucket(folder):
         _check_index(f"{folder / STATE_ITEM / _INDEX}")
@@ -159,13 +161,15 @@ _MAX_INDEX_BYTES = 1 << 30
 
 
 def _check_index(path: str) -> None:
-    """Raise Damaged for an index of arrays that tensorstore cannot hold.
+    """Raise DamagedError if the array index is too large for tensorstore.
 
-    It reads the whole file, and a failed allocation there ends the process.
+    tensorstore reads the complete file, and a failed allocation would end the process.
     """
     size = os.stat(path).st_size if os.path.isfile(path) else 0
     if size > _MAX_INDEX_BYTES:
-        raise DamagedError(f"{STATE_ITEM}/{_INDEX} has {size} bytes, more than any index of arrays")
+        raise DamagedError(
+            f"{STATE_ITEM}/{_INDEX} has {size} bytes; an array index has at most {_MAX_INDEX_BYTES}"
+        )
 
 
 def _iter_stored_digests(
@@ -190,16 +194,16 @@ def _iter_stored_digests(
 
 
 def _starts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Index of the first element of each chunk: each is decoded as a whole anyway."""
+    """Yield the index of the first element of every chunk, the unit of decoding."""
     ranges = [range(0, size, each) for size, each in zip(shape, chunk, strict=True)]
     return itertools.product(*ranges)
 
 
 def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | None) -> list[str]:
-    """The differences of a step's arrays and facts on disk from what was saved.
+    """Return the differences of a step's arrays and metadata on disk from the recorded digests.
 
     Raises:
-        OSError: they cannot be reached.
+        OSError: the storage is not reachable.
     """
     try:
         found = compute_stored_digests(folder)
@@ -212,7 +216,7 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
 
 
 def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
-    """What is wrong with the facts, if their digest is known without a manifest."""
+    """Return the faults of the metadata; empty if no digest of the metadata is known."""
     if not expected.metadata_digest:
         return []
     path = folder / METADATA_ITEM / "metadata"
@@ -225,24 +229,24 @@ def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
             raise
         return [f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"]
     if digest_item.metadata_digest(content) != expected.metadata_digest:
-        return [f"{METADATA_ITEM}/metadata has other content than was saved"]
+        return [f"{METADATA_ITEM}/metadata differs from the saved content"]
     return []
 
 
 def verify_and_write_manifest(
     folder: epath.Path, step: int, ahead: Mapping[str, manifest.ManifestFile] | None = None
 ) -> int:
-    """Read a step back, compare it with what was in memory, and write its manifest.
+    """Read a step back, compare it with the digests of memory, and write its manifest.
 
-    `ahead` has digests of files that are on the disk, and not in the page cache.
+    `ahead` contains digests of files that were flushed to disk and dropped from the page cache.
 
     Returns:
-        The bytes of all files.
+        The total size of the files in bytes.
 
     Raises:
-        NotSaved: it is not what was in memory.
-        NumbersError: it holds NaN or infinity, and so is no state to go on from.
-        OSError: it cannot be read, or the manifest cannot be written.
+        SaveVerificationError: the files differ from memory.
+        DivergenceError: an array contains NaN or infinity, so a run cannot resume from the step.
+        OSError: a file cannot be read, or the manifest cannot be written.
     """
     with translate_bucket_errors(folder):
         try:
@@ -255,7 +259,8 @@ def verify_and_write_manifest(
             raise _not_finite(folder, bad)
         files = manifest.digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:
-            # After the files, so that all is read from the disk, not from the page cache.
+            # Starts after the first digests, so that all bytes are read from disk instead of the
+            # page cache.
             again = pool.submit(manifest.find_changed_files, folder, files)
             wrong = verify_arrays(folder, step, expected)
             wrong += again.result()
@@ -266,11 +271,11 @@ def verify_and_write_manifest(
 
 
 def write_missing_manifest(folder: epath.Path, step: int) -> None:
-    """Write the manifest of a step that was saved without one, and was read completely.
+    """Write the manifest of a step that has none, after the step was read completely.
 
     Raises:
-        NotSaved: it is not what was in memory, as far as that was recorded.
-        OSError: it cannot be read, or the manifest cannot be written.
+        SaveVerificationError: the files differ from the recorded digests of memory.
+        OSError: a file cannot be read, or the manifest cannot be written.
     """
     if exists(folder / digest_item.DIGEST_ITEM):
         verify_and_write_manifest(folder, step)
@@ -286,8 +291,8 @@ def write_missing_manifest(folder: epath.Path, step: int) -> None:
 def _not_finite(folder: epath.Path, bad: list[str]) -> DivergenceError:
     more = f", and {len(bad) - 3} more arrays" if len(bad) > 3 else ""
     return DivergenceError(
-        f"{folder}: is not saved\n"
-        f"  {'; '.join(bad[:3])}{more}; a run cannot go on from such a state.\n"
-        "  Lower optim.learning_rate, or go back further with checkpoint.restore_from; the "
-        "checkpoints before this one stay."
+        f"{folder}: was not saved\n"
+        f"  {'; '.join(bad[:3])}{more}; a run cannot resume from such a state.\n"
+        "  Lower optim.learning_rate, or restore an earlier checkpoint with "
+        "checkpoint.restore_from; earlier checkpoints are kept."
     )

@@ -1,11 +1,11 @@
-"""The host copies of arrays that a save writes, and their digests, as an item of the checkpoint.
+"""An orbax checkpoint item with the digests of all arrays, computed from host copies.
 
-orbax copies each process' part of every array to its host while training waits. The digests
-are of these very copies, taken in the background while they are being written: there is no
-second copy, and a change between memory and disk is detected. Each process writes those of
-its own parts, `digests/<process>.json`, and orbax commits a step only when all have.
+During a save, orbax copies every process's array shards to host memory while training waits.
+The digests are computed from these copies in the background, while orbax writes them. This
+detects any change between memory and disk without a second copy. Every process writes the
+digests of its shards to `digests/<process>.json`; orbax commits a step after all processes did.
 
-Trees of arrays by the dotted names of their leaves: digests, sizes and differences.
+The module also computes digests, sizes and differences of trees by dotted leaf name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
-    """Dotted name to leaf, in the order of the names."""
+    """Return a dict from dotted name to leaf, sorted by name."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return dict(
         sorted(
@@ -43,7 +43,7 @@ def leaves_by_name(tree: Tree) -> dict[str, Any]:
 
 
 def map_named_leaves(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
-    """The tree with what `change(dotted name, leaf)` makes of each leaf."""
+    """Map `change(dotted_name, leaf)` over a tree."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: change(jax.tree_util.keystr(path, simple=True, separator="."), leaf),
         tree,
@@ -51,15 +51,15 @@ def map_named_leaves(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
 
 
 def iter_named_arrays(tree: Tree) -> Iterator[tuple[str, np.ndarray]]:
-    """Dotted name and array of every leaf, in the order of their names."""
+    """Yield the dotted name and array of every leaf, sorted by name."""
     for name, leaf in leaves_by_name(tree).items():
         yield name, np.asarray(leaf)
 
 
 def tree_digest(tree: Tree) -> str:
-    """SHA-256 over names, types, shapes and bytes of all leaves.
+    """Return the SHA-256 over the names, dtypes, shapes and bytes of all leaves.
 
-    On trees in their saved form it does not depend on mesh, stages or schedule.
+    For trees in the saved layout, the digest is independent of mesh, stages and schedule.
     """
     total = hashlib.sha256()
     for name, array in iter_named_arrays(tree):
@@ -69,17 +69,17 @@ def tree_digest(tree: Tree) -> str:
 
 
 def num_bytes(tree: Tree) -> int:
-    """Bytes of all leaves together, over all devices."""
+    """Return the total size of all leaves in bytes, over all devices."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
-    """One line for each leaf that only one of the trees has, or that has another shape."""
+    """Return one line for every leaf that is missing in one tree or has a different shape."""
     before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
-            lines.append(f"{name} is in the checkpoint only")
+            lines.append(f"{name} is only in the checkpoint")
         elif name not in before:
             lines.append(f"{name} is not in the checkpoint")
         elif tuple(before[name].shape) != tuple(now[name].shape):
@@ -90,7 +90,7 @@ def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
 
 
 def diff_trees(first: Tree, second: Tree) -> list[str]:
-    """One line for each leaf that is not the same, bit for bit, in both trees."""
+    """Return one line for every leaf that is not bitwise equal in both trees."""
     lines = []
     left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
@@ -101,7 +101,7 @@ def diff_trees(first: Tree, second: Tree) -> list[str]:
         if a.shape != b.shape or a.dtype != b.dtype:
             lines.append(f"{name}  {a.dtype} {_shape(a)}, and {b.dtype} {_shape(b)}")
         elif a.tobytes() != b.tobytes():
-            # Of bfloat16 numpy knows too little to subtract it.
+            # numpy cannot subtract bfloat16 arrays.
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
             share = np.count_nonzero(apart) / max(apart.size, 1)
             lines.append(
@@ -117,7 +117,7 @@ def _shape(leaf: Any) -> str:
 
 Tree = Any
 HostCopies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
-"""By array: this process' parts and the index of the first element of each."""
+"""The shards of this process by array name, each with the index of its first element."""
 
 DIGEST_ITEM = "digests"
 _MAX_BYTES = 1 << 26
@@ -136,7 +136,10 @@ class _DigestFile(TypedDict):
 
 @contextlib.contextmanager
 def capture_host_copies(state: Tree) -> Iterator[HostCopies]:
-    """The host copies that orbax makes. It has no interface for them, so its copying is wrapped."""
+    """Capture the host copies that orbax creates during a save.
+
+    orbax has no interface for these copies, so this wraps its copy function.
+    """
     arrays = leaves_by_name(state)
     names: dict[int, list[str]] = {}
     for name, leaf in arrays.items():
@@ -160,11 +163,11 @@ def capture_host_copies(state: Tree) -> Iterator[HostCopies]:
         yield copies
     finally:
         replica_slices.transfer_arrays_to_host = copy
-    assert copies.keys() == arrays.keys(), "orbax copied arrays in another way"
+    assert copies.keys() == arrays.keys(), "orbax did not copy arrays through the wrapped function"
 
 
 def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest]:
-    """Of this process' parts of all arrays."""
+    """Return the digests of this process's shards of all arrays."""
     found = {}
     for name, leaf in leaves_by_name(state).items():
         found[name] = ArrayDigest(str(leaf.dtype), tuple(leaf.shape))
@@ -174,19 +177,19 @@ def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest
 
 
 def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, ArrayDigest] | None:
-    """The same, once the copies are made; None without any."""
+    """Wait for the host copies and return their digests; None if the save failed before."""
     copies = copied.result()
     if copies is None:
         return None
     found = digest_host_copies(state, copies)
-    copies.clear()  # orbax may hold on to this save until the next
+    copies.clear()  # orbax may keep a reference to this save until the next one
     return found
 
 
 def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
-    """Of the parts that this process holds of arrays on devices, each part in one process only.
+    """Return the digests of this process's device shards; replicated shards count only once.
 
-    An array of numpy, which every process holds, counts in process 0.
+    Every process has all numpy arrays, so only process 0 counts them.
     """
     copies: HostCopies = {}
     for name, leaf in leaves_by_name(state).items():
@@ -203,12 +206,12 @@ def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
 
 
 def metadata_digest(facts: Mapping[str, Any]) -> str:
-    """Of config, data position and the rest, however they are laid out as text."""
+    """Return the digest of config, data position and other metadata, independent of formatting."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 class DigestHandler(ocp.AsyncCheckpointHandler):
-    """Writes the digests of one process' parts."""
+    """Write the digests of one process's shards."""
 
     async def async_save(  # type: ignore[override]
         self, directory: epath.Path, args: DigestSaveArgs
@@ -217,16 +220,16 @@ class DigestHandler(ocp.AsyncCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(writing, name=DIGEST_ITEM)]
 
     def save(self, directory: epath.Path, args: DigestSaveArgs) -> None:
-        raise NotImplementedError("the host copies come while orbax saves in the background")
+        raise NotImplementedError("host copies exist only during an asynchronous save")
 
     def restore(self, directory: epath.Path, args: Any = None) -> None:
-        raise NotImplementedError("they are read by `recorded`")
+        raise NotImplementedError("use `read_digest_item` to read digests")
 
 
 @ocp.args.register_with_handler(DigestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class DigestSaveArgs(ocp.args.CheckpointArgs):
-    """`sums` waits for the digests of this process' parts; None: the save has failed before."""
+    """Save arguments; `sums` waits for the digests, and returns None if the save has failed."""
 
     step: int
     facts: Mapping[str, Any]
@@ -251,18 +254,18 @@ async def _write(directory: epath.Path, args: DigestSaveArgs) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedDigests:
-    """Digests of memory when a step was saved; older releases lack the facts' digest."""
+    """Digests of memory, recorded at a save; `facts` is empty for steps of older releases."""
 
     arrays: dict[str, ArrayDigest]
     metadata_digest: str = ""
 
 
 def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
-    """The digests that all processes have written into a step.
+    """Read the digests that all processes wrote for a step.
 
     Raises:
-        ValueError: it is not what they wrote, or not all of it.
-        OSError: it cannot be read.
+        ValueError: a digest file is not valid, or digests are incomplete.
+        OSError: a digest file cannot be read.
     """
     parts: list[dict[str, ArrayDigest]] = []
     number, count, facts = 0, 1, ""
@@ -278,10 +281,10 @@ def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
         except ValueError as error:
             raise ValueError(f"{name} cannot be used: {error}") from error
         if content["step"] != step:
-            raise ValueError(f"{name} is of step {content['step']}")
+            raise ValueError(f"{name} belongs to step {content['step']}")
         if number == 0:
             count, facts = content["processes"], content["facts"]
         elif content["processes"] != count:
-            raise ValueError(f"{name} is of another save")
+            raise ValueError(f"{name} belongs to another save")
         number += 1
     return RecordedDigests(digests.merge_digests(parts), facts)

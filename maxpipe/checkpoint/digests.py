@@ -1,12 +1,12 @@
-"""Digests of arrays that do not depend on how these are split over devices and processes.
+"""Array digests that are independent of the sharding over devices and processes.
 
-An array's digest is a sum modulo 2**64 over its elements: the bits of each as a number, times
-a key for each dimension that belongs to the element's index in it. The keys are odd, so one
-changed element always changes the sum; other changes, exchanged rows or blocks among them, go
-unnoticed with a chance of 2**-32 at worst (two flipped signs) and about 2**-60 otherwise. The
-sums of disjoint parts add up to that of the whole, on whatever device they are computed. It is
-no protection against forgery. numpy computes it two or three times as fast as SHA-256, and lets
-other threads run meanwhile.
+The digest is a sum modulo 2**64 over all elements. Every element contributes its bits as an
+unsigned integer, multiplied by one key per dimension; a key depends on the index in that dimension.
+All keys are odd, so a change of one element always changes the digest. Other changes, such as
+swapped rows or blocks, stay undetected with probability about 2**-60, at worst 2**-32 (two
+flipped signs). The digests of disjoint shards add up to the digest of the full array. The digest
+does not protect against forgery. numpy computes the digest two to three times faster than
+SHA-256 and releases the GIL meanwhile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
-"""Elements at a time: more would leave the processor's cache, fewer wait more often for other
-threads."""
+"""Elements per block. Larger blocks do not fit the CPU cache; smaller blocks wait for the GIL more
+often."""
 _SHORT = 64
-"""Rows with fewer elements would be too many calls: several are taken as one."""
-# Of numbers that are not finite, all bits of the exponent are set.
+"""Rows with fewer elements are merged, to limit the number of numpy calls."""
+# In a non-finite value, all exponent bits are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
@@ -34,7 +34,7 @@ _EXPONENTS = {
 
 
 class ArrayEntry(TypedDict):
-    """A whole array, as it is listed in JSON; the digest has 16 hexadecimal digits."""
+    """JSON entry of a full array; the digest has 16 hexadecimal digits."""
 
     dtype: str
     shape: list[int]
@@ -42,7 +42,7 @@ class ArrayEntry(TypedDict):
 
 
 class PartEntry(ArrayEntry):
-    """A part of one: how many of its elements, and how many of these are NaN or infinite."""
+    """JSON entry of a shard, with the number of its elements and of its non-finite elements."""
 
     elements: int
     non_finite: int
@@ -50,7 +50,7 @@ class PartEntry(ArrayEntry):
 
 @dataclass(slots=True)
 class ArrayDigest:
-    """Of the parts of one array that were added so far."""
+    """The running digest of one array over the shards added so far."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ArrayDigest:
     non_finite: int = 0
 
     def add(self, part: np.ndarray, start: Sequence[int] = ()) -> None:
-        """Add a part whose first element has the index `start`, by default all zeros."""
+        """Add a shard whose first element has the index `start` (default: all zeros)."""
         first = tuple(start) or (0,) * part.ndim
         assert str(part.dtype) == self.dtype and part.ndim == len(self.shape) == len(first)
         self.elements += part.size
@@ -67,7 +67,7 @@ class ArrayDigest:
         self.value = (self.value + _sum(*_words(part, first))) % _MODULO
 
     def merge(self, other: ArrayDigest) -> None:
-        """Add the parts of another sum of the same array."""
+        """Add the shards of another digest of the same array."""
         assert (self.dtype, self.shape) == (other.dtype, other.shape)
         self.value = (self.value + other.value) % _MODULO
         self.elements += other.elements
@@ -75,37 +75,37 @@ class ArrayDigest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether as many elements were added as the array has."""
+        """Whether the number of added elements equals the array size."""
         return self.elements == math.prod(self.shape)
 
     def entry(self) -> ArrayEntry:
-        """Of a whole array."""
+        """Return the JSON entry of a full array."""
         return {"dtype": self.dtype, "shape": list(self.shape), "digest": f"{self.value:016x}"}
 
     def part_entry(self) -> PartEntry:
-        """Of a part."""
+        """Return the JSON entry of a shard."""
         return {**self.entry(), "elements": self.elements, "non_finite": self.non_finite}
 
     @classmethod
     def from_entry(cls, entry: ArrayEntry) -> ArrayDigest:
-        """Of a whole array, as it was listed.
+        """Create the digest of a full array from its JSON entry.
 
         Raises:
-            ValueError: the digest is no number.
+            ValueError: the digest is not a hexadecimal number.
         """
         shape = tuple(entry["shape"])
         return cls(entry["dtype"], shape, int(entry["digest"], 16), math.prod(shape))
 
     @classmethod
     def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
-        """Of a part, as it was listed. Raises as `of_entry`."""
+        """Create the digest of a shard from its JSON entry; raises the errors of `of_entry`."""
         found = cls.from_entry(entry)
         found.elements, found.non_finite = entry["elements"], entry["non_finite"]
         return found
 
 
 def num_non_finite(array: np.ndarray) -> int:
-    """How many of its numbers are NaN or infinite; 0 of types that have neither."""
+    """Return the number of NaN or infinite elements; 0 for dtypes without such values."""
     if array.dtype == np.float64:
         return array.size - int(np.count_nonzero(np.isfinite(array)))
     if (exponent := _EXPONENTS.get(str(array.dtype))) is None:
@@ -118,7 +118,7 @@ def num_non_finite(array: np.ndarray) -> int:
 
 
 def digest_array(array: np.ndarray) -> ArrayDigest:
-    """The sum of a whole array."""
+    """Return the digest of a full array."""
     found = ArrayDigest(str(array.dtype), array.shape)
     found.add(array)
     return found
@@ -127,13 +127,13 @@ def digest_array(array: np.ndarray) -> ArrayDigest:
 def diff_digests(
     expected: Mapping[str, ArrayDigest], found: Mapping[str, ArrayDigest]
 ) -> list[str]:
-    """One line for each array, by name, that is not what it was, or that only one side has."""
+    """Return one line, sorted by name, for every array that changed or is on one side only."""
     lines = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
             lines.append(f"array {name} is missing")
         elif name not in expected:
-            lines.append(f"array {name} was never saved")
+            lines.append(f"array {name} was not saved")
         else:
             before, now = expected[name], found[name]
             if (before.dtype, before.shape) != (now.dtype, now.shape):
@@ -142,36 +142,36 @@ def diff_digests(
                     f"{_size(before)} that was saved"
                 )
             elif before.value != now.value or before.elements != now.elements:
-                lines.append(f"array {name} has other content than was saved")
+                lines.append(f"array {name} differs from the saved content")
     return lines
 
 
 def describe_non_finite(sums: Mapping[str, ArrayDigest]) -> list[str]:
-    """One line for each array, by name, that holds NaN or infinity."""
+    """Return one line, sorted by name, for every array that contains NaN or infinity."""
     return [
-        f"array {name} holds {one.non_finite:,} values that are NaN or infinite"
+        f"array {name} contains {one.non_finite:,} values that are NaN or infinite"
         for name, one in sorted(sums.items())
         if one.non_finite
     ]
 
 
 def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, ArrayDigest]:
-    """The sums of several holders of parts.
+    """Merge the digests of several processes.
 
     Raises:
-        ValueError: they differ in an array's type or shape, or what they hold is not the whole.
+        ValueError: dtypes or shapes of an array differ, or the shards do not cover the array.
     """
     total: dict[str, ArrayDigest] = {}
     for part in parts:
         for name, one in part.items():
             mine = total.setdefault(name, ArrayDigest(one.dtype, one.shape))
             if (mine.dtype, mine.shape) != (one.dtype, one.shape):
-                raise ValueError(f"processes differ in the type or shape of {name}")
+                raise ValueError(f"processes recorded different types or shapes of {name}")
             mine.merge(one)
     for name, one in total.items():
         if not one.is_complete:
             count = math.prod(one.shape)
-            raise ValueError(f"{one.elements:,} of {count:,} elements of {name} were digested")
+            raise ValueError(f"digests cover {one.elements:,} of {count:,} elements of {name}")
     return total
 
 
@@ -180,9 +180,10 @@ def _size(one: ArrayDigest) -> str:
 
 
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """An element's bits as one unsigned number of at most 32 bits, or along one more dimension.
+    """Return the elements as unsigned integers of at most 32 bits.
 
-    With 64 bits in one number, two flipped signs would go unnoticed.
+    Larger elements are split along an additional last dimension: with 64-bit integers, two flipped
+    signs would not be detected.
     """
     part = np.ascontiguousarray(part).reshape(part.shape)
     size = part.dtype.itemsize
@@ -196,7 +197,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # The last dimensions that fit a block together have one key for each of their elements.
+    # Trailing dimensions that fit in one block get one key per element.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -221,9 +222,9 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
 
 
 def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray) -> int:
-    """Of a matrix with the keys of both of its dims; `wide` is memory to work in.
+    """Return the dot product of a matrix with the keys of its rows and columns.
 
-    einsum multiplies 64-bit integers several at a time, dot one by one.
+    `wide` is scratch memory. For 64-bit integers, einsum uses vector instructions and dot does not.
     """
     wide = wide[: words.size].reshape(words.shape)
     np.copyto(wide, words)
@@ -231,7 +232,7 @@ def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray
 
 
 def _keys(axis: int, sizes: Sequence[int], start: Sequence[int]) -> np.ndarray:
-    """Products of the keys of some dimensions, from `axis` on, flat."""
+    """Return the flat outer product of the keys of consecutive dimensions, starting at `axis`."""
     keys = np.ones(1, np.uint64)
     for number, (size, first) in enumerate(zip(sizes, start, strict=True)):
         along = _axis_keys(axis + number, first, first + size)
@@ -241,7 +242,7 @@ def _keys(axis: int, sizes: Sequence[int], start: Sequence[int]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _axis_keys(axis: int, begin: int, end: int) -> np.ndarray:
-    """One dimension's keys of the indices from `begin` to before `end`: splitmix64, made odd."""
+    """Return the keys of one dimension for indices in [begin, end): odd splitmix64 values."""
     bits = np.arange(begin, end, dtype=np.uint64) + np.uint64(((axis + 1) << 48) + 1)
     bits *= np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,13 +1,11 @@
-"""A folder of checkpoints on disk: its steps, their content, and quarantine for damaged ones.
+"""The checkpoint folder of a run: its steps, their content, quarantine and retention rules.
 
-`<folder>/<step>/` holds arrays (`state/`, written by orbax), config and data position
-(`facts/metadata`, JSON), the arrays' digests in memory (`digests/`) and a manifest. It is
-there from the moment that orbax has committed it, by a rename or, in a bucket, by
-`commit_success.txt`. Other names that may be there are no checkpoints, to orbax neither:
-`<step>.orbax-checkpoint-tmp` is being written or was never finished, `<step>.corrupt` was
-found damaged, `<step>.deleting` is going away.
-
-Which checkpoints are kept, and why.
+`<folder>/<step>/` contains the arrays (`state/`, written by orbax), config and data position
+(`facts/metadata`, JSON), the digests of the arrays in memory (`digests/`) and a manifest. A
+checkpoint exists once orbax has committed it, by a rename or, in a bucket, by
+`commit_success.txt`. maxpipe and orbax ignore entries with other names:
+`<step>.orbax-checkpoint-tmp` is an unfinished save, `<step>.corrupt` a damaged checkpoint and
+`<step>.deleting` an unfinished deletion.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The rules' view of a checkpoint: `time` in seconds, `metrics` of its evaluation."""
+    """Input of the retention rules: `time` in Unix seconds and the evaluation `metrics`."""
 
     step: int
     time: float
@@ -65,14 +63,14 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """Which of two evaluations is better."""
+    """The metric that compares checkpoints, and whether larger values are better."""
 
     metric: str = "eval/loss"
     is_largest: bool = False
 
     @classmethod
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
-        """As a section `checkpoint` says; that of a saved config may have no such keys."""
+        """Return the metric of a config section `checkpoint`; saved configs may lack the keys."""
         if isinstance(section, CheckpointConfig):
             return cls(section.best_metric, section.best_mode == "largest")
         metric = str(section.get("best_metric") or cls().metric)
@@ -80,11 +78,11 @@ class BestMetric:
 
     @property
     def description(self) -> str:
-        """Such as `smallest eval/loss`."""
+        """A description such as `smallest eval/loss`."""
         return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
 
     def sort_key(self, metrics: Mapping[str, float]) -> float | None:
-        """The smaller the better; None for what was not evaluated, or is not finite."""
+        """Return a sort key (smaller is better); None if the metric is missing or not finite."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             return None
@@ -93,10 +91,10 @@ class BestMetric:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """A checkpoint that one of these asks for is kept; 0 asks for none.
+    """Retention rules; a checkpoint is kept if any rule matches, and 0 disables a rule.
 
-    `newest` many; the steps that `every_steps` divides; the first in each period of
-    `every_hours`; the `best` many by an evaluation.
+    The rules keep the `newest` checkpoints, steps divisible by `every_steps`, the first checkpoint
+    in every period of `every_hours`, and the `best` checkpoints by `better`.
     """
 
     newest: int
@@ -107,13 +105,13 @@ class RetentionRules:
 
     @classmethod
     def of(cls, config: CheckpointConfig) -> RetentionRules:
-        """The rules that a config states."""
+        """Return the retention rules of a config."""
         periods = config.keep_every_steps, config.keep_every_hours
         return cls(config.keep, *periods, config.keep_best, BestMetric.of(config))
 
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
-    """Step to the reason why it stays, for each of `saved` that does."""
+    """Return the retained steps of `saved`, each with the reason why it is kept."""
     ordered = sorted(saved, key=lambda one: one.step)
     reasons: dict[int, list[str]] = {}
 
@@ -142,15 +140,17 @@ def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> d
 Tree = Any
 
 FORMAT = 3
-"""The format that is written now. Format 1 had no manifest, no time and no metrics, format 2 no
-digests of the arrays; both are read, too."""
+"""The checkpoint format of this release.
+
+Format 1 has no manifest, time or metrics; format 2 has no array digests. Both can still be read.
+"""
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
 _COMMITTED = "commit_success.txt"
 
 
 class _MetadataFile(TypedDict):
-    """Facts on disk. The readers of `config` and `data` check their content."""
+    """Content of the metadata file; the readers of `config` and `data` check their values."""
 
     format: int
     step: int
@@ -161,23 +161,23 @@ class _MetadataFile(TypedDict):
 
 
 BASE = "base"
-"""Of what a checkpoint of adapters says about data: which base they belong to."""
+"""Key of the base model in the data section of an adapter checkpoint."""
 
 
 class AdapterBase(TypedDict):
-    """Which base adapters belong to."""
+    """The base model of adapters."""
 
     address: str
-    """Of its weights, as `checkpoint.restore_from` names them."""
+    """Resolved address of the base weights, in the form of `checkpoint.restore_from`."""
     given: str
-    """What that key was."""
+    """Original value of `checkpoint.restore_from`."""
     digest: str
-    """Of all its arrays (`restore.content_digest`)."""
+    """Digest of all base arrays (`reader.content_digest`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """What a checkpoint says besides its arrays. `metrics` are those of its evaluation."""
+    """Metadata of a checkpoint; `metrics` are the evaluation metrics of its step."""
 
     step: int
     config: dict[str, Any]
@@ -186,7 +186,7 @@ class CheckpointMetadata:
     metrics: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As it is saved."""
+        """Return the JSON content of the metadata file."""
         return {
             "format": FORMAT,
             "step": self.step,
@@ -198,7 +198,7 @@ class CheckpointMetadata:
 
 
 class CheckpointFolder:
-    """One folder of checkpoints, in a file system or in a bucket. `key` of the config led to it."""
+    """A checkpoint folder in a file system or bucket; `key` is the config key that sets it."""
 
     def __init__(self, path: epath.PathLike, key: str = "run.dir"):
         self.path, self.key = to_epath(path), key
@@ -207,7 +207,7 @@ class CheckpointFolder:
         return self.path / str(step)
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, oldest first; damaged ones are among them."""
+        """Return the steps of all complete checkpoints, oldest first, including damaged ones."""
         return sorted(
             int(entry.name)
             for entry in entries(self.path)
@@ -215,21 +215,21 @@ class CheckpointFolder:
         )
 
     def quarantined(self) -> list[str]:
-        """Names of the quarantined checkpoints."""
+        """Return the names of the quarantined checkpoints."""
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def describe_incomplete(self) -> list[str]:
-        """One line for each entry with the name of a checkpoint that is none."""
+        """Return one warning for every entry that is named like a checkpoint but is not one."""
         return [
-            f"{entry}: is ignored, it holds no complete checkpoint"
+            f"{entry}: is ignored because it is not a complete checkpoint"
             for entry in entries(self.path)
             if _is_incomplete_step(entry) and not in_bucket(entry)
         ]
 
     def unfinished(self) -> list[str]:
-        """Names of what an unfinished save or deletion has left.
+        """Return the names of entries that an unfinished save or deletion left.
 
-        In a bucket both are done in place.
+        In a bucket, both are step folders because there is no atomic rename.
         """
         return [
             entry.name
@@ -239,23 +239,23 @@ class CheckpointFolder:
         ]
 
     def delete_unfinished(self) -> list[str]:
-        """Delete what is unfinished; returns the names."""
+        """Delete unfinished entries and return their names."""
         names = self.unfinished()
         for name in names:
             _delete(self.path / name)
         return names
 
     def free_bytes(self) -> int | None:
-        """Free space of the file system; None of a bucket."""
+        """Return the free space of the file system in bytes; None for a bucket."""
         return None if in_bucket(self.path) else shutil.disk_usage(self.path).free
 
     def read_metadata(self, step: int) -> CheckpointMetadata:
-        """Config, data position and the rest, without the arrays.
+        """Read the metadata of a checkpoint: config, data position, time and metrics.
 
         Raises:
-            Damaged: they cannot be read, or are of another step.
-            OSError: they cannot be reached, which says nothing about their content.
-            StorageError: they were saved by a later release.
+            DamagedError: the metadata cannot be read, or belongs to another step.
+            OSError: the storage is not reachable, so the state of the content is unknown.
+            StorageError: a later release saved the checkpoint.
         """
         path = self / step / METADATA_ITEM / "metadata"
         try:
@@ -266,8 +266,9 @@ class CheckpointFolder:
             if number not in range(1, FORMAT + 1):
                 raise StorageError(
                     f"{self / step}: cannot be read\n"
-                    f"  it has format {number}, and this release reads 1 to {FORMAT}.\n"
-                    "  Use the release of maxpipe that has saved it, or a later one."
+                    f"  the checkpoint has format {number}; this release reads formats 1 to "
+                    f"{FORMAT}.\n"
+                    "  Use the release of maxpipe that saved it, or a later one."
                 )
             facts = CheckpointMetadata(
                 step,
@@ -283,13 +284,15 @@ class CheckpointFolder:
                 f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"
             ) from error
         if found != step:
-            raise DamagedError(f"it holds step {found}: the folder's name must be the step inside")
+            raise DamagedError(
+                f"the metadata is for step {found}, but the folder's name must be the saved step"
+            )
         return facts
 
     def read_info(self, step: int) -> CheckpointInfo | None:
-        """The input of the retention rules; None for a step that is gone.
+        """Return the input of the retention rules; None if the step no longer exists.
 
-        For damaged facts, the folder's time.
+        If the metadata is damaged, the time is the modification time of the folder.
         """
         try:
             facts = self.read_metadata(step)
@@ -301,20 +304,20 @@ class CheckpointFolder:
         return CheckpointInfo(step, facts.time, facts.metrics or {})
 
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
-        """The saved arrays, placed like `abstract`, by default as numpy arrays.
+        """Read the saved arrays with the shardings of `abstract` (default: as numpy arrays).
 
-        What `abstract` leaves out is not read.
+        Arrays that `abstract` does not contain are not read.
 
         Raises:
-            Damaged: they cannot be read.
-            OSError: they cannot be reached.
+            DamagedError: an array cannot be read.
+            OSError: the storage is not reachable.
         """
         saved = read_shapes(self / step) if abstract is None else None
 
         def read_them() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             wanted = abstract
-            if wanted is None:  # a shape may say more than any memory has
+            if wanted is None:  # a damaged shape can be larger than memory
                 wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             places = ocp.checkpoint_utils.construct_restore_args(wanted)
             arguments = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
@@ -323,7 +326,7 @@ class CheckpointFolder:
         return call_detecting_damage(read_them)
 
     def quarantine(self, step: int, why: str = "corrupt") -> str:
-        """Rename a step, so that it is no longer a checkpoint; returns its new name."""
+        """Rename a step so that it is no longer a checkpoint, and return the new name."""
         name, number = f"{step}.{why}", 1
         while exists(self.path / name):
             number += 1
@@ -332,9 +335,9 @@ class CheckpointFolder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint; a kill in between leaves nothing that looks like one."""
+        """Delete a checkpoint; an interrupted deletion leaves nothing that looks complete."""
         going = self.path / f"{step}.deleting"
-        if in_bucket(going):  # where a rename is a copy: delete file by file
+        if in_bucket(going):  # a rename would copy all objects, so delete them one by one
             going = self / step
             (going / manifest.FILE).unlink(missing_ok=True)
             (going / _COMMITTED).unlink(missing_ok=True)
@@ -363,8 +366,8 @@ def _delete(entry: epath.Path) -> None:
 
 
 def local_time(seconds: float) -> str:
-    """The local time as text."""
+    """Format a Unix time as local time."""
     try:
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # outside the calendar
+    except (ValueError, OverflowError, OSError):  # outside the supported range
         return f"{'unknown':19}"

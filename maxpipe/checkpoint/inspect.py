@@ -1,6 +1,6 @@
-"""The content of a run's checkpoints, as text. Only `pruned` and `deleted` change a run.
+"""List, describe, verify, compare, prune and delete the checkpoints of a run.
 
-Needs no devices.
+Only `prune_checkpoints` and `delete_checkpoint` change files. No function here uses devices.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """One checkpoint; `kept` is empty if no rule keeps it, or there are no rules."""
+    """A checkpoint; `kept` is the reason to keep it, empty if no retention rule matches."""
 
     step: int
     saved: str
-    """Time in ISO 8601, UTC."""
+    """Save time in UTC, in ISO 8601 format."""
     bytes: int
     manifest: bool
     metrics: dict[str, float]
@@ -53,17 +53,17 @@ class CheckpointListEntry(TypedDict):
 
 
 class CheckpointList(TypedDict):
-    """The content of a folder of checkpoints, oldest first."""
+    """The checkpoints of a folder, oldest first."""
 
     folder: str
     checkpoints: list[CheckpointListEntry]
     damaged: list[str]
-    """Names of quarantined checkpoints, which are not used."""
+    """Names of quarantined checkpoints."""
     unfinished: list[str]
 
 
 def list_checkpoints(address: Address, rules: RetentionRules | None) -> CheckpointList:
-    """The checkpoints of a run as plain values."""
+    """Return the checkpoints of a run as JSON-compatible values."""
     folder = open_address(address).durable
     return {
         "folder": str(folder.path),
@@ -85,7 +85,7 @@ def list_checkpoints(address: Address, rules: RetentionRules | None) -> Checkpoi
 
 
 def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> Iterator[str]:
-    """One line per checkpoint: step, time, size, manifest, loss, and why it stays."""
+    """Yield one line per checkpoint: step, time, size, manifest, metric and reason to keep it."""
     folder = open_address(address).durable
     metric = read_best_metric(folder).metric
     name = metric.removeprefix("eval/")
@@ -103,7 +103,7 @@ def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> It
         )
         yield line.rstrip()
     for name in folder.quarantined():
-        yield f"{name}: was found damaged and is not used"
+        yield f"{name}: damaged, not used"
     for name in folder.unfinished():
         yield f"{name}: unfinished"
     yield from folder.describe_incomplete()
@@ -112,11 +112,11 @@ def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> It
 def _saved(
     folder: CheckpointFolder, rules: RetentionRules | None
 ) -> Iterator[tuple[CheckpointInfo, int, str]]:
-    """Each checkpoint with its bytes, and why it stays."""
+    """Yield every checkpoint with its size in bytes and the reason to keep it."""
     saved = [one for step in folder.steps() if (one := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
     for one in saved:
-        if (size := _num_bytes(folder / one.step)) is not None:  # else its run is deleting it
+        if (size := _num_bytes(folder / one.step)) is not None:  # None: the run is deleting it
             yield one, size, reasons.get(one.step, "")
 
 
@@ -128,10 +128,10 @@ def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
 
 
 def describe_checkpoint(address: Address) -> Iterator[str]:
-    """The arrays of one checkpoint, and digests that do not depend on the layout.
+    """Yield the arrays and metadata of a checkpoint, and digests independent of the layout.
 
     Raises:
-        ConfigError: there is no checkpoint of that step.
+        ConfigError: the step has no checkpoint.
     """
     checkpoints = open_address(address)
     found = checkpoints.restore(resolve_step_on_all(checkpoints, address))
@@ -154,10 +154,10 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """One line per checkpoint, or for the one that is named, after reading all its bytes.
+    """Read all bytes of every checkpoint, or of the named step, and yield a verdict per step.
 
     Raises:
-        StorageError: at the end, when one is damaged.
+        StorageError: a checkpoint is damaged; raised after all steps were checked.
     """
     checkpoints, damaged = open_address(address), []
     folder = checkpoints.durable
@@ -168,25 +168,25 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
         path = folder / one
         wrong, sealed = _faults(folder, one)
         if (size := _num_bytes(path)) is None or one not in folder.steps():
-            yield f"{one:>10}  was deleted meanwhile"
+            yield f"{one:>10}  was deleted during verification"
         elif wrong:
             damaged.append(f"step {one}: {wrong[0]}")
             yield from (f"{one:>10}  damaged: {line}" for line in wrong)
         elif not sealed:
-            yield f"{one:>10}  unknown: it has no {manifest.FILE}"
+            yield f"{one:>10}  unknown: there is no {manifest.FILE}"
         else:
-            yield f"{one:>10}  as it was saved, {size / 2**20:.1f} MiB"
+            yield f"{one:>10}  intact, {size / 2**20:.1f} MiB"
     if damaged:
         raise StorageError(
-            f"{folder.path}: {len(damaged)} of {len(steps)} damaged\n"
+            f"{folder.path}: {len(damaged)} of {len(steps)} checkpoints are damaged\n"
             f"  {'; '.join(damaged)}.\n"
-            "  Bring the files back. Or start the run: it resumes from the newest checkpoint that "
-            "is as it was saved."
+            "  Restore the files from a backup, or start the run: it resumes from the newest "
+            "intact checkpoint."
         )
 
 
 def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
-    """What is wrong with a step's files, arrays and facts, and whether it has a manifest."""
+    """Return the faults of a step's files, arrays and metadata, and whether it has a manifest."""
     path = folder / step
     if not exists(path):
         return [], False
@@ -207,10 +207,12 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
 def prune_checkpoints(
     run_dir: str, rules: RetentionRules, *, dry_run: bool, elsewhere: bool = False
 ) -> Iterator[str]:
-    """Deletes what no rule keeps, one line per checkpoint. The newest intact one stays.
+    """Delete the checkpoints that no rule keeps, and yield one line per checkpoint.
+
+    The newest intact checkpoint is always kept.
 
     Raises:
-        ConfigError: the checkpoints are not in the run's own folder, without `elsewhere`.
+        ConfigError: the checkpoints are outside the run folder and `elsewhere` is not set.
         StorageError: a run is using the folder.
     """
     folder = open_run(run_dir).durable
@@ -224,13 +226,12 @@ def prune_checkpoints(
 
 
 def check_own(run_dir: str, folder: CheckpointFolder) -> None:
-    """Checks that the checkpoints to delete are in the run's own folder.
+    """Check that the checkpoints to delete are inside the run folder.
 
-    A folder from another user may lead, by its config.yml or by a link, to the checkpoints
-    of another run.
+    The config.yml of a run folder, or a link in it, may point to the checkpoints of another run.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the checkpoints are outside the run folder.
     """
     if in_bucket(run_dir):
         return
@@ -241,8 +242,8 @@ def check_own(run_dir: str, folder: CheckpointFolder) -> None:
         raise ConfigError.one(
             f"run folder {run_dir}",
             None,
-            f"must hold the checkpoints that are to be deleted; {by}, and they are in {real}.",
-            "Check which run they belong to with `maxpipe checkpoints list`, then add --elsewhere.",
+            f"must contain the checkpoints to delete; {by}, and the checkpoints are in {real}.",
+            "Check their run with `maxpipe checkpoints list`, then add --elsewhere.",
         )
 
 
@@ -251,11 +252,11 @@ def _prune(folder: CheckpointFolder, rules: RetentionRules, *, dry_run: bool) ->
     reasons = select_retained(saved, rules)
     newest = next((step for step in reversed(folder.steps()) if _is_right(folder, step)), None)
     if newest is not None:
-        reasons.setdefault(newest, "newest that is as it was saved")
+        reasons.setdefault(newest, "newest intact checkpoint")
     freed = 0
     for one in saved:
         if one.step in reasons:
-            yield f"{one.step:>10}  stays: {reasons[one.step]}"
+            yield f"{one.step:>10}  kept: {reasons[one.step]}"
             continue
         freed += _num_bytes(folder / one.step) or 0
         if not dry_run:
@@ -265,15 +266,15 @@ def _prune(folder: CheckpointFolder, rules: RetentionRules, *, dry_run: bool) ->
 
 
 def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False) -> Iterator[str]:
-    """Deletes one checkpoint, but the newest intact one only with `force`.
+    """Delete one checkpoint; the newest intact checkpoint requires `force`.
 
     Raises:
-        ConfigError: no step is named, it is the newest intact one, or it is not in the run's own
-            folder, without `elsewhere`.
+        ConfigError: the address has no step, the step is the newest intact checkpoint and `force`
+            is not set, or the checkpoint is outside the run folder and `elsewhere` is not set.
         StorageError: a run is using the folder.
     """
     if address.step is None:
-        raise address.error("names no step to delete.", f"Give {address.given}@STEP.")
+        raise address.error("must name the step to delete.", f"Give {address.given}@STEP.")
     checkpoints = open_address(address)
     folder = checkpoints.durable
     if not elsewhere:
@@ -285,9 +286,9 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
         if not force and is_good and not any(_is_right(folder, each) for each in reversed(newer)):
             only = "only" if len(folder.steps()) == 1 else "newest"
             raise address.error(
-                f"is the {only} checkpoint that is as it was saved: without it the run "
-                + ("begins again." if only == "only" else "loses steps."),
-                "Delete it with --force if that is what you want.",
+                f"is the {only} intact checkpoint; without it, the run "
+                + ("starts again at step 0." if only == "only" else "loses steps."),
+                "Add --force to delete it anyway.",
             )
         size = _num_bytes(folder / step) or 0
         folder.remove(step)
@@ -297,10 +298,12 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
 def find_best_checkpoint(
     address: Address, better: BestMetric | None
 ) -> tuple[str, int, str, float]:
-    """Address, step, metric and value of the best checkpoint, by default as its run compares them.
+    """Return address, step, metric and value of the best checkpoint.
+
+    The default metric is the `checkpoint.best_metric` of the run.
 
     Raises:
-        ConfigError: no checkpoint has it.
+        ConfigError: no checkpoint has the metric.
     """
     folder = open_address(address).durable
     better = better or read_best_metric(folder)
@@ -309,16 +312,16 @@ def find_best_checkpoint(
 
 
 def best_metric_of_run(run_dir: str) -> BestMetric:
-    """Which of a run's checkpoints is better.
+    """Return the metric by which a run compares its checkpoints.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the run has no checkpoints.
     """
     return read_best_metric(open_run(run_dir).durable)
 
 
 def diff_checkpoints(first: Address, second: Address) -> list[str]:
-    """The differences between two checkpoints; empty if they are the same."""
+    """Return the differences between two checkpoints; empty if they are equal."""
     found = []
     for address in (first, second):
         checkpoints = open_address(address)
@@ -337,7 +340,7 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
 
 
 def _is_right(folder: CheckpointFolder, step: int) -> bool:
-    """Whether all bytes and arrays of a checkpoint are known to be those that were saved."""
+    """Whether a checkpoint has a manifest and all its files and arrays match it."""
     wrong, sealed = _faults(folder, step)
     return sealed and not wrong
 
@@ -351,7 +354,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _num_bytes(folder: epath.Path) -> int | None:
-    """Of all files; None of a folder that is being deleted."""
+    """Return the size of all files in bytes; None if the folder is being deleted."""
     try:
         return sum(files(folder).values())
     except FileNotFoundError:

@@ -1,22 +1,25 @@
-"""One run per folder: a lock that names its holder, and that a dead holder loses.
+"""A lock that allows one run per folder and expires when its process dies.
 
-`lock.json` names run, host and process. A thread refreshes its time of change, or its size
-where that time cannot be set: the heartbeat. A lock is taken over when its process is dead on
-this host, or when it is of another host without a heartbeat for `STALE_SECONDS`; a
-start waits for one, so that a run whose host was lost can be restarted at once.
-How old a lock is at the start is a difference between times that the file system itself has
-set: clocks of hosts need not agree. From then on the waiting process uses its own clock, so
-that a lock with a time in the future is waited for no longer than another one.
+`lock.json` names run, host and process. A heartbeat thread updates the file's modification time,
+or its size where the file system does not allow that. A new process may replace the lock if the
+holder is a dead process of this host, or a process of another host without a heartbeat for
+`STALE_SECONDS`. A starting run waits for the heartbeat, so a run whose host was lost can be
+restarted at once.
 
-A run whose folder or lock was moved, deleted or replaced has lost it, and stops writing:
-the folder is known by device and inode, which cannot be given to another one while it is open
-here, the lock by its token.
+The initial age of a lock is a difference of file-system times, because the clocks of hosts may
+differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
+future does not prolong the wait.
 
-Taking over (and releasing) is done under a claim, a file named after the lock's token
-that only one process can create: of two that find the same dead lock, one wins.
+A run loses its lock if the folder or the lock is moved, deleted or replaced, and then stops
+writing. The folder is identified by device and inode, which the system does not reuse while the
+folder is open; the lock is identified by its token.
 
-In a bucket all this is the same, except for a time of change, which only writing again refreshes,
-and for the folder, which has no inode.
+A process replaces or releases a lock only while it holds a claim, a file that is named after the
+lock's token and that only one process can create. If two processes try to replace the same dead
+lock, one succeeds.
+
+Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
+the folder has no inode to compare.
 """
 
 from __future__ import annotations
@@ -76,22 +79,22 @@ class LockContent(TypedDict):
 
 
 _UNREADABLE: LockContent = {"token": ""}
-"""The content of a lock that is not readable as one."""
+"""Placeholder content of a lock file that is not a valid lock."""
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _NotALockError(OSError):
-    """The file with the name of a lock cannot be one."""
+    """The lock file is a pipe, a folder or too large, so it cannot be a lock."""
 
 
 class RunLock:
-    """Held between `__enter__` and `__exit__`; `note` is a message about its last holder.
+    """Context manager that holds the lock of a run folder.
 
-    `key` of the config led to the folder. With `to_free`, for commands that delete, a full disk is
-    no obstacle: where no lock can be written, a command that finds none, or a dead one, is alone.
-    `lost` is empty, or says why the folder is no longer this run's, as of the last check.
+    `key` is the config key that sets the folder. Commands that delete files set `to_free`: if the
+    disk is full and no live lock exists, they continue without a lock. `note` is a message about
+    the previous holder. `lost` is the reason why the lock was lost, as of the last check, or empty.
     """
 
     def __init__(
@@ -104,11 +107,11 @@ class RunLock:
         stale_seconds: float = STALE_SECONDS,
     ):
         folder = to_epath(run_dir)
-        # In a bucket it has the methods of a Path that are used here, except for those below.
+        # The path of a bucket has the methods of Path that are used here.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost_reason = ""
-        self._folder = -1  # open, so that no other folder gets its inode
+        self._folder = -1  # kept open so that the inode is not reused
         self._identity: tuple[int, int] | None = None
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
@@ -149,7 +152,7 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # A folder that is not ours is left alone: a claim, too, would be written there.
+                # Otherwise nothing is written, not even a claim: the folder may be another run's.
                 if self.check_held():
                     self._release()
         self._close_folder()
@@ -162,10 +165,10 @@ class RunLock:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self.path.unlink()  # no other process can claim or replace it now
+            self.path.unlink()  # no other process can claim or replace it on a full disk
 
     def _is_free(self) -> bool:
-        """Whether there is no lock, or one of a process that died on this machine."""
+        """Whether there is no lock, or its process died on this host."""
         try:
             holder = _read(self.path)
         except FileNotFoundError:
@@ -173,7 +176,7 @@ class RunLock:
         return _is_on_this_host(holder) and bool(_dead_reason_on_this_host(holder))
 
     def _open_folder(self) -> None:
-        """Make the folder, for the last time in this run, and remember which it is."""
+        """Create the folder and record its identity; it is not created again in this run."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         check_regular_files(folder, [FILE])
@@ -186,9 +189,9 @@ class RunLock:
         self._folder = -1
 
     def check_held(self) -> bool:
-        """Check whether folder and lock are still ours; costs some system calls.
+        """Check with a few system calls whether this run still has its folder and lock.
 
-        A short failure of storage says nothing about that. A lost lock stays lost.
+        Temporary storage failures are ignored. A lock that was lost is never regained.
         """
         if not self.lost_reason:
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
@@ -196,19 +199,19 @@ class RunLock:
         return not self.lost_reason
 
     def check(self) -> None:
-        """Check, as `held` does, before something is written.
+        """Check before a write that this run still has its folder and lock.
 
         Raises:
-            StorageError: the folder is not this run's any more.
+            StorageError: the lock was lost.
         """
         self.check_held()
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise if an earlier check found it lost; costs nothing.
+        """Raise an error if an earlier check found that the lock was lost; does no I/O.
 
         Raises:
-            StorageError: it was.
+            StorageError: the lock was lost.
         """
         if self.lost_reason:
             raise StorageError(self.lost_reason)
@@ -218,41 +221,43 @@ class RunLock:
             holder = _read(self.path)
         except _GONE:
             return self._why_folder_lost() or (
-                f"{self.path}: is gone\n"
-                "  it was moved or deleted while the run was using it. Another start would have "
-                "been let in, so this run has written nothing more.\n"
-                "  Leave it to the run that it belongs to. Start the same command again to go on "
-                "from the newest checkpoint."
+                f"{self.path}: no longer exists\n"
+                "  the lock was moved or deleted while the run was using it. Another run could "
+                "have started, so this run has written nothing more.\n"
+                "  Do not remove the lock of a running run. Start the same command again to "
+                "resume from the newest checkpoint."
             )
         except _NotALockError as error:
             return self._why_folder_lost() or (
-                f"{self.path}: is not this run's lock any more\n"
+                f"{self.path}: is no longer the lock of this run\n"
                 f"  {root_cause_text(error)}. The run has written nothing more.\n"
-                "  Remove it, and start the same command again to go on from the newest checkpoint."
+                "  Remove it, and start the same command again to resume from the newest "
+                "checkpoint."
             )
         if (why := self._why_folder_lost()) or _token(holder) == self._token:
             return why
         return (
-            f"{self.path}: was taken over by another run\n"
-            f"  it is held by {_describe_holder(holder)} now; this one sent no heartbeat for more "
-            f"than {self._stale_seconds:.0f} s, or its lock was removed.\n"
-            "  Let that run go on, or stop it and start this one again."
+            f"{self.path}: was replaced by the lock of another run\n"
+            f"  the lock now belongs to {_describe_holder(holder)}; this run sent no heartbeat for "
+            f"more than {self._stale_seconds:.0f} s, or its lock was removed.\n"
+            "  Let that run continue, or stop it and start this one again."
         )
 
     def _why_folder_lost(self) -> str:
         if self._identity is None:  # in a bucket
             return ""
         try:
-            what = "is another folder now than when the run started"
+            what = "is not the same folder as when the run started"
             if _identity(os.stat(self.path.parent)) == self._identity:
                 return ""
         except _GONE:
             what = "was moved or deleted while the run was using it"
         return (
             f"{self.path.parent}: {what}\n"
-            "  a run's folder must stay where it is. Nothing more was written, there or here.\n"
-            f"  Put the folder that was there back, or set {self._key} to where it is, and start "
-            "the same command again to go on from the newest checkpoint."
+            "  the folder of a run must not be moved. The run has written nothing more to either "
+            "folder.\n"
+            f"  Move the original folder back, or set {self._key} to its new path, and start the "
+            "same command again to resume from the newest checkpoint."
         )
 
     def _acquire(self) -> None:
@@ -265,15 +270,15 @@ class RunLock:
                 time.sleep(_PAUSE_SECONDS)
             else:
                 return
-        raise OSError(f"others take and release it all the time ({_ATTEMPTS} attempts)")
+        raise OSError(f"other processes held the lock at each of {_ATTEMPTS} attempts")
 
     def _take_over(self) -> bool:
-        """Whether the lock was dead and is ours now; False when it is gone or taken by another."""
+        """Try to replace the lock of a dead process, and return whether that succeeded."""
         mine = self.path.with_name(f"{FILE}.{self._token}")
         try:
             _write(mine, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # a repeated request, whose first one had succeeded
+            if _token(holder) == self._token:  # the first of two repeated requests succeeded
                 return True
             if not (reason := self._why_dead(holder, mine)):
                 return False
@@ -285,13 +290,14 @@ class RunLock:
             return False
         finally:
             mine.unlink(missing_ok=True)
-        self.note = f"{self.path} was left behind by {_describe_holder(holder)}: {reason}"
+        self.note = f"{self.path} was left by {_describe_holder(holder)}: {reason}"
         return True
 
     def _why_dead(self, holder: LockContent, mine: Path) -> str:
-        """The reason, empty when another process has the lock now. `mine` gives the time.
+        """Return why the holder is dead; empty if another process has the lock meanwhile.
 
-        Waits while it is unknown whether the holder is alive.
+        Waits until it is known whether the holder is alive. The modification time of `mine` is the
+        current time of the file system.
 
         Raises:
             StorageError: the holder is alive.
@@ -305,7 +311,7 @@ class RunLock:
                 break
             if _token(_read(self.path)) != _token(holder):
                 return ""
-            # Read before the clock, which goes on while this process is stopped.
+            # Read the heartbeat before the clock, which advances while this process is stopped.
             if _heartbeat_stamp(self.path) != sign:
                 age = 0.0
                 break
@@ -314,8 +320,8 @@ class RunLock:
             if not told:
                 told = True
                 _LOG.warning(
-                    "%s is held by %s, last heartbeat %.0f s ago; waiting for the next one, or "
-                    "%.0f s without one",
+                    "%s is held by %s, last heartbeat %.0f s ago; waiting for the next heartbeat, "
+                    "or until none was sent for %.0f s",
                     self.path,
                     _describe_holder(holder),
                     age,
@@ -331,14 +337,18 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
-            # A lock that was taken over is not refreshed.
+            # Do not refresh a lock that another process has replaced.
             if self.check_held():
                 with contextlib.suppress(OSError), translate_bucket_errors(self.path):
                     _touch(self.path)
 
 
 def _write(path: Path, token: str) -> None:
-    """Create the file; FileExistsError when there is one."""
+    """Create the lock file.
+
+    Raises:
+        FileExistsError: the file exists.
+    """
     pid = os.getpid()
     content = {
         "token": token,
@@ -363,13 +373,13 @@ def _write(path: Path, token: str) -> None:
 
 def _touch(path: Path) -> None:
     """Write a heartbeat that other processes can see."""
-    if in_bucket(path):  # whose time is that of the last write
+    if in_bucket(path):  # the modification time of an object changes only on a write
         path.write_text(path.read_text())
         return
     before = _heartbeat_stamp(path)
-    with contextlib.suppress(OSError):  # not every file system lets a time be set
+    with contextlib.suppress(OSError):  # some file systems do not allow setting times
         os.utime(path)
-    if _heartbeat_stamp(path) == before:  # the size changes instead: JSON may end with blanks
+    if _heartbeat_stamp(path) == before:  # change the size instead: JSON allows trailing blanks
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, b"\n")
@@ -378,7 +388,7 @@ def _touch(path: Path) -> None:
 
 
 def _heartbeat_stamp(path: Path) -> tuple[float, int]:
-    """What every heartbeat changes: time of change, and size."""
+    """Return the modification time and size; every heartbeat changes at least one of them."""
     if in_bucket(path):
         found = epath.Path(path).stat()
         return found.mtime, found.length
@@ -387,7 +397,7 @@ def _heartbeat_stamp(path: Path) -> tuple[float, int]:
 
 
 def _last_heartbeat(path: Path) -> float:
-    """When the file was last touched, by the clock of its file system."""
+    """Return the modification time of a file, by the clock of its file system."""
     return _heartbeat_stamp(path)[0]
 
 
@@ -403,11 +413,11 @@ def _replace(mine: Path, path: Path) -> None:
 
 
 def _read(path: Path) -> LockContent:
-    """What a lock says; `_VOID`, of one that is not readable as a lock.
+    """Read a lock file; return `_UNREADABLE` if its content is not a valid lock.
 
     Raises:
-        _NoLock: it is a pipe, a folder, or too large; waiting would not change that.
-        OSError: it cannot be read.
+        _NotALockError: the file is a pipe, a folder or too large, which waiting does not change.
+        OSError: the file cannot be read.
     """
     try:
         return parse_json(_bytes(path), LockContent)
@@ -441,7 +451,7 @@ def _describe_holder(holder: LockContent) -> str:
 
 
 def _is_on_this_host(holder: LockContent) -> bool:
-    """Whether the lock's process id is valid on this machine."""
+    """Whether the lock's process id refers to a process of this host."""
     return (
         0 < holder.get("pid", 0) <= _LARGEST_PID
         and holder.get("host") == platform.node()
@@ -455,12 +465,12 @@ def _dead_reason_on_this_host(holder: LockContent) -> str:
     if start == "" or (start is None and not _is_alive(pid)):
         return "that process is dead"
     if start != holder.get("process_start"):
-        return "that process is dead, and another one has its id"
+        return "that process is dead, and another process reused its id"
     return ""
 
 
 def _namespace() -> str | None:
-    """The namespace of process ids: containers of one host may share its name."""
+    """Return the PID namespace: containers on one host may share the host name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -468,14 +478,17 @@ def _namespace() -> str | None:
 
 
 def _process_start(pid: int) -> str | None:
-    """When a process started, in ticks since boot; empty if there is none, None if unknown."""
+    """Return the start time of a process in ticks since boot.
+
+    The result is empty if the process does not exist, and None if that is unknown.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "" if Path("/proc/self/stat").exists() else None
     except OSError:
         return None
-    # The name of the program, in parentheses, may hold any character.
+    # The program name, in parentheses, may contain any character.
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
 
@@ -491,7 +504,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _file_system_time(lock: Path) -> float:
-    """The time by the file system's clock: those of hosts need not agree."""
+    """Return the time of the file system's clock, since the clocks of hosts may differ."""
     probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
     _write(probe, "now")
     try:
@@ -502,12 +515,12 @@ def _file_system_time(lock: Path) -> float:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """True inside for the one process that may replace or remove the lock with this token."""
+    """Claim the right to replace or remove the lock with this token; True for one process only."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):
-            # A process that claims is done in milliseconds, or dead. A claim of the future was made
-            # before the clock of the file system was set back.
+            # A live process releases its claim within milliseconds. A claim with a time in the
+            # future was created before the file system's clock was set back.
             if abs(_file_system_time(lock) - _last_heartbeat(path)) > _CLAIM_SECONDS:
                 path.unlink()
         _write(path, token)

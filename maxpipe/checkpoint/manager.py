@@ -1,10 +1,8 @@
-"""The checkpoints of a run: when one is due, what happens when saving fails.
+"""Save and restore the checkpoints of a run, and resolve addresses to steps.
 
-It takes trees that are already in their saved form, without models or pipelines, so that a
-checkpoint fits any layout. What can be trusted, and what is read instead of what cannot:
-`maxpipe.checkpoint.reader`.
-
-From the address of a checkpoint to the checkpoint: which steps there are, and which is meant.
+The manager decides when a save is due and handles failed saves. It works on trees in the saved
+layout, independent of models and pipelines, so a checkpoint can be restored on any layout.
+`maxpipe.checkpoint.reader` handles damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -72,9 +70,8 @@ _FIRST_PAUSE_SECONDS = 1.0
 class CheckpointManager:
     """The checkpoints of one run.
 
-    `record(event, step=..., ...)` receives events. `agree` gives all processes the same
-    text; each of them reads a share of the files when one is verified. Without `write`, files
-    and folders are left as they are.
+    `record(event, step=..., ...)` receives events. `agree` broadcasts a text to all processes, and
+    every process verifies a share of the files. Without `write`, no files or folders are changed.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class CheckpointManager:
             os.path.join(checkpoint_home(run_dir, self._config), CHECKPOINTS_FOLDER), key
         )
         self._folders = [self.durable]
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive failures
         self._retry_at: float | None = None
         self._writer: CheckpointWriter | None = None
         ignore_orphaned_errors()
@@ -113,21 +110,19 @@ class CheckpointManager:
             run_dir, self._folders, writes=write, record=record, agree=agree
         )
         self._newest_folder = self.durable
-        # Of the steps, the newest that is known to exist; -1 for a new run.
+        # The newest saved step; -1 for a new run.
         self._newest = -1
         for folder in self._folders:
             with translate_storage_errors(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
     def _check_shared(self, folder: CheckpointFolder) -> None:
-        """A process that sees another folder would miss checkpoints and write its part of them
-        where no other process finds it.
-        """
+        """Check that all processes see the same folder; otherwise a save would be incomplete."""
         if self._alone:
             return
         sign = self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
         if self._primary:
-            (folder.path / sign).write_text("all processes must see this")
+            (folder.path / sign).write_text("all processes must see this file")
         self._agree("there" if self._primary else "")
         process = f"process {jax.process_index()} on {platform.node()}"
         missing = self._agree("" if _wait_until_exists(folder.path / sign) else process)
@@ -137,20 +132,21 @@ class CheckpointManager:
             raise ConfigError.one(
                 folder.key,
                 folder.path,
-                f"must be one folder for all processes; {missing} does not see that of process 0.",
-                "Give all of them the same absolute path to a file system that they share.",
+                f"must be the same folder for all processes; {missing} does not see the folder of "
+                "process 0.",
+                "Give all processes the same absolute path on a shared file system.",
             )
 
-    # Reading.
+    # Restore.
 
     def steps(self) -> list[int]:
-        """All complete checkpoints of the run's folder, oldest first."""
+        """Return the steps of all complete checkpoints in the run's folder, oldest first."""
         return self.durable.steps()
 
     def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
-        """The newest intact checkpoint; None if there never was one. See `Reader`."""
+        """Restore the newest intact checkpoint; None if none was saved. See `CheckpointReader`."""
         found = self._reader.restore_newest(abstract, accept)
         if found is not None:
             self._newest = found.step
@@ -165,19 +161,19 @@ class CheckpointManager:
         abstract: Tree | None = None,
         accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     ) -> RestoredCheckpoint:
-        """One checkpoint of the run's folder. See `Reader`."""
+        """Restore one checkpoint of the run's folder. See `CheckpointReader`."""
         return self._reader.restore_step(step, abstract, accept)
 
-    # Saving.
+    # Save.
 
     def should_save(self, step: int) -> bool:
-        """Whether the state after `step` is to be saved."""
+        """Whether the state after `step` should be saved."""
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             return True
         return self._target(step) is not None
 
     def _target(self, step: int) -> CheckpointFolder | None:
-        """Where a periodic save of this step goes."""
+        """Return the folder of the periodic save of this step; None if none is due."""
         every, often = self._config.every, self._config.local_every
         if every and step % every == 0:
             return self.durable
@@ -195,22 +191,23 @@ class CheckpointManager:
         *,
         last: bool = False,
     ) -> None:
-        """Start writing the result of `state`, which may be changed as soon as this returns.
+        """Start to save the result of `state` in the background.
 
-        Does nothing when `step` is the newest checkpoint already. With `last` it returns when
-        everything is on disk; a failure is retried at once, and always an error.
+        The arrays may be changed as soon as this returns. Does nothing if `step` is already the
+        newest checkpoint. With `last`, this blocks until everything is on disk, retries failures
+        at once, and always raises the last failure.
 
         Raises:
-            StorageError: it cannot be saved and `checkpoint.on_failure` says stop.
+            StorageError: the save failed and `checkpoint.on_failure` is `stop`.
         """
-        assert self._writer is not None, "opened for reading"
+        assert self._writer is not None, "the manager was opened read-only"
         self._check_locks()
         self._handle_result(self._writer.take_result(wait=True))
         if step < self._newest:
             raise StorageError(
                 f"{self.durable.path}: step {step} was not saved\n"
-                f"  a checkpoint of step {self._newest} is there already.\n"
-                "  Set run.name to a new name, or move the folder away."
+                f"  a checkpoint of step {self._newest} already exists.\n"
+                "  Set run.name to a new name, or move the folder to another place."
             )
         facts = CheckpointMetadata(step, dict(config), dict(data), time.time(), dict(metrics or {}))
         folder = self.durable if last else self._target(step) or self.durable
@@ -223,7 +220,7 @@ class CheckpointManager:
             attempt += 1
             save = self._writer.take_result(wait=True)
             assert save is not None
-            # Process 0 alone writes the manifest: its failure there is a failure of all.
+            # Only process 0 writes the manifest, so its failure is a failure of all processes.
             again = attempt <= self._config.retries
             if save.error is None or is_fault(save.error):
                 save.error = self._agree_on(save.error)
@@ -236,24 +233,24 @@ class CheckpointManager:
                 time.sleep(_pause(attempt))
 
     def poll(self) -> None:
-        """Poll, each step, the save in the background. Costs nothing.
+        """Poll the background save; called every step, does no I/O.
 
         Raises:
-            StorageError: it failed and `checkpoint.on_failure` says stop; or the folder was found
-                to be lost in an earlier check.
+            StorageError: the save failed and `checkpoint.on_failure` is `stop`, or an earlier
+                check found that the lock was lost.
         """
         for lock in self._locks:
             lock.raise_if_lost()
-        # The processes of a run may see a failure at different steps; with the first of them
-        # that does the run ends, whatever on_failure says.
+        # In a run of several processes, they may detect a failure at different steps. The first
+        # process that detects a failure ends the run, whatever the value of on_failure.
         if self._writer is not None:
             self._handle_result(self._writer.take_result(wait=False))
 
     def wait(self) -> None:
-        """Return when everything is on disk.
+        """Wait until everything is on disk.
 
         Raises:
-            StorageError: a save failed in the background.
+            StorageError: a background save failed.
         """
         if self._writer is not None:
             self._handle_result(self._writer.take_result(wait=True), final=True)
@@ -275,13 +272,13 @@ class CheckpointManager:
             self._writer.set_failed(SaveResult(folder, facts.step, error=trouble))
 
     def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
-        """Those of the run, or what holds one folder of checkpoints."""
+        """Check all locks of the run, or only the lock of one checkpoint folder."""
         for lock in self._locks:
             if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
                 lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
-        """The error of the first process that has one; every process has to ask."""
+        """Return the error of the first process that has one; a collective call."""
         if self._alone:
             return error
         number = getattr(error, "errno", None) or 0
@@ -292,7 +289,7 @@ class CheckpointManager:
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
     def _handle_result(self, save: SaveResult | None, *, final: bool = False) -> None:
-        """Handle a save that is over."""
+        """Handle a finished save."""
         if save is None:
             return
         if save.error is None:
@@ -315,7 +312,7 @@ class CheckpointManager:
                 self._retry_at = time.monotonic() + pause
                 return self._report_failure(save, f"another attempt after {pause:g} s")
             if self._config.on_failure == "go_on":
-                return self._report_failure(save, "training goes on until the next is due")
+                return self._report_failure(save, "training continues until the next save is due")
         self._report_failure(save, "")
         raise unwritable_error(save.folder, save.error, save.folder / save.step) from save.error
 
@@ -327,7 +324,7 @@ class CheckpointManager:
             _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
 
     def _prune(self, save: SaveResult) -> None:
-        """Delete what no rule keeps. The step of `save` was verified a moment ago."""
+        """Delete the checkpoints that no rule keeps; the step of `save` was just verified."""
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
         saved = [one for step in folder.steps() if (one := folder.read_info(step))]
@@ -336,10 +333,10 @@ class CheckpointManager:
             if one.step not in stay:
                 folder.remove(one.step)
 
-    # Leaving.
+    # Close.
 
     def close(self) -> None:
-        """Wait for writing to end and release the folder."""
+        """Wait for the background save and close the writer."""
         try:
             self.wait()
         finally:
@@ -358,18 +355,20 @@ class CheckpointManager:
         try:
             self.close()
         except StorageError:
-            # The error that is being raised says more.
+            # Keep the error that is already being raised.
             if error is None:
                 raise
 
 
 def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> CheckpointManager:
-    """The checkpoints of a run that is only read. `where` names what gave the folder; `place` holds
-    their folder if that is not for the run's config to say.
+    """Open the checkpoints of a run read-only.
+
+    `where` names the config key that sets the folder. `parent` contains the checkpoint folder; by
+    default, it is read from the run's config.
 
     Raises:
-        ConfigError: there are none.
-        StorageError: they cannot be reached.
+        ConfigError: the run has no checkpoints.
+        StorageError: the storage is not reachable.
     """
     checkpoints = CheckpointManager(
         parent or find_checkpoint_home(run_dir, where or "path"), write=False
@@ -378,18 +377,17 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
         raise ConfigError.one(
             where or f"run folder {run_dir}",
             run_dir if where else None,
-            f"must have a folder {CHECKPOINTS_FOLDER!r} in which one checkpoint is complete; "
-            "there is none in "
-            f"{checkpoints.durable.path}.",
-            "Give the folder of a run, by default runs/<run.name>.",
+            f"must contain a folder {CHECKPOINTS_FOLDER!r} with at least one complete checkpoint; "
+            f"there is none in {checkpoints.durable.path}.",
+            "Give the folder of a run (default: runs/<run.name>).",
         )
     return checkpoints
 
 
 def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
-    """Of a run's newest checkpoint, with `checkpoint.local_dir`.
+    """Return the folder in `checkpoint.local_dir` for the newest checkpoint of a run.
 
-    Below the folder for all runs, named by the run's whole path: names may be used twice.
+    Its name contains a hash of the run's absolute path, because run names are not unique.
     """
     run = expand_path(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
@@ -397,36 +395,41 @@ def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
 
 
 def _wait_until_exists(path: epath.Path) -> bool:
-    """Whether it exists, or soon does: network file systems may show files late."""
+    """Whether the path exists or appears within seconds: network file systems have delays."""
     return any(exists(path) or time.sleep(1.0) for _ in range(5))
 
 
 def _prepare(folder: CheckpointFolder, primary: bool) -> None:
-    """Fail now, not at the first save, if nothing can be written."""
+    """Check that the folder is writable, to fail at the start instead of at the first save."""
     try:
         with translate_bucket_errors(folder.path):
             probe_writable(folder.path)
             for name in folder.delete_unfinished() if primary else ():
-                _LOG.warning("%s is removed: it was never finished", folder.path / name)
+                _LOG.warning("%s was removed: the save was not finished", folder.path / name)
     except OSError as error:
         raise unwritable_error(folder, error) from error
 
 
 def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
-    """Raises OSError when there is no space for a save of this size."""
+    """Check that the free space suffices for a save.
+
+    Raises:
+        OSError: the disk has too little free space.
+    """
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise OSError(
             errno.ENOSPC,
-            f"it needs {_size(needed)} ({needed:,} bytes) and {_size(free)} ({free:,}) are free",
+            f"the save needs {_size(needed)} ({needed:,} bytes), but only {_size(free)} "
+            f"({free:,} bytes) are free",
         )
     if not exists(folder / step):
         return
-    if step in folder.steps():  # our last attempt, whose manifest failed
+    if step in folder.steps():  # the previous attempt, which failed to write the manifest
         folder.remove(step)
     else:
         name = folder.quarantine(step, "foreign")
-        _LOG.warning("%s was in the way and is %s now", folder / step, name)
+        _LOG.warning("%s already existed and was renamed to %s", folder / step, name)
 
 
 def _pause(attempt: int) -> float:
@@ -441,20 +444,20 @@ _SHOWN_STEPS = 12
 
 
 def open_address(address: Address) -> CheckpointManager:
-    """The checkpoints of the run, to be read only.
+    """Open the checkpoints of the addressed run read-only.
 
     Raises:
-        ConfigError: there are none.
-        StorageError: they cannot be reached.
+        ConfigError: the run has no checkpoints.
+        StorageError: the storage is not reachable.
     """
     return open_run(address.run_dir, address.where, address.parent)
 
 
 def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:
-    """The step that is meant, by default the newest; all processes of a run get the same.
+    """Return the addressed step (default: the newest), the same on all processes.
 
     Raises:
-        ConfigError: there is none of that step, or none that was evaluated.
+        ConfigError: the step has no checkpoint, or no checkpoint was evaluated.
     """
     is_first = jax.process_index() == 0
     return int(
@@ -463,10 +466,10 @@ def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int
 
 
 def resolve_step(folder: CheckpointFolder, address: Address) -> int:
-    """The same as this process sees it, in a folder with checkpoints. Needs no devices.
+    """Return the addressed step (default: the newest) in a folder, without communication.
 
     Raises:
-        ConfigError: there is none of that step, or none that was evaluated.
+        ConfigError: the step has no checkpoint, or no checkpoint was evaluated.
     """
     steps, step = folder.steps(), address.step
     if step == "best":
@@ -479,14 +482,13 @@ def resolve_step(folder: CheckpointFolder, address: Address) -> int:
     aside = [name for name in folder.quarantined() if name.startswith(f"{step}.")]
     if aside:
         rule = (
-            f"was found damaged, and is {aside[-1]} now; the saved steps are "
-            f"{_format_steps(steps)}."
+            f"was damaged and renamed to {aside[-1]}; the saved steps are {_format_steps(steps)}."
         )
-    raise address.error(rule, f"Take {address.address_at(steps[-1])}, the newest.")
+    raise address.error(rule, f"Use {address.address_at(steps[-1])}, the newest.")
 
 
 def read_best_metric(folder: CheckpointFolder) -> BestMetric:
-    """By what the run compares its checkpoints: as the newest that can be read was saved with."""
+    """Return the best-checkpoint metric in the config of the newest readable checkpoint."""
     for step in reversed(folder.steps()):
         with contextlib.suppress(DamagedError, FileNotFoundError):
             return BestMetric.of(folder.read_metadata(step).config.get("checkpoint", {}))
@@ -496,15 +498,15 @@ def read_best_metric(folder: CheckpointFolder) -> BestMetric:
 def find_best_step(
     folder: CheckpointFolder, address: Address, better: BestMetric
 ) -> tuple[int, float]:
-    """The step with the best value of a metric, the newest of equals, and that value.
+    """Return the step with the best value of a metric (the newest on ties) and that value.
 
     Raises:
-        ConfigError: no checkpoint has it.
+        ConfigError: no checkpoint has the metric.
     """
     values: dict[int, float] = {}
     known: set[str] = set()
     for step in folder.steps():
-        with contextlib.suppress(DamagedError, FileNotFoundError):  # a run may be deleting it
+        with contextlib.suppress(DamagedError, FileNotFoundError):  # a run may be deleting the step
             metrics = folder.read_metadata(step).metrics or {}
             known |= metrics.keys()
             if (key := better.sort_key(metrics)) is not None:
@@ -514,14 +516,14 @@ def find_best_step(
         return step, -values[step] if better.is_largest else values[step]
     if not known:
         raise address.error(
-            "has no checkpoint that was evaluated at the step at which it was saved.",
-            "Name a step, or train with eval.every at the same number as checkpoint.every; "
-            "eval.every=0 evaluates the last step only.",
+            "must have a checkpoint with evaluation metrics; no saved step was evaluated.",
+            "Name a step, or train with eval.every equal to checkpoint.every; "
+            "eval.every=0 evaluates only the last step.",
         )
     guess = did_you_mean(better.metric, known) or BestMetric().metric
     raise address.error(
-        f"has no checkpoint with a metric {better.metric}; they have {', '.join(sorted(known))}.",
-        f"Take --metric {guess}.",
+        f"has no checkpoint with metric {better.metric}; recorded are {', '.join(sorted(known))}.",
+        f"Use --metric {guess}.",
     )
 
 

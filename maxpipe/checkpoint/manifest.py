@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: digests of its files and of its arrays.
 
-Size and SHA-256 of each file detect changes on disk, with a file's name; neither the file
-system nor orbax detects a flipped bit in an array. The digest of each array is
-that of memory when it was saved. The manifest is written last, as one atomic replacement, when
-the arrays were read back and compared; it holds a digest of itself. Version 1 listed files only.
+The size and SHA-256 of every file detect changes on disk and name the changed file; neither the
+file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at
+the save. The manifest is written last, by atomic replacement, after the arrays were read back and
+compared. It contains its own checksum. Version 1 listed only files.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
 _MANIFEST_FILES = (FILE, _PARTIAL)
 _SCAN_EVERY = 8
-"""Writers that end, before new files are looked for."""
+"""Number of finished writers between two scans for new files."""
 _MAX_BYTES = 1 << 26
-# Reading dominates, on network file systems most of all.
+# Most of the time is spent reading, in particular on network file systems.
 _NUM_THREADS = 16
-# Required in every checkpoint, whatever the list says.
+# Files that every manifest must list.
 _REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
 
 
 class ManifestFile(TypedDict):
-    """One file, as it is listed."""
+    """Manifest entry of one file."""
 
     bytes: int
     sha256: str
@@ -62,10 +62,11 @@ class _ManifestContent(TypedDict):
 
 
 class BackgroundDigester:
-    """Digests of the files of a folder on a local disk, taken while others are still written.
+    """Digests files of a local folder in the background while other files are being written.
 
-    Each file must be written by one call, inside `writing`; several threads may be there at once.
-    Such a file is on the disk, and no longer in the page cache: who reads it, reads the disk.
+    Each file must be written by one call inside `writing`, which several threads may use at once.
+    A digested file is flushed to disk and dropped from the page cache, so later reads are from
+    disk.
     """
 
     def __init__(self, folder: epath.Path):
@@ -74,7 +75,7 @@ class BackgroundDigester:
         self._writers: set[object] = set()
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
-        """Names, and the writers that have to end before these files are whole."""
+        """File names, and the writers that must finish before these files are complete."""
         self._found: dict[str, Future[ManifestFile]] = {}
 
     def __enter__(self) -> BackgroundDigester:
@@ -85,7 +86,7 @@ class BackgroundDigester:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Files are written inside."""
+        """Context in which the caller writes files."""
         writer = object()
         with self._lock:
             self._writers.add(writer)
@@ -105,15 +106,14 @@ class BackgroundDigester:
                 self._found[name] = self._pool.submit(_flush_and_digest, self._folder / name)
         if self._ended % _SCAN_EVERY == 0:
             known = {name for names, _ in self._seen for name in names} | self._found.keys()
-            # Names with a dot are of files that get another name when they are whole.
             new = [name for name in _complete_files(self._folder) if name not in known]
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Size and digest by name; some files are not among them.
+        """Wait for pending digests, and return size and digest by name, not for all files.
 
         Raises:
-            OSError: a file cannot be read, or not be brought to the disk.
+            OSError: a file cannot be read or flushed to disk.
         """
         found = {name: one.result() for name, one in self._found.items()}
         if found:
@@ -122,7 +122,7 @@ class BackgroundDigester:
 
 
 def _complete_files(folder: epath.Path) -> list[str]:
-    # Names with a dot are of files that get another one when they are whole.
+    # A file has a dot in its name until it is complete and renamed.
     return [name for name in os.listdir(folder) if "." not in name] if folder.is_dir() else []
 
 
@@ -136,9 +136,9 @@ def _flush_and_digest(path: epath.Path) -> ManifestFile:
 def digest_files(
     folder: epath.Path, ahead: Mapping[str, ManifestFile] | None = None
 ) -> dict[str, ManifestFile]:
-    """Size and digest of each file of `folder`, all of which are on the disk then.
+    """Flush all files of a folder to disk, and return their sizes and digests.
 
-    Those of `ahead` are, and are not read.
+    Files in `ahead` are already flushed and are not read again.
 
     Raises:
         OSError: a file cannot be read.
@@ -154,9 +154,10 @@ def digest_files(
 
 
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
-    """What is wrong with the files that were listed, which are read once more.
+    """Read the listed files once more and return the differences from their digests.
 
-    A bit that flipped while they were listed would make a good checkpoint look damaged for ever.
+    Without the second read, a bit that flips while a file is digested would mark an intact
+    checkpoint as damaged permanently.
 
     Raises:
         OSError: a file cannot be read.
@@ -170,10 +171,10 @@ def write(
     files: Mapping[str, ManifestFile],
     arrays: Mapping[str, ArrayEntry],
 ) -> list[str]:
-    """Write the manifest of files that have not changed; returns what is wrong with it.
+    """Write a manifest, read it back, and return its faults.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the manifest cannot be written.
     """
     text = dump_checksummed(
         {"version": _VERSION, "step": step, "files": dict(files), "arrays": dict(arrays)}
@@ -182,23 +183,23 @@ def write(
     partial.write_text(text)
     _flush(partial)
     if partial.read_text() != text:
-        return [f"{FILE} has other content than was written"]
+        return [f"{FILE} differs from the written content"]
     partial.replace(folder / FILE)
     return []
 
 
 def has_manifest(folder: epath.Path) -> bool:
-    """Whether `folder` has a manifest."""
+    """Whether `folder` contains a manifest."""
     return exists(folder / FILE)
 
 
 def read_arrays(folder: epath.Path, step: int) -> dict[str, ArrayEntry] | None:
-    """The arrays that are listed; None of a manifest of version 1.
+    """Return the array entries of a manifest; None for version 1.
 
     Raises:
-        ValueError: the manifest cannot be used.
-        OSError: it cannot be read.
-        StorageError: it was written by a later release.
+        ValueError: the manifest is not valid.
+        OSError: the manifest cannot be read.
+        StorageError: a later release wrote the manifest.
     """
     return _read(folder, step).get("arrays")
 
@@ -209,15 +210,15 @@ def verify_files(
     share: tuple[int, int] = (0, 1),
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """What is wrong with the files of `folder`, which has a manifest: file and reason each.
+    """Compare the files of `folder` with its manifest, and return each fault as file and reason.
 
-    `share` (i, n) reads the bytes of each n-th file only, from the i-th: n processes which
-    do that for every i have read all. Others may read the files meanwhile.
+    `share` (i, n) restricts the check to every n-th file, starting at file i, so that n processes
+    can divide the work. Other processes may read the files at the same time.
 
     Raises:
-        InterruptedError: `stopped` is true.
-        OSError: the files cannot be reached, which says nothing about what is in them.
-        StorageError: the manifest was written by a later release.
+        InterruptedError: `stopped` returned true.
+        OSError: the storage is not reachable, so the state of the files is unknown.
+        StorageError: a later release wrote the manifest.
     """
     try:
         expected = _read(folder, step)["files"]
@@ -232,17 +233,19 @@ def verify_files(
         return [f"{FILE} cannot be used: {error}"]
     wrong = [f"{name} is missing" for name in expected if name not in present]
     for name in sorted(present.keys() - expected.keys()):
-        # Unknown files do no harm, but orbax might read one that is among its own.
+        # Unknown files are harmless, unless they are in a folder that orbax reads.
         if "/" in name and not os.path.basename(name).startswith("."):
             wrong.append(f"{name} is not in {FILE}")
     index, count = share
     names = [name for name in expected if name in present][index::count]
     for name in [name for name in names if present[name] > expected[name]["bytes"]]:
-        names.remove(name)  # a file that has grown huge is not read
+        names.remove(name)  # do not read a file that may be huge
         size = expected[name]["bytes"]
-        wrong.append(f"{name} has {present[name]} bytes, not the {size} that were saved")
-    for name in names:  # all of them first: what others read meanwhile is read once
-        with contextlib.suppress(OSError):  # of one that cannot be read, either
+        wrong.append(f"{name} has {present[name]} bytes instead of {size}")
+    # Drop all files from the page cache first, so that processes that read the same files share
+    # one read from disk.
+    for name in names:
+        with contextlib.suppress(OSError):  # an unreadable file is reported below
             _drop(folder / name)
     return wrong + _changed(folder, names, expected, stopped)
 
@@ -253,21 +256,21 @@ def _read(folder: epath.Path, step: int) -> _ManifestContent:
     if isinstance(version := found.get("version"), int) and version > _VERSION:
         raise StorageError(
             f"{folder}: cannot be read\n"
-            f"  its {FILE} has version {version}, and this release reads 1 to {_VERSION}.\n"
-            "  Use the release of maxpipe that has saved it, or a later one."
+            f"  {FILE} has version {version}; this release reads versions 1 to {_VERSION}.\n"
+            "  Use the release of maxpipe that saved the checkpoint, or a later one."
         )
     content = check_type(found, _ManifestContent)
     if content["step"] != step:
-        raise ValueError(f"it is of step {content['step']}")
+        raise ValueError(f"the manifest belongs to step {content['step']}")
     if lacking := [name for name in _REQUIRED_FILES if name not in content["files"]]:
-        raise ValueError(f"it does not list {lacking[0]}")
+        raise ValueError(f"the manifest does not list {lacking[0]}")
     if content["version"] > 1 and not content.get("arrays"):
-        raise ValueError("it lists no arrays")
+        raise ValueError("the manifest lists no arrays")
     return content
 
 
 def _names(folder: epath.Path) -> list[str]:
-    """Names below `folder` of all files but the manifest, sorted."""
+    """Return the relative names of all files except the manifest, sorted."""
     return [name for name in sorted(files(folder)) if name not in _MANIFEST_FILES]
 
 
@@ -285,9 +288,9 @@ def _changed(
                 raise found
             wrong.append(f"{name} cannot be read: {found.strerror or found}")
         elif found["bytes"] != size:
-            wrong.append(f"{name} has {found['bytes']} bytes, not the {size} that were saved")
+            wrong.append(f"{name} has {found['bytes']} bytes instead of {size}")
         elif found != expected[name]:
-            wrong.append(f"{name} has other content than was saved")
+            wrong.append(f"{name} differs from the saved content")
     return wrong
 
 
@@ -298,9 +301,9 @@ def _digests(
     *,
     flush: bool = False,
 ) -> list[ManifestFile | OSError]:
-    """Size and SHA-256 of each file, or what went wrong.
+    """Return the size and SHA-256 of every file, or its error.
 
-    With `flush` the file is brought to the disk before, and read from there.
+    With `flush`, every file is first flushed to disk and then read from disk.
     """
 
     def one(name: str) -> ManifestFile | OSError:
@@ -318,7 +321,7 @@ def _digests(
 
 
 def _digest(path: epath.Path, drop: bool) -> ManifestFile:
-    """Size and SHA-256; with `drop`, of the content on disk, not of the page cache."""
+    """Return the size and SHA-256 of a file; with `drop`, bypass the page cache."""
     with translate_read_errors(path):
         if drop:
             _drop(path)
@@ -328,16 +331,16 @@ def _digest(path: epath.Path, drop: bool) -> ManifestFile:
 
 
 def _drop(path: epath.Path) -> None:
-    """Out of the page cache, if it can be in one."""
+    """Drop a local file from the page cache."""
     if not in_bucket(path) and hasattr(os, "posix_fadvise"):
         with open_file(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _flush(path: epath.Path) -> None:
-    """fsync, for a file on a local disk: a power cut leaves all or nothing.
+    """Flush a local file to disk, so that it survives a power failure.
 
-    Not retried: after a failure, the kernel may drop the pages that it could not write.
+    A failure is not retried, because the kernel may drop pages that it could not write.
     """
     if not in_bucket(path):
         with open_file(path) as file:
@@ -345,7 +348,7 @@ def _flush(path: epath.Path) -> None:
 
 
 def _flush_folder(path: epath.Path) -> None:
-    """The same for the names of the files in it."""
+    """Flush the directory entries of a folder to disk."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

@@ -1,21 +1,21 @@
-"""Which checkpoint of a run is used when the newest may be damaged.
+"""Read checkpoints, verify them, and select the newest intact checkpoint of a run.
 
-- A checkpoint whose files or arrays are not what was saved is never used. The one before is
-  tried; if that is intact, the damaged one is quarantined as `<step>.corrupt`, with a warning.
-- Two damaged ones in a row are more likely a failure of the storage: the run stops, and nothing
-  is renamed. Nor is it when the storage fails: only content that was read twice can be wrong.
-- One without a manifest was saved by an older release, or its run was killed in the moment
-  between commit and manifest. It is compared with the digests of its arrays in memory, if it
-  has them, and otherwise used with a warning; then it gets a manifest.
-- When no checkpoint can be used, but there were some, the run does not start from scratch.
+- A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
+  the previous checkpoint. If that checkpoint is intact, the damaged one is quarantined as
+  `<step>.corrupt`, with a warning.
+- Two consecutive damaged checkpoints indicate a storage failure: the run stops and nothing is
+  renamed. The same applies if the storage fails, because only content that was read twice counts
+  as damaged.
+- A checkpoint without a manifest comes from an older release, or from a run that was killed
+  between commit and manifest. The reader compares its arrays with the recorded digests, or warns
+  if there are none, and then writes a manifest.
+- If a run has checkpoints but none is usable, the run does not start from scratch.
 
-Failures of saving: which may pass, and the error for one that does not.
+A restore compares the files with the manifest, and the restored arrays in memory with the digests
+recorded at the save. All processes agree on the result. A damaged checkpoint is read a second
+time, because a bit may have flipped during the first read.
 
-Reads one checkpoint and decides with all processes whether it is intact.
-
-The files are compared with the manifest and the arrays, once they are in memory, with the
-digests that they had in memory when they were saved. A damaged one is read a second time:
-a bit may have flipped on its way from the disk.
+The module also classifies failed saves as temporary or permanent.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.errors import StorageError, exception_chain
 
-# Failures that a retry would meet again. Orbax passes on a system call's message, not its number.
+# Failures that a retry cannot fix. Orbax reports the message of a system call, not its errno.
 _PERMANENT_ERRNOS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -68,9 +68,9 @@ _PERMANENT_ERRNOS = {
 }
 _PERMANENT_ERRNOS |= {errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # of a bucket
-# Errors of orbax and tensorstore for a folder or file with unexpected content, which a flipped bit
-# in their own metadata turns into values of any type. A save runs no code of the user.
+_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # buckets
+# Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
+# metadata can cause errors of many types. A save runs no user code.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -78,35 +78,35 @@ _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeErr
 def unwritable_error(
     folder: CheckpointFolder, error: BaseException, what: epath.Path | None = None
 ) -> StorageError:
-    """The error that ends the run: `what`, by default the folder, cannot be written."""
+    """Return the error that ends the run because `what` (default: the folder) is not writable."""
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
         if what is not None and not in_bucket(folder.path) and not exists(folder.path):
             return StorageError(
                 f"{folder.path}: was moved or deleted while the run was using it\n"
-                f"  {what.name} was not saved, and the checkpoints before it are not there.\n"
-                "  Put the folder back, then start the same command again."
+                f"  step {what.name} was not saved, and earlier checkpoints are missing.\n"
+                "  Move the folder back, then start the same command again."
             )
         newest = folder.steps()[-1:]
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
     return StorageError(
         f"{what or folder.path}: cannot be written\n"
         f"  {root_cause_text(error)}.\n"
-        f"  {remedy(folder.path, folder.key)} Started again, the run resumes {resumes}."
+        f"  {remedy(folder.path, folder.key)} After a restart, the run resumes {resumes}."
     )
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether the storage may be the cause.
+    """Whether the storage may have caused the error.
 
-    An error of jax itself is not: a lost process fails the saves of the others.
+    JAX runtime errors do not count: a lost process makes the saves of the other processes fail.
     """
     by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error))
     return isinstance(error, _FAULTS) and not by_jax
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether another attempt would fail, too."""
+    """Whether a retry would fail with the same error."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _PERMANENT_ERRNOS)
         or any(word in str(cause) for word in _PERMANENT_MESSAGES)
@@ -119,7 +119,7 @@ EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
-"""This many damaged checkpoints in a row are no damage, but a failure of the storage."""
+"""Number of consecutive damaged checkpoints that counts as a storage failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,10 @@ class _Skipped:
 
 
 class CheckpointReader:
-    """Reads what the folders of one run hold, the durable one first.
+    """Reads checkpoints from the folders of one run, with the durable folder first.
 
-    `record` and `agree` are those of `Checkpoints`. Unless it `writes`, nothing is renamed, and no
-    manifest written.
+    For `record` and `agree`, see `CheckpointManager`. Without `writes`, the reader does not rename
+    checkpoints and writes no manifests.
     """
 
     def __init__(
@@ -154,12 +154,13 @@ class CheckpointReader:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
-        """The newest intact checkpoint; None if there never was one.
+        """Restore the newest intact checkpoint; None if no checkpoint was ever saved.
 
-        What `abstract` leaves out is not read. `accept` may raise before the arrays are read.
+        Arrays that `abstract` does not contain are not read. `accept` may raise an error before the
+        arrays are read.
 
         Raises:
-            StorageError: all are damaged, or one does not fit.
+            StorageError: all checkpoints are damaged, or the arrays do not match `abstract`.
         """
         skipped: list[_Skipped] = []
         if self._primary:
@@ -186,25 +187,25 @@ class CheckpointReader:
             reasons = [f"{one.folder / one.step}: {one.reason}" for one in skipped]
             raise StorageError(
                 f"{self._folders[0].path}: no checkpoint can be used\n"
-                f"  {'; '.join(reasons or [f'{name} was found damaged' for name in aside])}.\n"
-                "  Bring the files of one back and give its folder its step as name again, or "
-                "move all of them away to start from scratch."
+                f"  {'; '.join(reasons or [f'{name} is damaged' for name in aside])}.\n"
+                "  Restore the files of one checkpoint and rename its folder to its step, or "
+                "move all of them to another place to start from scratch."
             )
         return None
 
     def _repeated_damage_error(self, skipped: Sequence[_Skipped]) -> StorageError:
-        """Several in a row look damaged: nothing is renamed."""
+        """Return the error for consecutive damaged checkpoints; nothing is renamed."""
         newest = skipped[0]
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
         older = [step for step in newest.folder.steps() if step < skipped[-1].step]
         return StorageError(
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
-            "  That is more often a fault of the storage or of this machine than lost data: "
-            "everything is left as it is. Check both, then run "
-            f"`maxpipe checkpoints verify {self._run_dir}` and start again. To go back "
-            f"without them, move {' and '.join(str(one.folder / one.step) for one in skipped)} away"
-            + (f": the run resumes from step {older[-1]}." if older else ".")
+            "  The usual cause is a failure of the storage or of this machine, so no checkpoint "
+            "was changed. Check both, then run "
+            f"`maxpipe checkpoints verify {self._run_dir}` and start again. To continue without "
+            f"them, move {' and '.join(str(one.folder / one.step) for one in skipped)} to another "
+            "place" + (f": the run resumes from step {older[-1]}." if older else ".")
         )
 
     def restore_step(
@@ -213,12 +214,13 @@ class CheckpointReader:
         abstract: Tree | None = None,
         accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     ) -> RestoredCheckpoint:
-        """One checkpoint of the run's folder, as arrays placed like `abstract`, or numpy arrays.
+        """Restore one checkpoint of the durable folder with the shardings of `abstract`.
 
-        What `abstract` leaves out is not read. `accept` may raise before any array is.
+        Without `abstract`, the arrays are numpy arrays. Arrays that `abstract` does not contain are
+        not read. `accept` may raise an error before the arrays are read.
 
         Raises:
-            StorageError: it is damaged.
+            StorageError: the checkpoint is damaged.
         """
         try:
             return self._read(self._folders[0], step, abstract, accept)
@@ -228,14 +230,14 @@ class CheckpointReader:
                 f"{self._folders[0] / step}: cannot be restored\n"
                 f"  {damage}.\n"
                 + (
-                    f"  Take step {older[-1]}, or bring the files of this one back."
+                    f"  Use step {older[-1]}, or restore the files of this step from a backup."
                     if older
-                    else "  It is the oldest: bring its files back."
+                    else "  This is the oldest checkpoint: restore its files from a backup."
                 )
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
-        """The newest that is left, as process 0 sees it; of equal steps the durable one."""
+        """Return the next candidate, chosen by process 0: the newest step, durable folder first."""
         found = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
@@ -262,12 +264,11 @@ class CheckpointReader:
         return found
 
     def _adopt(self, folder: CheckpointFolder, step: int) -> None:
-        """Give a step a manifest that has none."""
+        """Write the missing manifest of a step."""
         if exists(folder / step / DIGEST_ITEM):
-            words = "it was read completely, and is what its run had in memory"
+            words = "the checkpoint was read completely and matches its recorded digests"
         else:
-            words = "it was read completely, but whether its bytes are those that were saved "
-            words += "is unknown"
+            words = "the checkpoint was read completely, but there are no digests to verify it"
         _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
         if self._writes:
             try:
@@ -277,7 +278,7 @@ class CheckpointReader:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, root_cause_text(error))
 
     def _skip(self, skipped: _Skipped) -> None:
-        """Report why a step is not used, and quarantine it."""
+        """Log why a step is not used, and quarantine it."""
         folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""
@@ -289,7 +290,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # renamed before any process lists again
+        self._agree("done" if self._primary else "")  # rename before any process lists again
 
 
 Agree = Callable[[str], str]
@@ -300,7 +301,7 @@ _TEXT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """One checkpoint's content, and where it was."""
+    """A restored checkpoint: metadata, state and folder."""
 
     metadata: CheckpointMetadata
     state: Tree
@@ -312,7 +313,7 @@ class RestoredCheckpoint:
 
 
 def first_nonempty_text(text: str) -> str:
-    """The first text, by process, that is not empty; every process has to ask."""
+    """Return the first nonempty text in the order of processes; a collective call."""
     if jax.process_count() == 1:
         return text
     mine = np.zeros(_TEXT_BYTES, np.uint8)
@@ -326,18 +327,20 @@ def first_nonempty_text(text: str) -> str:
 
 @contextlib.contextmanager
 def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
-    """A failure of storage inside ends the run: no decision is based on it.
+    """Convert any OSError inside to a StorageError, which ends the run.
+
+    No decision is based on a storage failure, because other processes may not have seen it.
 
     Raises:
-        StorageError: for any OSError. Other processes may see what this one does not.
+        StorageError: an OSError was raised inside.
     """
     try:
         yield
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
-            f"  {root_cause_text(error)}. It is left as it is.\n"
-            "  Start again when the storage answers."
+            f"  {root_cause_text(error)}. No file was changed.\n"
+            "  Start again when the storage is available."
         ) from error
 
 
@@ -349,13 +352,15 @@ def restore(
     accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     agree: Agree = first_nonempty_text,
 ) -> RestoredCheckpoint:
-    """A checkpoint as arrays placed like `abstract`, by default as numpy arrays.
+    """Restore a checkpoint with the shardings of `abstract` (default: as numpy arrays).
 
-    `accept` may raise before the arrays are read: `Damaged` for metadata that no run saves.
+    `accept` may raise an error before the arrays are read, such as DamagedError for invalid
+    metadata.
 
     Raises:
-        Damaged: it was read twice, and is not what was saved.
-        StorageError: it cannot be reached, does not fit, or is of a later release.
+        DamagedError: the content differed from the saved content in two reads.
+        StorageError: the storage is not reachable, the arrays do not match `abstract`, or a later
+            release saved the checkpoint.
     """
     try:
         return _restore(folder, step, abstract, accept, agree)
@@ -364,8 +369,8 @@ def restore(
     found = _restore(folder, step, abstract, accept, agree)
     if jax.process_index() == 0:
         _LOG.warning(
-            "%s: %s at first, but not when it was read again: check the storage and the "
-            "memory of this machine",
+            "%s: the first read failed (%s), but the second read succeeded: check the storage "
+            "and the memory of this machine",
             folder / step,
             first,
         )
@@ -397,7 +402,7 @@ def _restore(
             state = folder.arrays(step, stored)
         found = digest_item.digest_local_shards(state)
         if "step" in state and int(state["step"]) != step:
-            fault = f"its state is that of step {int(state['step'])}"
+            fault = f"the saved state belongs to step {int(state['step'])}"
     except DamagedError as damage:
         fault = str(damage)
     _raise_if_any_fault(agree, fault)
@@ -413,7 +418,7 @@ def _restore(
 def _check_files_and_metadata(
     folder: CheckpointFolder, step: int
 ) -> tuple[str, CheckpointMetadata | None, RecordedDigests | None]:
-    """The faults of the files, the facts, and the expected digests of the arrays."""
+    """Return the faults of the files, the metadata, and the expected digests of the arrays."""
     path = folder / step
     try:
         if manifest.has_manifest(path):
@@ -434,14 +439,14 @@ def _raise_if_any_fault(agree: Agree, fault: str) -> None:
 
 
 def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
-    """The same in the types of the checkpoint, whose digests are of these.
+    """Return `abstract` with the dtypes of the checkpoint, for which the digests were recorded.
 
     Raises:
-        StorageError: the checkpoint has other arrays.
+        StorageError: the checkpoint has other arrays or shapes.
     """
     saved = contents.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
-    if "step" not in abstract and "optimizer" in saved:  # some of its trees alone
+    if "step" not in abstract and "optimizer" in saved:  # only some of the optimizer trees
         trees = saved["optimizer"]
         saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
     lines = diff_shapes(saved, abstract)
@@ -450,8 +455,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
         raise StorageError(
             f"{path}: cannot be restored\n"
             f"  {'; '.join(lines[:3])}{more}.\n"
-            "  Train with the model and optimizer that it was saved with, or set run.name to "
-            "a new name."
+            "  Use the model and optimizer of the saved run, or set run.name to a new name."
         )
     types = {name: leaf.dtype for name, leaf in leaves_by_name(saved).items()}
 
@@ -464,7 +468,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
 
 
 def _cast(state: Tree, abstract: Tree) -> Tree:
-    """In the types that were asked for, one array after the other."""
+    """Cast the arrays to the dtypes of `abstract`, one array at a time to limit memory."""
 
     def cast(leaf: Any, wanted: Any) -> Any:
         if leaf.dtype == wanted.dtype:
@@ -481,7 +485,7 @@ def _cast(state: Tree, abstract: Tree) -> Tree:
 def _select_sections(
     expected: Mapping[str, ArrayDigest], restored: Mapping[str, ArrayDigest]
 ) -> dict[str, ArrayDigest]:
-    """Those of the sections of the state that were asked for: evaluation leaves out moments."""
+    """Return the digests of the restored sections; evaluation does not restore optimizer state."""
 
     def section(name: str) -> str:
         first, _, rest = name.partition(".")
@@ -492,7 +496,7 @@ def _select_sections(
 
 
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
-    """Of whole arrays, from those of each process' parts."""
+    """Add up the digests of all processes' shards, which gives the digests of the full arrays."""
     if jax.process_count() > 1:
         mine = np.array(
             [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
@@ -505,19 +509,19 @@ def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
 
 
 def _allgather(mine: np.ndarray) -> np.ndarray:
-    """`[processes, ...]`: every process' array."""
-    # XLA for CPUs runs programs of a device in their order, and those of several devices in theirs,
-    # but both at once, so that their messages get mixed. All that were begun end before this does.
+    """Return `[processes, ...]`: the array of every process."""
+    # XLA on CPU may run a single-device program and a multi-device program concurrently, which can
+    # mix up their messages. Wait for all pending programs before the all-gather.
     jax.block_until_ready(jax.jit(jnp.add)(0, 0))
     return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def content_digest(tree: Tree) -> str:
-    """One digest of all arrays on devices, by their names, which depends on no layout."""
+    """Return one digest of all arrays on devices and their names, independent of the layout."""
     return combine_digests(_sum_over_processes(digest_item.digest_local_shards(tree)))
 
 
 def combine_digests(sums: Mapping[str, ArrayDigest]) -> str:
-    """The same from the sums of all arrays."""
+    """Combine the digests of all arrays into one SHA-256."""
     entries = {name: one.entry() for name, one in sums.items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Comparison of a run's records with its checkpoints: steps that were done, and are nowhere.
+"""Check a run's records for checkpoints that were lost.
 
-A run that was stopped before its first save starts at step 0 again. A run whose checkpoints were
-lost must not: the user may bring them back.
+A run that stopped before its first save starts again at step 0. A run whose checkpoints were lost
+does not, because the user may be able to restore them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class _Saved(TypedDict):
 
 
 def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Compares a folder of checkpoints, which is about to be made, with the run's records.
+    """Compare the run's records with a checkpoint folder before the folder is created.
 
     Raises:
-        StorageError: the folder is missing, and the run has done steps.
+        StorageError: the folder does not exist, but the run has recorded steps.
     """
     if in_bucket(run_dir) or in_bucket(folder) or exists(folder):
         return
     with contextlib.suppress(ConfigError):
         if os.path.isdir(os.path.join(find_checkpoint_home(run_dir), CHECKPOINTS_FOLDER)):
-            return  # where `checkpoint.dir` led before: its error names that folder
+            return  # a later check reports the former `checkpoint.dir`
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"
@@ -49,10 +49,10 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Compares a folder without checkpoints with the run's records.
+    """Compare the run's records with a folder that contains no checkpoints.
 
     Raises:
-        StorageError: the run has saved a checkpoint in this folder, or in an earlier one.
+        StorageError: the run saved a checkpoint in this folder, or in a previous one.
     """
     if in_bucket(run_dir):
         return
@@ -60,18 +60,18 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
     step, saved_in = _last(events, _Saved)
     if step and _is_same(saved_in, folder):
         rule = f"{events} records that step {step} was saved there"
-        raise _lost_checkpoints_error(run_dir, folder, "holds no checkpoint", rule)
+        raise _lost_checkpoints_error(run_dir, folder, "contains no checkpoint", rule)
     if step:
         rule = f"{events} records that step {step} was saved in {saved_in}"
         above = _setting(saved_in, run_dir)
         action = f"Set checkpoint.dir={above}, or copy that folder to {folder}."
-        raise _lost_checkpoints_error(run_dir, folder, "holds no checkpoint", rule, action)
+        raise _lost_checkpoints_error(run_dir, folder, "contains no checkpoint", rule, action)
 
 
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
-    """Return the largest step of the records, 0 without any, and the folder it was saved in.
+    """Return the largest recorded step (0 if there are no records) and its checkpoint folder.
 
-    Checkpoints of `checkpoint.local_dir` do not count: that disk may be lost with its machine.
+    Checkpoints in `checkpoint.local_dir` do not count, because a local disk may be lost.
     """
     last, where = 0, ""
     with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
 
 
 def _is_same(saved_in: str, folder: epath.Path) -> bool:
-    """Whether a recorded folder, which is empty in records of earlier releases, is this one."""
+    """Whether the recorded folder is `folder`; records of earlier releases have no folder."""
     return not saved_in or _real_path(saved_in) == _real_path(os.fspath(folder))
 
 
@@ -106,7 +106,7 @@ def _setting(saved_in: str, run_dir: epath.PathLike) -> str:
 def _lost_checkpoints_error(
     run_dir: epath.PathLike, folder: epath.Path, what: str, rule: str, action: str = ""
 ) -> StorageError:
-    action = action or "Bring it back, or mount what holds it."
+    action = action or "Restore the folder, or mount the disk that contains it."
     return StorageError(
         f"{folder}: {what}\n"
         f"  {rule}. Nothing was changed.\n"

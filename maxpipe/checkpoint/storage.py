@@ -1,12 +1,11 @@
-"""Where a run and its checkpoints are stored: in its folder, in another one, or in a bucket.
+"""Storage of runs and checkpoints: local folders and Google Cloud Storage buckets.
 
-The only buckets are those of Google Cloud Storage, `gs://BUCKET/PATH`. epath, and so orbax, speak
-of their objects as of files, through gcsfs; what they lack is here.
+A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs; this
+module adds the operations that they lack.
 
-Damage told apart from failures of storage: content that was read and is wrong, or no content.
-
-Storage that does not answer loses nothing. Only content that was read and differs from what was
-saved makes a checkpoint damaged; any other failure is retried, and then ends the run.
+The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
+its content was read and differs from the saved content, or is missing. Any other failure is
+retried, and then ends the run.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_
 T = TypeVar("T")
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
-"""Attempts before storage counts as failing, and the seconds in between."""
+"""Attempts before a storage failure ends the run, and the pause between attempts in seconds."""
 
-# Not a regular file.
+# The path is missing or not a regular file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
-_CONTENT += (RecursionError,)  # of orbax, whose parser follows whatever nests
-# tensorstore raises ValueError for all that goes wrong, and tells what in words.
+_CONTENT += (RecursionError,)  # the parser of orbax has no limit on nesting
+# tensorstore raises ValueError for every failure and describes the cause in the message.
 _SYSTEM_CALL = re.compile(r"os_error_code='([0-9]+)'")
 _OUTAGE = re.compile(
     r"\b(UNAVAILABLE|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|DEADLINE_EXCEEDED|"
@@ -50,20 +49,18 @@ _OUTAGE = re.compile(
 
 
 class DamagedError(Exception):
-    """The content on disk is not what was saved; the text is file or array, and reason."""
+    """The content on disk differs from the saved content; the text is file or array and reason."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error of reading says that the content is wrong, or gone."""
+    """Whether a read error means that the content is wrong or missing."""
     if outage(error) is not None or isinstance(error, MaxpipeError):
         return False
     return isinstance(error, (*_CONTENT, OSError))
 
 
 def outage(error: BaseException) -> OSError | None:
-    """The failure of the storage that an error of reading stands for, a new one that may be raised
-    from it; None of any other.
-    """
+    """Return the storage failure that caused a read error, as a new OSError; otherwise None."""
     for cause in exception_chain(error):
         if isinstance(cause, OSError):
             return (
@@ -81,11 +78,11 @@ def outage(error: BaseException) -> OSError | None:
 
 
 def call_with_retries(call: Callable[[], T]) -> T:
-    """The result of the call, which is retried a few times while the storage fails.
+    """Return the result of `call`, with a few retries after storage failures.
 
     Raises:
-        OSError: the storage still fails.
-        Exception: any other exception of the call, at once.
+        OSError: the storage failed at every attempt.
+        Exception: any other exception of `call`, without retries.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -98,19 +95,19 @@ def call_with_retries(call: Callable[[], T]) -> T:
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
-"""Name of the folder inside a run's folder, or inside its home in `checkpoint.dir`."""
+"""Name of the checkpoint folder, inside the run folder or the run's folder in `checkpoint.dir`."""
 
 _BUCKET = "gs://"
 _OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """The folder of what a run writes, except checkpoints with a folder of their own."""
+    """Return the folder of a run, which contains all its files except those in `checkpoint.dir`."""
     return expand_path(config.dir, "run.dir") / config.name
 
 
 def checkpoint_home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
-    """The parent of the folder of a run's checkpoints, with this config."""
+    """Return the parent of a run's checkpoint folder, according to a config."""
     if not config.dir:
         return os.fspath(run_dir)
     above = config.dir if in_bucket(config.dir) else expand_path(config.dir, "checkpoint.dir")
@@ -118,10 +115,12 @@ def checkpoint_home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
 
 
 def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
-    """The same for an existing run, by its config.yml. `where` names what gave the folder.
+    """Return the parent of an existing run's checkpoint folder, according to its config.yml.
+
+    `where` names the config key that sets the run folder.
 
     Raises:
-        ConfigError: that cannot be read, and the run's folder holds no checkpoints itself.
+        ConfigError: config.yml cannot be read, and the run folder contains no checkpoints.
     """
     path = os.fspath(run_dir)
     if in_bucket(path) or not os.path.exists(file := expand_path(path, where) / CONFIG_FILE):
@@ -136,32 +135,32 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
         return path
     return checkpoint_home(
         config.run.name, config.checkpoint
-    )  # the folder may be a copy, or renamed
+    )  # the run folder may be a copy, or have been renamed
 
 
 def in_bucket(path: epath.PathLike) -> bool:
-    """Whether a path is in a bucket, not in a file system."""
+    """Whether a path is in a bucket."""
     return url_scheme(path) != ""
 
 
 def to_epath(path: epath.PathLike) -> epath.Path:
-    """The path for epath, absolute.
+    """Convert a path to an absolute epath.
 
     Raises:
-        ConfigError: it is in a store that nothing here can reach.
-        StorageError: what reaches buckets is not installed.
+        ConfigError: the URL scheme is not supported.
+        StorageError: gcsfs, which buckets require, is not installed.
     """
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
     if not os.fspath(path).startswith(_BUCKET):
-        rule = "must be a folder, or a path in a bucket of Google Cloud Storage."
+        rule = "must be a folder or a path in a Google Cloud Storage bucket."
         raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
     try:
         gcs_filesystem()
     except ImportError as error:
         raise StorageError(
             f"{path}: cannot be reached\n"
-            "  buckets need the package gcsfs, which is not installed.\n"
+            "  buckets require the package gcsfs, which is not installed.\n"
             "  Run: pip install 'maxpipe[gcs]'"
         ) from error
     return epath.Path(path)
@@ -169,7 +168,7 @@ def to_epath(path: epath.PathLike) -> epath.Path:
 
 @contextlib.contextmanager
 def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
-    """Turns any error of a bucket inside into an OSError, as for a disk."""
+    """Convert any bucket error inside to an OSError."""
     try:
         yield
     except (OSError, MaxpipeError):
@@ -182,10 +181,11 @@ def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
-    """An object is whole or missing: other failures to read one say nothing about it.
+    """Convert errors of reads from a bucket, whose objects are either complete or missing.
 
     Raises:
-        StorageError: of a bucket. A disk's OSError stays what it is.
+        StorageError: the object cannot be read, so its state is unknown.
+        OSError: a file on disk cannot be read, or the object is missing.
     """
     try:
         with translate_bucket_errors(path):
@@ -198,24 +198,25 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
         raise StorageError(
             f"{path}: cannot be read\n"
             f"  {root_cause_text(error)}.\n"
-            "  Look after this machine's network and its account's rights, then start again."
+            "  Check the network of this machine and the permissions of its account, then start "
+            "again."
         ) from error
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Write an object that must be new; of several that try, one can.
+    """Create an object; if several processes try, exactly one succeeds.
 
     Raises:
-        FileExistsError: it is there.
+        FileExistsError: the object exists.
     """
     gcs_filesystem().pipe_file(os.fspath(path), text.encode(), mode="create")
 
 
 class PinnedFolder:
-    """A folder that is kept open: `path` refers to that folder wherever it is moved, and
-    to nothing once it is deleted. By its name, the writer of arrays would create it again.
+    """A folder that is kept open, so that `path` stays valid if the folder is moved.
 
-    A bucket, and a system without /proc, has only the name.
+    After a deletion, `path` refers to nothing; with the name, orbax would create the folder again.
+    In buckets and on systems without /proc, `path` is the name.
     """
 
     def __init__(self, folder: epath.Path):
@@ -223,13 +224,13 @@ class PinnedFolder:
         self.path = folder
         if in_bucket(folder):
             return
-        folder.mkdir(exist_ok=True)  # never its parents: those are made when a run starts
+        folder.mkdir(exist_ok=True)  # the parents are created only when a run starts
         if os.path.isdir(_OPEN_FILES):
             self._open = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self.path = epath.Path(_OPEN_FILES) / str(self._open)
 
     def restore_names(self, error: BaseException) -> BaseException:
-        """The error, which speaks of the folder's name."""
+        """Replace the path in an error by the name of the folder."""
         for cause in exception_chain(error):
             cause.args = tuple(self._by_name(each) for each in cause.args)
             if isinstance(cause, OSError) and cause.filename is not None:
@@ -247,15 +248,15 @@ class PinnedFolder:
 
 
 def probe_writable(folder: epath.Path) -> None:
-    """Write a file there and delete it. A missing folder is made.
+    """Check that a folder is writable; create a missing folder.
 
     Raises:
-        OSError: that is not possible.
+        OSError: the folder is not writable.
     """
     with translate_bucket_errors(folder):
         if in_bucket(folder):
             probe = folder / f"{secrets.token_hex(8)}.probe"
-            probe.write_text("checks whether this can be written")
+            probe.write_text("checks whether the bucket is writable")
             probe.unlink()
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -263,10 +264,10 @@ def probe_writable(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether there is such a file or folder. For epath unreachable storage is empty.
+    """Whether a file or folder exists; unlike epath, detects storage that is not reachable.
 
     Raises:
-        OSError: that is unknown.
+        OSError: the storage is not reachable.
     """
     if not in_bucket(path):
         return call_with_retries(lambda: _stat(path)) is not None
@@ -279,7 +280,7 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """The entries of a folder, in the order of names; none for one that does not exist.
+    """Return the entries of a folder, sorted by name; empty if the folder does not exist.
 
     Raises:
         OSError: the folder cannot be read.
@@ -299,10 +300,10 @@ def entries(folder: epath.Path) -> list[epath.Path]:
 
 
 def open_file(path: epath.Path) -> BufferedIOBase:
-    """A file or object to read.
+    """Open a file or object for reading.
 
     Raises:
-        OSError: it cannot be read. On a disk it has to be a regular file.
+        OSError: the path cannot be read, or is not a regular file.
     """
     if in_bucket(path):
         return cast(BufferedIOBase, path.open("rb"))
@@ -310,21 +311,21 @@ def open_file(path: epath.Path) -> BufferedIOBase:
 
 
 def read(path: epath.Path, most: int) -> bytes:
-    """The content of a file or object of at most `most` bytes.
+    """Read a file or object of at most `most` bytes.
 
     Raises:
-        OSError: it cannot be read, or is larger.
+        OSError: the file cannot be read, or is larger.
     """
     with translate_read_errors(path), open_file(path) as file:
         large = not in_bucket(path) and os.fstat(file.fileno()).st_size > most
         content = b"" if large else file.read(most + 1)
     if large or len(content) > most:
-        raise UnsafeFileError(errno.EFBIG, f"it is larger than {most} bytes", os.fspath(path))
+        raise UnsafeFileError(errno.EFBIG, f"larger than {most} bytes", os.fspath(path))
     return content
 
 
 def files(folder: epath.Path) -> dict[str, int]:
-    """Names below `folder` of all files, and their bytes."""
+    """Return the relative names of all files in a folder, with their sizes in bytes."""
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
@@ -334,7 +335,7 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Links are files here: their targets may hold them again."""
+    """Yield relative names and sizes; symbolic links count as files, to avoid cycles."""
     left = [""]
     while left:
         below = left.pop()
@@ -355,7 +356,7 @@ def _size(entry: os.DirEntry[str]) -> int:
             raise
     except OSError:
         pass
-    return entry.stat(follow_symlinks=False).st_size  # of a broken link
+    return entry.stat(follow_symlinks=False).st_size  # a broken link
 
 
 def _stat(path: epath.Path) -> os.stat_result | None:
@@ -370,19 +371,19 @@ def _stat(path: epath.Path) -> os.stat_result | None:
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
-    """The action for a path from a config key that cannot be written."""
+    """Return the suggested action for a path of a config key that is not writable."""
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
         return (
-            "Check that this machine reaches the bucket, and give its account the role Storage "
-            f"Object User there; or set {key} to another path."
+            "Check that this machine can reach the bucket, and grant its account the role Storage "
+            f"Object User; or set {key} to another path."
         )
-    return f"Free space, or set {key} to a folder that can be written."
+    return f"Free disk space, or set {key} to a writable folder."
 
 
 def _lost_link(path: epath.PathLike) -> str:
-    """The path, or a folder above it, that is a broken link; empty if none is."""
+    """Return the first broken link among the path and its parents; empty if there is none."""
     found = "" if in_bucket(path) else os.path.abspath(path)
     while found and found != os.path.dirname(found):
         if os.path.islink(found) and not os.path.exists(found):
@@ -392,7 +393,7 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def root_cause_text(error: BaseException) -> str:
-    """The first cause: orbax wraps it in its own messages."""
+    """Return the text of the root cause, which orbax wraps in other exceptions."""
     *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"

@@ -1,14 +1,14 @@
-"""Writes checkpoints in the background, one at a time.
+"""Write checkpoints in the background, or slab by slab with little memory.
 
-orbax copies the arrays to the host while the caller waits, then threads write these copies and
-their digests, and commit both. Then everything is read back and compared, and the manifest
-follows: after a kill before that, the next start compares a complete checkpoint.
+`CheckpointWriter` runs one save at a time. orbax copies the arrays to the host while the caller
+waits; threads then write the copies and their digests, and commit both. Afterwards, everything is
+read back and compared, and the manifest is written. If the run is killed before that, the next
+start verifies the checkpoint.
 
-Checkpoints whose arrays are never whole in memory: each is made and written slab by slab.
-
-orbax keeps the names, commits the step with a rename, and writes whatever else there is; only the
-arrays' content is written here. A slab is one chunk of its array, not compressed: weights hardly
-shrink, and decoding costs more than it saves.
+`save` writes arrays that do not fit in memory: every array is computed and written slab by slab.
+orbax manages the names, commits the step with a rename and writes all other items. A slab is one
+uncompressed chunk of an array, because weights compress poorly and decoding would cost more time
+than it saves.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ Region = tuple[slice, ...]
 T = TypeVar("T")
 
 _DATA = "ocdbt.process_0/d"
-"""Folder of an item in which arrays are written."""
+"""Folder of an orbax item for array data."""
 
 NUM_THREADS = 3
-"""Slabs at a time: while one is written the next is read."""
+"""Number of concurrent slabs: one is written while the next is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazySlabArray:
-    """An array. `read` gives a region of it, and is called by several threads at once."""
+    """An array that is computed by region; `read` must be thread-safe."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     slab: tuple[int, ...]
-    """Shape of the regions, but for those at the ends."""
+    """Shape of a region; regions at the array boundary may be smaller."""
     read: Callable[[Region], np.ndarray]
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array."""
+        """Size of the full array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -85,19 +85,19 @@ def save(
     state: Tree,
     written: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Writes a step whose state is a tree of `Slabs`, as one process, and its manifest.
+    """Write a step whose state is a tree of `LazySlabArray`, in one process, and its manifest.
 
-    `written` is called with the bytes of each slab that was written, by several threads.
+    Several threads call `written` with the size of every written slab in bytes.
 
     Raises:
-        NotSaved: what was written is not what was read.
-        NumbersError: it holds NaN or infinity.
-        OSError: it cannot be written.
-        Exception: one of `Slabs.read`.
+        SaveVerificationError: the written content differs from the computed arrays.
+        DivergenceError: an array contains NaN or infinity.
+        OSError: the checkpoint cannot be written.
+        Exception: `LazySlabArray.read` raised an exception.
     """
     needed = sum(one.nbytes for one in leaves_by_name(state).values())
     if (free := folder.free_bytes()) is not None and free < needed:
-        words = f"it needs {needed:,} bytes and {free:,} are free"
+        words = f"the checkpoint needs {needed:,} bytes, but only {free:,} are free"
         raise OSError(errno.ENOSPC, words)
     ignore_orphaned_errors()
     handler = _Handler(written)
@@ -137,27 +137,27 @@ def save(
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
-    """Writes the arrays of one save."""
+    """Orbax type handler that writes the arrays of one save."""
 
     def __init__(self, written: Callable[[int], None]):
         self._written = written
         self._sums: Future[dict[str, ArrayDigest] | None] = Future()
         self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
-        """Of `Slabs.read`, as it was raised."""
+        """The original exception of `LazySlabArray.read`."""
         self.ahead: dict[str, manifest.ManifestFile] = {}
-        """Digests of files, by their names in the step's folder."""
+        """File digests by name in the step's folder, computed during the save."""
 
     def typestr(self) -> str:
-        """As arrays of numpy are called."""
+        """Return the type name of numpy arrays, because the arrays are saved like numpy arrays."""
         return "np.ndarray"
 
     def sums(self) -> dict[str, ArrayDigest] | None:
-        """The digests of what was read, when all is written; None if it was not."""
+        """Wait until all arrays are written and return their digests; None if writing failed."""
         return self._sums.result()
 
     def stop(self) -> None:
-        """Returns when no thread writes any more, and none begins."""
+        """Stop writing, and wait until no thread writes."""
         with self._turn:
             self._stopped = True
         if self._begun:
@@ -166,7 +166,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
             self._sums.set_result(None)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[future.Future]:
-        """Starts to write. After Ctrl-C orbax may still call it, in a thread of its own."""
+        """Start to write; orbax may still call this from another thread after Ctrl-C."""
         with self._turn:
             if self._stopped:
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
@@ -222,14 +222,14 @@ class _Handler(ocp.type_handlers.TypeHandler):
             raise
 
     async def metadata(self, infos: Any) -> Any:
-        raise NotImplementedError("they are read as arrays of numpy")
+        raise NotImplementedError("read the arrays as numpy arrays")
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        raise NotImplementedError("they are read as arrays of numpy")
+        raise NotImplementedError("read the arrays as numpy arrays")
 
 
 def _create_array(one: LazySlabArray, info: Any) -> Any:
-    """The array's place, below which orbax expects that of process 0."""
+    """Create the array on disk where orbax expects the arrays of process 0."""
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=True,
@@ -239,14 +239,14 @@ def _create_array(one: LazySlabArray, info: Any) -> Any:
         process_index=0,
     )
     spec["metadata"]["compressor"] = None
-    spec["kvstore"]["base"]["file_io_sync"] = False  # they are brought to the disk by `Ahead`
+    spec["kvstore"]["base"]["file_io_sync"] = False  # `BackgroundDigester` flushes the files
     return tensorstore.open(
         tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
     ).result()
 
 
 def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
-    """An array in slabs, those at the ends smaller."""
+    """Yield the slabs of an array; slabs at the boundary may be smaller."""
     starts = (range(0, size, each) for size, each in zip(shape, slab, strict=True))
     for start in itertools.product(*starts):
         ends = (
@@ -256,10 +256,10 @@ def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
 
 
 def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
-    """Calls it with each, in a few threads, which have ended when this returns or raises.
+    """Call `work` for every task in a few threads, and wait for all running calls.
 
     Raises:
-        Exception: the first that a call raised; none of those that waited is called any more.
+        Exception: the first exception of a call; pending tasks are then dropped.
     """
     running: set[Future[object]] = set()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -273,26 +273,26 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
             for one in running:
                 one.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # one task may wait for a thread
+            pool.shutdown(wait=False, cancel_futures=True)  # one task may still be queued
             raise
 
 
 Tree = Any
 
 _LOG = logging.getLogger(__name__)
-# Orbax gives up a save, with several processes because one of them is gone, after this time.
+# Orbax aborts a save after this time, for example if one of several processes is lost.
 _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 _IGNORED_MESSAGES = ("exception was never retrieved", "Commit callback in background save thread")
 _IGNORED_MESSAGES += ("_SignalingThread.run() raised an exception",)
-# Of `maxpipe.checkpoint.writer`, which has none.
+# `save` of this module writes no jax.Array.
 _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 
 @dataclass(slots=True)
 class SaveResult:
-    """One save. The other fields are set when it is over; `error` is None if it succeeded."""
+    """Result of a save; fields with defaults are set at its end. `error` is None on success."""
 
     folder: CheckpointFolder
     step: int
@@ -303,21 +303,21 @@ class SaveResult:
 
 
 _CHUNK_BYTES = 1 << 26
-"""Of a chunk of a large array, the least that is read at a time; an export then needs little memory
-whatever the mesh of the run."""
+"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so an export needs
+little memory for any mesh of the run."""
 
 _EVEN, _FEW = 16, 256
-"""Larger sizes than the second are multiples of the first in arrays that are cut."""
+"""Only arrays whose sizes above `_FEW` are multiples of `_EVEN` are divided into chunks."""
 
 _LAYERS = "layers"
-"""Where layers are stacked along the first dim."""
+"""Name of subtrees in which layers are stacked along the first dimension."""
 
 
 def _chunks(state: Tree) -> Tree:
-    """How large arrays are cut; of those with several layers, a chunk has one."""
+    """Return the chunking of large arrays; a chunk of stacked layers contains one layer."""
 
     def chunk(path: Any, leaf: Any) -> ocp.SaveArgs | None:
-        # Of sizes with few divisors orbax makes chunks of single rows.
+        # For sizes with few divisors, orbax would create chunks of single rows.
         if leaf.nbytes <= _CHUNK_BYTES or any(size % _EVEN for size in leaf.shape if size > _FEW):
             return None
         stacked = any(getattr(key, "key", None) == _LAYERS for key in path)
@@ -327,9 +327,10 @@ def _chunks(state: Tree) -> Tree:
 
 
 class CheckpointWriter:
-    """`then(save)` runs in the background after a save succeeded, on process 0.
+    """Writes one checkpoint at a time in the background.
 
-    `check(folder)` raises StorageError when it is not the run's any more.
+    Process 0 calls `then(save)` in the background after every successful save. `check(folder)`
+    raises StorageError if the run has lost the lock of the folder.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class CheckpointWriter:
                     digest_item.DIGEST_ITEM: digest_item.DigestHandler(),
                 }
             ),
-            # In the background, a folder that cannot be made would be reported after minutes.
+            # Asynchronous creation would report a failure only after minutes.
             async_options=ocp.AsyncOptions(
                 timeout_secs=_LIMIT_SECONDS, create_directories_asynchronously=False
             ),
@@ -356,7 +357,7 @@ class CheckpointWriter:
     def start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         """Start a save; the arrays may be changed as soon as this returns.
 
-        `outcome` must have returned the one before. Fails as that does.
+        Call `outcome` for the previous save first. `outcome` also reports failures of this call.
         """
         assert self._save is None
         begin = time.monotonic()
@@ -394,7 +395,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def set_failed(self, save: SaveResult) -> None:
-        """Make a save that never started the next outcome."""
+        """Report a save that was never started as the next outcome."""
         assert self._save is None
         self._save = save
 
@@ -404,7 +405,7 @@ class CheckpointWriter:
             if save.error is None:
                 with translate_bucket_errors(save.folder.path):
                     self._checkpointer.wait_until_finished()
-                    self._check(save.folder)  # the folder is used by its name from here on
+                    self._check(save.folder)  # from here on, the folder is accessed by name
                     if is_primary:
                         save.num_bytes = verify_and_write_manifest(
                             save.folder / save.step, save.step
@@ -420,7 +421,7 @@ class CheckpointWriter:
     def _clean_up(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
-        except StorageError:  # reported elsewhere; the folder is left alone
+        except StorageError:  # reported elsewhere; do not change the folder
             return
         for attempt in range(_ATTEMPTS):
             try:
@@ -430,15 +431,15 @@ class CheckpointWriter:
                     else:
                         self._delete_failed_save(save)
                 return
-            except (OSError, StorageError) as error:  # only costs space
+            except (OSError, StorageError) as error:  # the leftover files only cost space
                 if attempt == _ATTEMPTS - 1:
                     reason = root_cause_text(error)
-                    _LOG.warning("%s: cannot be tidied up: %s", save.folder.path, reason)
-                # Writes that had started when another one failed go on for a moment.
+                    _LOG.warning("%s: cannot be cleaned up: %s", save.folder.path, reason)
+                # Writes that were in progress at the failure may continue for a moment.
                 time.sleep(_PAUSE_SECONDS)
 
     def _delete_failed_save(self, save: SaveResult) -> None:
-        """Delete what a failed save has left: unfinished files, or files that are wrong."""
+        """Delete the unfinished or wrong files of a failed save."""
         save.folder.delete_unfinished()
         is_wrong = isinstance(save.error, SaveVerificationError | DivergenceError)
         if is_wrong and exists(save.folder / save.step):
@@ -446,11 +447,11 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def take_result(self, *, wait: bool) -> SaveResult | None:
-        """The save that has ended since the last call; None if there is none."""
+        """Return the save that finished since the last call; None if there is none."""
         if self._thread is not None:
             if self.is_busy and not wait:
                 return None
@@ -459,19 +460,19 @@ class CheckpointWriter:
         return save
 
     def close(self) -> None:
-        """Waits for the save that is under way."""
+        """Wait for the save in progress, and close the orbax checkpointer."""
         if self._thread is not None:
             self._thread.join()
-        # Errors that orbax still raises are of a save whose outcome has reported them.
+        # The outcome of the save has already reported any error that orbax raises here.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._checkpointer.close()
 
 
 @functools.cache
 def ignore_orphaned_errors() -> None:
-    """Drop errors of reads and writes that were under way when orbax raised for another one.
+    """Suppress tracebacks of reads and writes that were in progress when orbax raised an error.
 
-    They end in a closed event loop, or are never waited for, and each would be a traceback.
+    These operations fail because the event loop is closed, or because nothing awaits them.
     """
     report = sys.unraisablehook
 

@@ -1,13 +1,13 @@
-"""How the processes of a run monitor each other: a connection from each one to process 0.
+"""The control channel: a connection from every process of a run to the coordinator in process 0.
 
-Threads and sockets only, so that a process answers while its main thread compiles, waits in a
-collective or sleeps in a reader. Process 0 is the hub, which decides for all. A run of one
-process is its own hub. Peers prove the run's secret first. The hub says, in this order of
-importance, why all leave: a process reported a failure, is gone, or does not answer, or
-nothing moves.
+The processes monitor each other through this channel. It uses only threads and sockets, so a
+process responds while its main thread compiles, waits in a collective or sleeps in a reader. Peers
+authenticate with the run's secret. The coordinator decides for all processes; in a run of one
+process, that process is its own coordinator. The coordinator ends the run, in order of priority, if
+a process reports a failure, disconnects or does not respond, or if no process makes progress.
 
-jax has a service of the same kind, which ends processes with SIGABRT and names none; the link
-speaks first.
+jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
+limits of the control channel are shorter, so that it reports first.
 """
 
 from __future__ import annotations
@@ -62,26 +62,30 @@ from maxpipe.errors import (
 from maxpipe.io import redact
 
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
-_COORDINATOR_GONE = f"process 0 is gone\n  Its own output says why.\n{_AGAIN}"
+_COORDINATOR_GONE = f"process 0 disconnected\n  See its output for the reason.\n{_AGAIN}"
 _NO_TIME = (
-    "the time to save is over\n"
-    f"  runtime.stop_grace_seconds have passed since it was asked to stop.\n{_AGAIN}"
+    "the time limit for saving has passed\n"
+    f"  The stop request was more than runtime.stop_grace_seconds ago.\n{_AGAIN}"
 )
-_STOPPED_TWICE = f"asked twice to stop\n  Left at once; nothing more is saved.\n{_AGAIN}"
+_STOPPED_TWICE = (
+    f"stopped immediately by a second stop request\n  Nothing more was saved.\n{_AGAIN}"
+)
 _ONE_REQUEST_SECONDS = 1.0
-"""Shells, launchers and `timeout` signal a process, and then its group with the process in it."""
+"""Time in which repeated signals count as one request: shells, launchers and `timeout` may signal
+first a process and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""The same of Ctrl-C, which a person may press twice in a second, and mean it."""
+"""Time in which repeated Ctrl-C counts as one request; shorter, because a user may press it twice.
+"""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Signals that ask a run to stop: a scheduler's, a closed terminal's, and Ctrl-C."""
+"""Signals that request a stop: from a scheduler, a closed terminal or Ctrl-C."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
-"""Seconds for messages that are on their way when a process leaves."""
-_NO_SECRET = "; it has left no secret in the run's folder"
-_OTHER_SECRET = "; what answers there does not know the secret of this run"
+"""Seconds to deliver pending messages before a process exits."""
+_NO_SECRET = "; there is no secret of process 0 in the run's folder"
+_OTHER_SECRET = "; the program at this address does not know the secret of this run"
 _SAME_SECRET = (
-    f"Start all with the same {VARIABLE}, or without it and with run.dir in a folder that all "
-    "hosts see."
+    f"Start all processes with the same {VARIABLE}, or without it and with run.dir in a folder "
+    "that all hosts share."
 )
 _RESEND_SECONDS = 0.05
 _MAX_TEXT = 8000
@@ -90,28 +94,29 @@ _MAX_DETAIL = 300
 
 @dataclass
 class CoordinatorState:
-    """What the hub has sent to this process; guarded by the link's condition."""
+    """State received from the coordinator; guarded by the condition of the channel."""
 
     welcome: bool = False
     refused: JoinFailure | None = None
     asked: bool = False
-    """A process was asked to stop, and the hub collects how far each one is."""
+    """Whether a stop was requested; the coordinator then collects the progress of all processes."""
     code: StopCode = 75
-    """The exit code of all then."""
+    """Exit code of all processes after the stop."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Name of what was compared -> value -> processes that have it."""
+    """Processes by compared name and value."""
 
 
 class ControlChannel:
-    """This process's end. `with link:` runs its thread and catches `SIGNALS`.
+    """The channel of this process; as a context manager, it runs a thread and catches `SIGNALS`.
+
+    `say` prints a line for the user, who sees the output of process 0.
 
     Args:
-        phases: what this process reports of itself.
-        limits: when others are given up.
-        index: of this process.
-        count: of processes.
-        say: prints a line for the user; process 0 is the one that is read.
+        phases: phases of this process, reported to the coordinator.
+        limits: time limits for other processes.
+        index: index of this process.
+        count: number of processes.
     """
 
     def __init__(
@@ -125,9 +130,9 @@ class ControlChannel:
     ):
         self.index, self.count, self.say = index, count, say
         self.tell: Callable[[str], None] = say
-        """Prints a line on every process."""
+        """Function that prints a line on every process."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
-        """Called before the process ends for a reason from the hub."""
+        """Called before the channel ends the process."""
         self._phases, self._limits = phases, limits
         self._selector = selectors.DefaultSelector()
         self._coordinator = None
@@ -159,19 +164,19 @@ class ControlChannel:
         return self
 
     def catch_signals(self) -> None:
-        """Makes the signals ours, again after a library took one."""
+        """Install the signal handlers; called again after libraries may have replaced them."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # An ignored signal stays ignored: `nohup`, and background jobs of a script.
+            # Signals stay ignored if they are, as with `nohup` or in background jobs of a script.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
-        # Python hands a signal on when the main thread next runs Python, which may take as long
-        # as a compilation; the thread sees its number at once.
+        # Python calls a handler only when the main thread next runs Python code, possibly after a
+        # compilation. Through this descriptor, the thread receives the signal number at once.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._closed = self._coordinator is None  # the hub ends when all have said goodbye
+        self._closed = self._coordinator is None  # the coordinator ends after all goodbyes
         self._send({"bye": True})
         if self._connection is not None:
             self._connection.flush(_GOODBYE_SECONDS)
@@ -201,12 +206,12 @@ class ControlChannel:
         facts: Mapping[str, str],
         secret: Callable[[], bytes | None],
     ) -> JoinFailure | None:
-        """Waits until all processes have come; returns why they cannot run together, or None.
+        """Wait until all processes have joined; return the failure if they cannot run together.
 
         Args:
-            address: host and port of the hub; it listens there until all have come.
-            facts: values that must be the same in all processes, by name.
-            secret: of the run; None until this process has it.
+            address: host and port at which the coordinator listens until all have joined.
+            facts: values by name that must be equal in all processes.
+            secret: function that returns the run's secret, or None if it is not available yet.
         """
         hello: Hello = {
             "index": self.index,
@@ -217,7 +222,7 @@ class ControlChannel:
         }
         if self._coordinator is not None:
             key = secret()
-            assert key is not None, "process 0 makes the secret"
+            assert key is not None, "process 0 must have the secret"
             self._coordinator.join(Member(0, hello["host"], hello["pid"], settings=hello["facts"]))
             self._coordinator.listen(address, key)
         else:
@@ -228,7 +233,7 @@ class ControlChannel:
                 return found
             self._last_heard, self._connection = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
-        if self._stop_requested_at:  # before there was a connection
+        if self._stop_requested_at:  # requested before the connection existed
             self._send({"stop": self._stop_code})
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")  # wakes the thread
@@ -240,13 +245,13 @@ class ControlChannel:
             if self._state.welcome or self._state.refused:
                 return self._state.refused
         if self._coordinator is None:
-            return JoinFailure("process 0 went silent", late=True)
+            return JoinFailure("process 0 stopped responding", late=True)
         return self._coordinator.reject_incomplete_group()
 
     def _connect_to_coordinator(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> AuthenticatedConnection | JoinFailure:
-        """The wire to process 0, or why there is none. Any other program learns nothing."""
+        """Connect to process 0, or return the failure; sends nothing to other programs."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
 
@@ -261,7 +266,7 @@ class ControlChannel:
         reason = _NO_SECRET
         while time.monotonic() < end():
             try:
-                if (key := secret()) is None:  # or removed, since process 0 has left
+                if (key := secret()) is None:  # not written yet, or removed by process 0
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
                 wire = connect(address, key, end)
@@ -269,9 +274,9 @@ class ControlChannel:
                 if isinstance(error, PeerAuthenticationError):
                     reason = _OTHER_SECRET
                 elif isinstance(error, socket.gaierror):
-                    reason = f"; no address is known here for that name: {error.strerror}"
+                    reason = f"; this host cannot resolve the name: {error.strerror}"
                 if time.monotonic() - told > 10:
-                    self.say(f"process {self.index} waits for process 0 at {where}{reason}")
+                    self.say(f"process {self.index} is waiting for process 0 at {where}{reason}")
                     told = time.monotonic()
                 time.sleep(0.1)
                 continue
@@ -279,27 +284,31 @@ class ControlChannel:
                 return wire
             wire.close()
         limit = f"within {self._limits.init_seconds:g} s"
-        text = f"process 0 was not found at {where} {limit}{reason}"
+        text = f"process 0 was not reachable at {where} {limit}{reason}"
         about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
         return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
 
-    # What the run asks.
+    # Calls of the training loop.
 
     def should_stop(self) -> bool:
-        """Whether to stop here. All processes ask equally often and get the same answers."""
+        """Return whether to stop now, a collective call with the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # all answer from their threads
+                self._changed.wait(1.0)  # the threads of all processes respond
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
     def stop_error(self, text: str) -> Preemption:
-        """The end of a run that was asked to stop, and has saved."""
+        """Return the exception that ends a run after a stop request and a save."""
         interrupted = self._state.code == ExitCode.INTERRUPTED
         return UserInterrupt(text) if interrupted else Preemption(text)
 
     def compare_across_processes(self, name: str, value: str) -> dict[str, list[int]]:
-        """Value -> processes that have it; one entry when all agree. All must ask."""
+        """Compare a value over all processes, a collective call.
+
+        Returns:
+            The processes by value; a single entry if all values are equal.
+        """
         self._comparing = True
         self._send({"same": name, "value": value})
         with self._changed:
@@ -310,17 +319,18 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
-        """When the body fails here, the others get the reason and leave with the same code."""
+        """If the body fails, end all other processes with the same reason and exit code."""
         try:
             yield
-        except Preemption:  # agreed by all
+        except Preemption:  # all processes stop together
             raise
         except BaseException as error:
             if isinstance(error, DivergenceError | ReplicaError) and self.index != 0:
-                # All decide alike, and process 0 records why.
+                # All processes fail in the same way, and process 0 records the reason.
                 time.sleep(_VERDICT_SECONDS)
             if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
-                # A collective fails when another process is gone: the hub reports which.
+                # A collective may have failed because another process died: the coordinator then
+                # reports which one.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
             if isinstance(error, KeyboardInterrupt):
@@ -329,14 +339,14 @@ class ControlChannel:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Reports to all others that this process fails; it ends independently of jax."""
+        """Report a failure of this process to all others, and end it independently of jax."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        if self._coordinator is not None:  # jax ends a process at once that loses process 0
+        if self._coordinator is not None:  # jax aborts processes that lose process 0
             self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
-        # jax would wait for the others at the exit, and they are gone.
+        # At exit, jax would wait for the other processes, which have ended.
         atexit.register(_exit_now, code)
         _exit_later(_GOODBYE_SECONDS, code)
 
@@ -346,7 +356,7 @@ class ControlChannel:
         try:
             self._watch()
         except BaseException:
-            # The main thread would wait for messages that never come.
+            # Otherwise, the main thread would wait for messages that never arrive.
             self._exit(ExitCode.BUG, traceback.format_exc())
 
     def _watch(self) -> None:
@@ -377,14 +387,14 @@ class ControlChannel:
                     self._exit(self._stop_code, _NO_TIME)
 
     def _flush_pending(self) -> float:
-        """As in the hub: sends what is queued; the seconds until the next time."""
+        """Send queued messages; return the seconds until the next call, as in the coordinator."""
         if self._connection is None or not self._connection.has_unsent:
             return math.inf
         self._connection.send_pending()
         return _RESEND_SECONDS
 
     def _check_coordinator(self, now: float) -> None:
-        """Only this link watches process 0."""
+        """Check that process 0 responds; other processes are checked by the coordinator."""
         limit = self._limits.heartbeat_seconds
         if (
             self._connection is None
@@ -393,12 +403,12 @@ class ControlChannel:
             or now - self._last_heard <= limit
         ):
             return
-        text = f"process 0 did not answer for {limit:g} s\n"
-        text += f"  It was stopped, or its host is down or cannot be reached.\n{_AGAIN}"
+        text = f"process 0 did not respond for {limit:g} s\n"
+        text += f"  Process 0 was stopped, or its host is down or not reachable.\n{_AGAIN}"
         self._exit(ExitCode.HANG, text)
 
     def _heartbeat(self) -> Heartbeat:
-        """Sends this process's state to the hub, about once a second."""
+        """Return the state of this process for the coordinator, sent about once per second."""
         where = self._phases.status()
         return {
             "phase": where.phase,
@@ -430,7 +440,7 @@ class ControlChannel:
             self._coordinator.read(source)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread: the next question waits for the answer to this signal."""
+        """Signal handler: the next stop check waits for the coordinator's decision."""
         self._state.asked = True
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -440,7 +450,7 @@ class ControlChannel:
             self._stop_code = 130 if by_key else 75
             self._send({"stop": self._stop_code})
             again = "press Ctrl-C again" if by_key else f"send {number.name} again"
-            self.tell(f"stopping after this step, and saving; {again} to leave at once")
+            self.tell(f"stopping after this step and saving; {again} to exit immediately")
         elif now - self._stop_requested_at > (_ONE_KEY_SECONDS if by_key else _ONE_REQUEST_SECONDS):
             self._exit(ExitCode.INTERRUPTED if by_key else ExitCode.PREEMPTED, _STOPPED_TWICE)
 
@@ -451,7 +461,7 @@ class ControlChannel:
             self._connection.send(message)
 
     def _handle_message(self, message: CoordinatorMessage) -> None:
-        """A message of the hub."""
+        """Handle a message of the coordinator."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
@@ -484,14 +494,14 @@ class ControlChannel:
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _exit(self, code: int, text: str) -> None:
-        """Ends the process from here: the main thread may be anywhere, and disks may hang."""
+        """End the process from this thread, because the main thread or a disk may hang."""
 
         def tell_ledger() -> None:
             with contextlib.suppress(Exception):
                 self.on_leave(int(code), text)
 
         try:
-            with contextlib.suppress(RuntimeError):  # no thread can start while Python ends
+            with contextlib.suppress(RuntimeError):  # no thread can start while Python exits
                 _exit_later(2 * _GOODBYE_SECONDS, int(code))
                 telling = threading.Thread(target=tell_ledger, daemon=True)
                 telling.start()
@@ -507,7 +517,7 @@ class ControlChannel:
 
 
 def _print(text: str) -> None:
-    """In one write: another thread's text must not come before the end of the line."""
+    """Print a line in one write, so that lines of several threads are not interleaved."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
@@ -518,17 +528,17 @@ def _format_error(error: BaseException) -> str:
 
 
 def _delay_aborts(delay: bool = True) -> None:
-    """A thread of jax that aborts since process 0 is gone sleeps first: the link tells why.
+    """Delay an abort by jax, so that the control channel can report the reason first.
 
-    The handler is C's own `sleep`, given the signal's number: six seconds. Python could not run
-    one in that thread. Afterwards the abort goes on. The handler serves once, so that a second
-    SIGABRT from outside ends the process at once. Python's faulthandler, where it is enabled, keeps
-    the signal.
+    A jax thread calls abort if process 0 is lost. The signal handler is `sleep` of the C library,
+    which sleeps six seconds because the signal number is 6; Python handlers cannot run in that
+    thread. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends the
+    process at once. If Python's faulthandler is enabled, its handler is not replaced.
     """
     if faulthandler.is_enabled():
         return
     libc = ctypes.CDLL(None)
-    once = getattr(libc, "sysv_signal", libc.signal)  # SA_RESETHAND, where there is such a choice
+    once = getattr(libc, "sysv_signal", libc.signal)  # with SA_RESETHAND, if available
     once.argtypes = ctypes.c_int, ctypes.c_void_p
     handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
     once(signal.SIGABRT, handler)

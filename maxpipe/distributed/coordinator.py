@@ -1,6 +1,7 @@
-"""The hub in process 0: the state of all processes of a run, and the decisions for them.
+"""The coordinator in process 0, which tracks all processes of a run and decides for them.
 
-`link` is the other end, `wire` is between them, and `listener` lets the others in.
+`control_channel` is the client side, `protocol` defines the messages, and `listener` accepts
+connections.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from maxpipe.errors import ExitCode, escape_control_chars
 from maxpipe.io.formatting import pluralize
 
 _STRAGGLER_STEPS = 20
-"""Steps between comparisons of the processes' own times."""
+"""Number of steps between two comparisons of process times."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
-"""A step's delay that is reported: at least these seconds, and this share of the step."""
+"""Minimum delay per step that is reported, in seconds and as a fraction of the step time."""
 _REPORT_EVERY_SECONDS = 10.0
 _RESEND_SECONDS = 0.05
-"""Seconds after which a partly sent message is continued."""
+"""Pause before the rest of a partly sent message is sent, in seconds."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
-    f"asked to stop before the first step\n  There is nothing new to save.\n{_AGAIN}"
+    f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"
 )
 
 
 def free_port() -> int:
-    """A port without a listener, for the meeting point of processes that start next.
+    """Return a free port for the coordinator of processes that are about to start.
 
-    Outside the range for outgoing connections, which could take it meanwhile.
+    The port is outside the ephemeral range, so that no outgoing connection can use it meanwhile.
     """
     for port in random.sample(range(61_000, 65_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -50,30 +51,30 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits after which a process gives up the others, or the run."""
+    """Time limits after which the run ends."""
 
     init_seconds: float = 300.0
     heartbeat_seconds: float = 100.0
-    """Without a message of a process."""
+    """Maximum time without a message from a process."""
     stall_seconds: float = 0.0
-    """Without progress of a process; 0 waits forever."""
+    """Maximum time without progress of any process; 0 disables the limit."""
     grace_seconds: float = 0.0
-    """From being asked to stop to leaving without having saved; 0 is no limit."""
+    """Maximum time from a stop request to the exit, even without a save; 0 disables the limit."""
 
 
 @dataclass(frozen=True)
 class JoinFailure:
-    """Why processes cannot run together."""
+    """The reason why processes cannot run together."""
 
     text: str
     late: bool = False
-    """Some did not connect, or cannot be reached; else their settings disagree."""
+    """True if processes did not connect or are not reachable; false if their settings differ."""
     action: str = ""
-    """The action to take, where it is known."""
+    """Suggested action, if known."""
 
 
 class Hello(TypedDict):
-    """A process's identity and settings, sent first."""
+    """Identity and settings of a process, sent as the first message."""
 
     index: int
     count: int
@@ -83,7 +84,7 @@ class Hello(TypedDict):
 
 
 class Heartbeat(TypedDict):
-    """Its progress, about once a second."""
+    """Progress of a process, sent about once per second."""
 
     phase: str
     step: int
@@ -94,18 +95,18 @@ class Heartbeat(TypedDict):
 
 
 class FailureMessage(TypedDict):
-    """Why it leaves."""
+    """Failure of a process."""
 
     code: int
     text: str
 
 
 StopCode = Literal[75, 130]
-"""`ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`: the exit code of all after a stop."""
+"""Exit code of all processes after a stop: `ExitCode.PREEMPTED` or `ExitCode.INTERRUPTED`."""
 
 
 class MemberMessage(TypedDict):
-    """One of these messages from a process to the hub."""
+    """A message from a process to the coordinator, with one of these contents."""
 
     hello: NotRequired[Hello]
     beat: NotRequired[Heartbeat]
@@ -118,7 +119,7 @@ class MemberMessage(TypedDict):
 
 
 class ExitMessage(TypedDict):
-    """That all leave."""
+    """Request to exit, sent to all processes."""
 
     code: int
     text: str
@@ -126,7 +127,7 @@ class ExitMessage(TypedDict):
 
 
 class CoordinatorMessage(TypedDict):
-    """One of these messages from the hub to a process."""
+    """A message from the coordinator to a process, with one of these contents."""
 
     welcome: NotRequired[Literal[True]]
     refused: NotRequired[str]
@@ -140,30 +141,30 @@ class CoordinatorMessage(TypedDict):
 
 
 def sanitize_peer_text(text: str, most: int) -> str:
-    """A peer's text for display: its end, without terminal control characters."""
+    """Return the last `most` characters of a peer's text, without terminal control characters."""
     return escape_control_chars(text[-most:])
 
 
 def sanitize_exit_code(code: int) -> int:
-    """An exit code from a peer. It never means "done" for a run that is ended."""
+    """Return a peer's exit code, which must be a failure."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
 @dataclass
 class Member:
-    """One process."""
+    """A process of the run."""
 
     index: int
     host: str = ""
     pid: int = 0
     connection: AuthenticatedConnection | None = None
-    """None for the hub's own process."""
+    """Connection to the process; None for process 0."""
     settings: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
     mark: tuple[int, float, float] | None = None
-    """Step, own seconds and time at which the processes' times were last compared."""
+    """Step, own seconds and time at the last comparison of process times."""
     left: bool = False
 
     def __str__(self) -> str:
@@ -171,14 +172,13 @@ class Member:
 
 
 class Coordinator:
-    """The processes of a run, as process 0 sees them.
+    """Tracks the processes of a run and decides for them; `say` prints a line.
 
     Args:
-        count: of processes.
-        limits: when one of them, or the run, is given up.
-        tell_self: hands a message to this process.
-        say: prints a line.
-        selector: of the thread that reads.
+        count: number of processes.
+        limits: time limits.
+        tell_self: function that delivers a message to process 0.
+        selector: selector of the thread that reads messages.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Coordinator:
         self._listener: Listener | None = None
         self._selector = selector
         self._unknown: dict[AuthenticatedConnection, float] = {}
-        """Proved connections and their times; their hello is still to come."""
+        """Authenticated connections without a hello, with the time of their authentication."""
         self._refusal = ""
         self._lock = threading.RLock()
         self._goodbye = threading.Condition(self._lock)
@@ -203,20 +203,20 @@ class Coordinator:
         self._is_ending = False
         self._asked = False
         self._stop_code: StopCode = 75
-        """The exit code of the first stop request: all leave with it."""
+        """Exit code of the first stop request, used by all processes."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._last_report = time.monotonic()
         self._suspected: dict[int, int] = {}
-        """Processes that seemed stuck at the last check, and the number of their beats then."""
+        """Processes that seemed stuck at the last check, with their number of heartbeats."""
 
     # Connections.
 
     def listen(self, address: tuple[str, int], secret: bytes) -> None:
-        """Opens the port for the others; it is closed when all have connected.
+        """Open the port for the other processes; it is closed after all have connected.
 
         Raises:
-            OSError: the port is taken.
+            OSError: the port is in use.
         """
         self._listener = Listener(address, secret, self._count, self._say)
 
@@ -233,7 +233,7 @@ class Coordinator:
             self._selector.unregister(source)
 
     def flush_pending(self) -> float:
-        """The thread's work between messages; the seconds until the next time."""
+        """Do the work between messages, and return the seconds until the next call."""
         wires = [each.connection for each in list(self._members.values())]  # the main thread joins
         behind = [wire for wire in wires if wire and wire.has_unsent]
         for wire in behind:
@@ -248,9 +248,9 @@ class Coordinator:
         return soon
 
     def read(self, source: Any) -> None:
-        """Reads what a socket has."""
+        """Read from a socket that is ready."""
         if isinstance(source, Listener):
-            self._unregister(source)  # it rests
+            self._unregister(source)  # pause the listener
             self._poll_listener()
         else:
             self._receive(source)
@@ -287,34 +287,34 @@ class Coordinator:
         wire.close()
 
     def _admit(self, wire: AuthenticatedConnection, hello: Hello) -> Member | None:
-        """Admits a process by its hello, unless its settings are wrong."""
+        """Admit a process according to its hello, or reject it if its settings are wrong."""
         index, count = hello["index"], hello["count"]
         came = Member(
             index, sanitize_peer_text(hello["host"], 255), hello["pid"], wire, hello["facts"]
         )
         if count != self._count or not 0 < index < self._count:
-            told = f"has num_processes={count}, process 0 has {self._count}"
+            told = f"has num_processes={count}, but process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
-        # The silent one's host was lost, and this is its replacement.
+        # A process may replace one that stopped responding, for example after its host was lost.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
-            return self._refuse(came, f"{came} has the number of {before}")
+            return self._refuse(came, f"{came} has the same process_id as {before}")
         self._unknown.pop(wire, None)
         self.join(came)
         return came
 
     def _refuse(self, came: Member, text: str) -> None:
-        """Only it leaves: the others may be right, and it may be started again."""
+        """Reject one process; the others continue, since the process can be started again."""
         if came.connection is not None:
             came.connection.send({"refused": text})
         self._refusal = f"; {text}"
-        self._say(f"refused: {text}")
+        self._say(f"rejected: {text}")
 
     def reject_incomplete_group(self) -> JoinFailure:
-        """Tells those that connected which are missing; returns the same text."""
+        """Report the missing processes to the connected ones, and return the failure."""
         with self._lock:
             missing = f"{self._format_processes(self._missing())} of {self._count}"
-            text = f"{missing} did not come within {self._limits.init_seconds:g} s"
+            text = f"{missing} did not join within {self._limits.init_seconds:g} s"
             text += self._refusal + (
                 f"; {strangers}" if (strangers := self._describe_rejected()) else ""
             )
@@ -322,7 +322,7 @@ class Coordinator:
         return JoinFailure(text, late=True)
 
     def close(self) -> None:
-        """Closes every connection; peers have read `bye` or will see the end of the stream."""
+        """Close all connections; peers that have not received `bye` see the end of the stream."""
         wires = [
             member.connection for member in self._members.values() if member.connection is not None
         ]
@@ -332,7 +332,7 @@ class Coordinator:
             self._listener.close()
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Waits until all others have left, which the thread watches."""
+        """Wait until all other processes have left, as detected by the thread."""
         with self._goodbye:
             others = [member for member in self._members.values() if member.connection is not None]
             if self._welcomed:
@@ -340,7 +340,7 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Gives the others time to read why they leave; for the thread that reads."""
+        """Wait until the other processes have disconnected; called by the reading thread."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
@@ -355,14 +355,14 @@ class Coordinator:
     # Messages.
 
     def join(self, member: Member) -> None:
-        """One more of the run's processes has connected."""
+        """Add a process of the run that has connected."""
         with self._lock:
             member.heard = time.monotonic()
             self._members[member.index] = member
             self._try_welcome()
 
     def handle(self, index: int, message: MemberMessage) -> None:
-        """A message of a process."""
+        """Handle a message of a process."""
         with self._lock:
             member = self._members.get(index)
             if member is None:
@@ -387,7 +387,7 @@ class Coordinator:
                 self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
                     self._broadcast({"ask": self._stop_code})
-                else:  # none has begun, and those that did not connect yet cannot answer
+                else:  # no process has begun, and missing ones cannot respond
                     self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
             elif "at" in message:
                 self._answers[index] = message["at"]
@@ -404,7 +404,7 @@ class Coordinator:
                     self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide_stop_step(self) -> None:
-        """The step at which all stop: after any that was started."""
+        """Choose the step at which all processes stop: one after the last started step."""
         furthest = max(self._answers.values())
         if furthest == 0:
             self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
@@ -412,11 +412,11 @@ class Coordinator:
             self._broadcast({"stop_at": furthest + 1})
 
     def _broadcast(self, message: CoordinatorMessage, but: int = -1) -> None:
-        """To all, this process last."""
+        """Send a message to all processes, to process 0 last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
-            if member.connection is None:  # which is there until all others have left
+            if member.connection is None:  # process 0 stays until all others have left
                 self._tell_self(message)
             elif not member.left:
                 member.connection.send(message)
@@ -433,7 +433,7 @@ class Coordinator:
                     self._broadcast({"refused": text})
                     return
         self._welcomed = True
-        self._close_port()  # an admitted process joins jax's service next, at the same port
+        self._close_port()  # jax's service uses the same port next
         for member in self._members.values():
             member.heard = time.monotonic()
         self._broadcast({"welcome": True})
@@ -443,7 +443,7 @@ class Coordinator:
         return [i for i in range(self._count) if i not in self._members or i in silent]
 
     def _silent(self) -> list[Member]:
-        """The processes without a message for too long."""
+        """Return the processes that exceeded the heartbeat limit."""
         now, limit = time.monotonic(), self._limits.heartbeat_seconds
         return [
             each
@@ -461,11 +461,11 @@ class Coordinator:
     # Timeouts.
 
     def check_timeouts(self) -> None:
-        """Checks all processes, about once a second."""
+        """Check all processes; called about once per second."""
         with self._lock:
             if not self._welcomed:
-                self._poll_listener()  # closes connections whose time is over
-                self._try_welcome()  # one that was silent may have sent again
+                self._poll_listener()  # close connections that timed out
+                self._try_welcome()  # a silent process may have sent a message again
                 self._report_missing()
             elif not self._is_ending:
                 self._check_silence()
@@ -483,16 +483,15 @@ class Coordinator:
             return
         there = f"{self._count - len(missing)}/{self._count}"
         text = (
-            f"waiting for {self._format_processes(missing)} ({there}): are they started, and "
-            "can they reach "
+            f"waiting for {self._format_processes(missing)} ({there} joined): check that they are running and "
         )
-        text += "this host at runtime.coordinator?"
+        text += "can reach this host at runtime.coordinator."
         if strangers := self._describe_rejected():
             text += f" {strangers}."
         self._say(text)
 
     def _describe_rejected(self) -> str:
-        """Connections that were not of this run; perhaps the missing ones."""
+        """Describe rejected connections, which may come from the missing processes."""
         if self._listener is None or not self._listener.num_refused:
             return ""
         return (
@@ -504,24 +503,25 @@ class Coordinator:
         beat = member.beat
         where = f"It was in {beat['phase']} at step {beat['step']}; its" if beat else "Its"
         if self._welcomed:
-            text = f"{member} is gone\n  {where} own output says why.\n{_AGAIN}"
+            text = f"{member} disconnected\n  {where} output shows the reason.\n{_AGAIN}"
             self._end(ExitCode.HANG, text)
             return
         with self._lock:
             if self._members.get(member.index) is member:
-                del self._members[member.index]  # started again, it comes again
+                del self._members[member.index]  # allow a restarted process to join again
 
     def _check_silence(self) -> None:
         if silent := self._silent():
             names = ", ".join(map(str, silent))
-            text = f"{names} did not answer for {self._limits.heartbeat_seconds:g} s\n"
-            text += f"  All may take runtime.heartbeat_timeout_seconds to answer.\n{_AGAIN}"
+            text = f"{names} did not respond for {self._limits.heartbeat_seconds:g} s\n"
+            text += f"  The limit is runtime.heartbeat_timeout_seconds.\n{_AGAIN}"
             self._end(ExitCode.HANG, text)
 
     def _check_early_exits(self) -> None:
-        """Processes end together: the others would wait for one that left alone.
+        """End the run if a process left early and the others wait for it.
 
-        Not while the rest moves, or saves: process 0 reads back what all have written.
+        Nothing happens while the others make progress or save: process 0 may still be verifying the
+        files of all processes.
         """
         limit, alone = self._limits.heartbeat_seconds, time.monotonic() - self._first_goodbye
         rest = [each for each in self._members.values() if not each.left]
@@ -532,14 +532,15 @@ class Coordinator:
             return
         gone = self._format_processes(each.index for each in self._members.values() if each.left)
         others = self._format_processes(each.index for each in rest)
-        text = f"{gone} ended {alone:.0f} s ago, and {others} did not\n"
-        text += f"  Processes of a run end together.\n{_AGAIN}"
+        text = f"{gone} ended {alone:.0f} s ago, but {others} did not\n"
+        text += f"  The remaining processes would wait forever.\n{_AGAIN}"
         self._end(ExitCode.HANG, text)
 
     def _check_stall(self) -> None:
-        """Only when no process moves: what one process does, the others wait for.
+        """End the run if no process makes progress.
 
-        Beats are up to a second old, and older after a host was frozen: all must say it again.
+        While one process makes progress, the others may be waiting for it. Heartbeats can be a
+        second old, or older if a host was frozen, so every process must confirm with a new one.
         """
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
@@ -551,7 +552,7 @@ class Coordinator:
             self._suspected = {each.index: each.num_beats for each in here}
         if any(each.num_beats <= self._suspected.get(each.index, 0) for each in here):
             return
-        # One that reads holds the others up, also where it reads for what all do together.
+        # A process that reads data delays the others, even in a phase that all enter together.
         holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)
         holding = holding or [each for each in here if each.beat["step"] == behind]
@@ -560,9 +561,7 @@ class Coordinator:
             f"{each.beat['step']}" + (f" ({each.beat['detail']})" if each.beat["detail"] else "")
             for each in holding[:8]
         )
-        text = (
-            f"nothing moved for {limit:g} s (runtime.stall_timeout_seconds)\n  {words}.\n{_AGAIN}"
-        )
+        text = f"no progress for {limit:g} s (runtime.stall_timeout_seconds)\n  {words}.\n{_AGAIN}"
         self._end(ExitCode.HANG, text, stacks=True)
 
     def _check_stragglers(self) -> None:
@@ -590,12 +589,12 @@ class Coordinator:
         if delay > max(_STRAGGLER_SECONDS, _STRAGGLER_SHARE * seconds):
             slow = here[own.index(max(own))]
             self._say(
-                f"{slow} holds the others up: {1e3 * delay:.0f} ms in each of the last "
-                f"{pluralize(min(steps), 'step')}, of {1e3 * seconds:.0f} ms a step"
+                f"{slow} delays the others: {1e3 * delay:.0f} ms of {1e3 * seconds:.0f} ms per "
+                f"step, averaged over the last {pluralize(min(steps), 'step')}"
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:
-        """All leave; the first reason is the one that is reported."""
+        """End all processes; only the first reason is reported."""
         if not self._is_ending:
             self._is_ending = True
             self._broadcast({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)

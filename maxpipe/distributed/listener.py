@@ -1,8 +1,8 @@
-"""The port of process 0 while the others connect: which connections it accepts, which it refuses.
+"""The port of process 0 that accepts the other processes and rejects unauthenticated peers.
 
-Any host may find the port. A connection that has not proved to be of this run costs little:
-there are few, they send little and live shortly, and after each look that took time the port is
-left alone for a multiple of that time.
+Any host can connect to the port, so the cost of unauthenticated connections is limited: their
+number, the bytes that they may send and their lifetime. After each check of the port, the listener
+pauses for a multiple of the CPU time of the check.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from typing import Any
 from maxpipe.distributed.protocol import AuthenticatedConnection, UnauthenticatedPeer
 
 _MAX_UNAUTHENTICATED, _SECONDS = 64, 10.0
-"""Unproved connections at a time, besides one per process; seconds that each has for its proof."""
+"""Maximum number of unauthenticated connections, in addition to one per process, and the time limit
+of authentication in seconds."""
 _ACCEPTS = 16
-"""Connections accepted in one look."""
+"""Maximum number of connections accepted per check."""
 _PAUSE_FACTOR, _MIN_PAUSE_SECONDS = 30.0, 0.01
-"""The next look is delayed by this multiple of the last one's CPU time."""
+"""Pause after a check, as a multiple of its CPU time, and the minimum pause in seconds."""
 _BACKLOG = 512
 _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def own_addresses(host: str) -> list[str]:
-    """The addresses of this machine that `host` resolves to; empty if it does not resolve here."""
+    """Return the local addresses to which `host` resolves; empty if it does not resolve."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
-    except socket.gaierror:  # other hosts may resolve it, or this one later
+    except socket.gaierror:  # other hosts may resolve the name, or this host later
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
-        return []  # many hosts name themselves 127.0.1.1, which other hosts cannot reach
+        return []  # many hosts map their name to 127.0.1.1, which other hosts cannot reach
     return [each for each in found if _is_local_address(each)]
 
 
@@ -46,7 +47,7 @@ def _resolve(host: str, port: int) -> list[Any]:
 
 
 def _is_local_address(address: str) -> bool:
-    """False behind a router or a cluster's service, whose address no interface has."""
+    """Whether a local interface has the address; false for addresses of routers or services."""
     family, kind, _, _, where = _resolve(address, 0)[0]
     try:
         with socket.socket(family, kind) as probe:
@@ -59,23 +60,22 @@ def _is_local_address(address: str) -> bool:
 
 
 class Listener:
-    """Sockets that wait for processes of the run.
+    """Sockets that accept the processes of the run; `say` prints a line.
 
     Args:
-        address: host and port at which the others look for this process.
-        secret: of the run.
-        count: of processes.
-        say: prints a line.
+        address: host and port to which the other processes connect.
+        secret: secret of the run.
+        count: number of processes.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
 
     def __init__(
         self, address: tuple[str, int], secret: bytes, count: int, say: Callable[[str], None]
     ):
         self._secret, self._most = secret, _MAX_UNAUTHENTICATED + count
-        self._unauthenticated: dict[UnauthenticatedPeer, None] = {}  # the oldest first
+        self._unauthenticated: dict[UnauthenticatedPeer, None] = {}  # oldest first
         self._opened: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self.num_refused, self.last_refused = 0, ""
@@ -90,7 +90,7 @@ class Listener:
         host, port = address
         hosts = own_addresses(host)
         if not hosts:
-            say(f"process 0 listens at every address: {host} is no address of this machine")
+            say(f"process 0 listens on all addresses: {host} is not an address of this machine")
         dual = not hosts and socket.has_dualstack_ipv6()
         for each in hosts or [""]:
             family = socket.AF_INET6 if ":" in each or dual else socket.AF_INET
@@ -102,11 +102,11 @@ class Listener:
             self._selector.register(opened, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Readable when a connection is waiting."""
+        """Return a descriptor that is readable when a connection is waiting."""
         return self._selector.fileno()
 
     def accept_authenticated(self) -> list[AuthenticatedConnection]:
-        """The processes that have proved themselves, once each. Empty before `rests_until`."""
+        """Check the port and return newly authenticated processes; empty before `rests_until`."""
         now, begin = time.monotonic(), time.thread_time()
         if now < self.paused_until:
             return []
@@ -115,7 +115,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # not closed for a newer one just now
+            elif source in self._unauthenticated:  # not just closed to make room
                 proved += self._authenticate(source)
         for stranger in [each for each in self._unauthenticated if now - each.since > _SECONDS]:
             self._reject(stranger)
@@ -138,7 +138,7 @@ class Listener:
             self._selector.register(stranger, selectors.EVENT_READ)
 
     def _evict_oldest(self) -> None:
-        """Closes the oldest connection of the address that has the most."""
+        """Close the oldest connection of the address with the most connections."""
         ((busiest, _),) = Counter(each.address for each in self._unauthenticated).most_common(1)
         self._reject(next(each for each in self._unauthenticated if each.address == busiest))
 
@@ -162,7 +162,7 @@ class Listener:
         stranger.close()
 
     def close(self) -> None:
-        """Closes the port, and strangers' connections."""
+        """Close the port and all unauthenticated connections."""
         for each in (*self._opened, *self._unauthenticated):
             each.close()
         self._selector.close()

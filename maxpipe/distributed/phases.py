@@ -1,7 +1,7 @@
-"""The phase of a process in its run, and the time spent in each.
+"""Track the phases of a process and the time spent in each phase.
 
-One object per process, written by the main thread and read by those that watch it. The names are
-those of the ledger in `events.jsonl`, of stall reports and of `maxpipe goodput`.
+Every process has one `Phases` object, which the main thread updates and monitoring threads read.
+`events.jsonl`, stall reports and `maxpipe goodput` use the names of the phases.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ START, DATA_SET_UP, RESTORE, COMPILE = "start", "data set-up", "restore", "compi
 LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
 ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
-"""Before the first step."""
+"""Phases before the first step."""
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
-"""Phases that may wait for other processes; in all others a process delays them itself."""
+"""Phases that may wait for other processes; in all others, a process delays the others."""
 UNTIMED = (COMPILE,)
-"""Of unknown length: from outside, progress cannot be seen."""
+"""Phases of unknown duration without visible progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseStatus:
-    """What a process is doing."""
+    """Current status of a process."""
 
     phase: str
     step: int
-    """The newest step that was started."""
+    """Newest started step."""
     seconds: float
-    """Since the last progress."""
+    """Seconds since the last progress."""
     own_seconds: float
-    """In total after set-up, without waits for devices or other processes."""
+    """Total seconds after set-up, without waiting for devices or other processes."""
     detail: str = ""
-    """What it waits for there, where that is known."""
+    """Reason for waiting, if known."""
 
 
 class Phases:
-    """The phase of a process; phases nest, and time belongs to the innermost."""
+    """Tracks nested phases; time counts for the innermost phase."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -50,11 +50,11 @@ class Phases:
         self._own = 0.0
         self.step = 0
         self.detail = ""
-        """As in `Where`."""
+        """Reason for waiting, as in `PhaseStatus`."""
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
-        """Time inside belongs to `phase`."""
+        """Context in which time counts for `phase`."""
         with self._lock:
             self._add_elapsed()
             self._open.append(phase)
@@ -68,27 +68,27 @@ class Phases:
                 self._progressed = self._clock()
 
     def progress(self, step: int | None = None) -> None:
-        """Progress was made; `step` is the newest step that was started."""
+        """Record progress; `step` is the newest started step."""
         with self._lock:
             self._progressed = self._clock()
             self.step = self.step if step is None else step
 
     def status(self) -> PhaseStatus:
-        """What the process is doing now."""
+        """Return the current status of the process."""
         with self._lock:
             self._add_elapsed()
             idle = self._clock() - self._progressed
             return PhaseStatus(self._open[-1], self.step, idle, self._own, self.detail)
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
+        """Return the seconds by phase since the last call."""
         with self._lock:
             self._add_elapsed()
             taken, self._seconds = self._seconds, {}
             return taken
 
     def _add_elapsed(self) -> None:
-        """Books the time since the last call."""
+        """Add the time since the last call to the current phase."""
         now, phase = self._clock(), self._open[-1]
         spent, self._since = now - self._since, now
         self._seconds[phase] = self._seconds.get(phase, 0.0) + spent

@@ -1,24 +1,23 @@
-"""Messages between two processes of a run, authenticated against any third.
+"""Authenticated messages between the coordinator and the processes of a run.
 
-Both ends hold the run's secret, and both prove it before either sends anything else:
+Both ends know the run's secret, and prove it before they send anything else:
 
-    member -> hub   the protocol's name, the member's nonce
-    hub -> member   the hub's nonce, HMAC(secret, "hub", both nonces)
+    member -> hub   protocol name, nonce of the member
+    hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)
     member -> hub   HMAC(secret, "member", both nonces)
 
-A proof holds for these nonces and this role only: repeated, reflected or sent elsewhere it proves
-nothing. Messages follow, each with its length and an HMAC of its number and content under a key of
-this connection and direction. They are JSON and not encrypted.
+The hub is the coordinator in process 0, and a member is any other process. A proof is valid only
+for its nonces and role, so replayed or reflected proofs are rejected. After that, every message has
+a length and an HMAC of its number and content, with a key per connection and direction. Messages
+are JSON and not encrypted.
 
-Only `reach` and `flush` block: what a peer does not read is queued up to a limit, at
-which the connection is dropped.
+Only `connect` and `flush` block. Messages that a peer does not read are queued up to a limit, at
+which the connection is closed.
 
-The secret by which the processes of a run authenticate each other.
-
-It is never in a config, a command line or a log. A launcher gives it to all processes in
-their environment, or in a private file that the environment names. Without either, process 0 leaves
-one in the run's folder, which all processes see and only their user can read, for as long as they
-are waited for.
+The secret is never part of a config, a command line or a log. A launcher passes it to all processes
+in the environment, or in a private file that is named in the environment. Otherwise, process 0
+writes a secret to the run's folder, readable only by the user of the run, until all processes have
+joined.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from maxpipe.io.typed_json import parse_json
 _T = TypeVar("_T")
 
 MAX_MEMBER_MESSAGE_BYTES, MAX_COORDINATOR_MESSAGE_BYTES = 1 << 18, 1 << 24
-"""The longest messages: a member sends its own state, the hub that of all."""
+"""Maximum message sizes; coordinator messages contain the state of all processes."""
 PIECE_BYTES = 1 << 16
 
 _NAME = b"maxpipe1"
@@ -61,12 +60,12 @@ class PeerAuthenticationError(ConnectionError):
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """A greeting's parts; all but the last have a fixed length for each role."""
+    """Return the HMAC of several parts; all except the last have a fixed length per role."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
 class AuthenticatedConnection:
-    """Messages over a socket whose other end has proved itself."""
+    """Messages over a socket with an authenticated peer."""
 
     def __init__(self, sock: socket.socket, key: bytes, nonces: bytes, *, is_hub: bool):
         self._socket, self._lock = sock, threading.Lock()
@@ -80,16 +79,16 @@ class AuthenticatedConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor of the socket, for a selector."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something is to be sent as soon as the peer reads."""
+        """Whether unsent data is queued."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Whether it is on its way; False when the connection is over."""
+        """Queue and send a message; return False if the connection is closed."""
         text = json.dumps(message).encode()
         with self._lock:
             number = struct.pack(">Q", self._num_sent)
@@ -98,7 +97,7 @@ class AuthenticatedConnection:
         return self.send_pending()
 
     def send_pending(self) -> bool:
-        """Sends what is queued, as far as the network accepts it."""
+        """Send queued data without blocking; return False if the connection is closed."""
         with self._lock:
             try:
                 while self._unsent:
@@ -114,15 +113,15 @@ class AuthenticatedConnection:
         return True
 
     def flush(self, seconds: float) -> None:
-        """Waits until all is sent, at most these seconds."""
+        """Wait until all data is sent, for at most `seconds`."""
         end = time.monotonic() + seconds
         while self.send_pending() and self.has_unsent and time.monotonic() < end:
             time.sleep(0.01)
 
     def receive(self, kind: type[_T]) -> list[_T] | None:
-        """Whole messages that have come; None when there will be no more.
+        """Return the complete messages received so far; None if the connection has ended.
 
-        Any other data ends the connection.
+        Invalid data closes the connection.
         """
         try:
             data = self._socket.recv(PIECE_BYTES)
@@ -147,7 +146,7 @@ class AuthenticatedConnection:
             self._num_received += 1
             try:
                 if not hmac.compare_digest(proof, _digest(self._key_in, number, text)):
-                    raise ValueError("not of the peer")
+                    raise ValueError("the HMAC does not match")
                 found.append(parse_json(text, kind))
             except ValueError:
                 self._end()
@@ -155,25 +154,25 @@ class AuthenticatedConnection:
         return found
 
     def _end(self) -> None:
-        """The next read finds the end."""
+        """Shut down the connection; the next read detects its end."""
         self._unread.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket. What was sent arrives."""
+        """Close the socket so that sent data still arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             for _ in range(
                 _MAX_DRAINED_READS
-            ):  # unread bytes would make the network drop the others
+            ):  # unread data would reset the connection and drop sent data
                 if not self._socket.recv(PIECE_BYTES):
                     break
         self._socket.close()
 
 
 class UnauthenticatedPeer:
-    """A connection whose other end has not proved that it is of this run."""
+    """A connection whose peer is not authenticated yet."""
 
     def __init__(self, sock: socket.socket, address: str):
         self.address, self.since = address, time.monotonic()
@@ -181,14 +180,14 @@ class UnauthenticatedPeer:
         sock.setblocking(False)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor of the socket, for a selector."""
         return self._socket.fileno()
 
     def advance(self, secret: bytes) -> AuthenticatedConnection | None:
-        """Reads what has arrived; the wire, once it has proved to be of the run.
+        """Read received data; return the connection once the peer is authenticated.
 
         Raises:
-            OSError: it is not of the run, or is gone.
+            OSError: the peer failed to authenticate, or has disconnected.
         """
         wanted = _DIGEST if self._nonces else _HELLO
         try:
@@ -211,7 +210,7 @@ class UnauthenticatedPeer:
         return AuthenticatedConnection(self._socket, secret, self._nonces, is_hub=True)
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Close the socket."""
         self._socket.close()
 
 
@@ -222,36 +221,36 @@ def _is_beginning(text: bytes) -> bool:
 def connect(
     address: tuple[str, int], secret: bytes, end: Callable[[], float]
 ) -> AuthenticatedConnection:
-    """A member's wire to the hub at this host and port.
+    """Connect to the coordinator.
 
     Args:
         address: host and port.
-        secret: of the run.
-        end: the time, of the monotonic clock, at which waiting is over.
+        secret: secret of the run.
+        end: function that returns the deadline on the monotonic clock.
 
     Raises:
-        NotOfThisRun: the answer is from another program.
-        OSError: there is no answer.
+        PeerAuthenticationError: the peer does not know the secret.
+        OSError: there is no response.
     """
     begin = time.monotonic()
     sock = socket.create_connection(address, max(0.1, min(_CONNECT_SECONDS, end() - begin)))
     try:
         if sock.getsockname() == sock.getpeername():
-            raise ConnectionRefusedError("there is no listener, and the socket connected to itself")
+            raise ConnectionRefusedError("no listener: the socket connected to itself")
         sock.settimeout(_LOOK_SECONDS)
         own, answer = secrets.token_bytes(_NONCE), b""
         sock.sendall(_NAME + own)
         while len(answer) < _CHALLENGE:
             if time.monotonic() >= min(end(), begin + _ANSWER_SECONDS):
-                raise TimeoutError("no answer")
+                raise TimeoutError("no response")
             with contextlib.suppress(TimeoutError):
                 piece = sock.recv(_CHALLENGE - len(answer))
                 if not piece:
-                    raise ConnectionResetError("it was closed")
+                    raise ConnectionResetError("the peer closed the connection")
                 answer += piece
         nonces = own + answer[:_NONCE]
         if not hmac.compare_digest(answer[_NONCE:], _digest(secret, b"hub", nonces)):
-            raise PeerAuthenticationError("it does not know the run's secret")
+            raise PeerAuthenticationError("the peer does not know the run's secret")
         sock.sendall(_digest(secret, b"member", nonces))
         return AuthenticatedConnection(sock, secret, nonces, is_hub=False)
     except BaseException:
@@ -264,29 +263,29 @@ FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
 _SECRET_PREFIX = ".secret-"
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1024
-"""Bytes. One recorded greeting is enough to try short secrets offline."""
+"""Length limits of a secret in bytes. Short secrets could be guessed offline from one handshake."""
 _ACTION = (
-    f"Run `openssl rand -hex 32` once, and set {VARIABLE} to what it prints in the environment of "
+    f"Run `openssl rand -hex 32` once, and set {VARIABLE} to its output in the environment of "
     "every process."
 )
 
 
 def generate_secret() -> str:
-    """A new random one."""
+    """Return a new random secret."""
     return secrets.token_hex(32)
 
 
 def secret_from_environment(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """The secret that the environment holds or names; None where it does neither.
+    """Return the secret in the environment or in the file named there; None if neither is set.
 
     Raises:
-        ConfigError: it is too short, or its file is not private.
+        ConfigError: the secret has an invalid length, or its file is not private.
     """
     if (text := environment.get(VARIABLE)) is not None:
         found = os.fsencode(text).strip()
         if not _MIN_SECRET_BYTES <= len(found) <= _MAX_SECRET_BYTES:
             rule = (
-                f"must have {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} characters, it has "
+                f"must have {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} characters, but has "
                 f"{len(found)}."
             )
             raise ConfigError.one(VARIABLE, None, rule, _ACTION)
@@ -296,29 +295,28 @@ def secret_from_environment(environment: Mapping[str, str] = os.environ) -> byte
     try:
         return _read(Path(path))
     except OSError as error:
-        # The path is not shown: by the variable's name it counts as a secret.
-        rule = f"must name a private file that holds the run's secret: {error.strerror or error}."
-        action = "Make it on every host, by `(umask 077; openssl rand -hex 32 > FILE)` and a copy."
+        # The path is not shown, because the variable's name marks its value as a secret.
+        rule = f"must name a private file with the run's secret: {error.strerror or error}."
+        action = "Create the file with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to "
+        action += "every host."
         if isinstance(error, PermissionError):
-            action = (
-                "Let it belong to this user and be readable by no other (`chmod 600`), on every "
-                "host."
-            )
+            action = "Make this user the owner of the file and the only reader (`chmod 600`), on "
+            action += "every host."
         raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
 
 
 def secret_path(folder: Path, port: int) -> Path:
-    """Where process 0 leaves a secret for those that come to this port."""
+    """Return the path of the secret that process 0 publishes for a port."""
     return folder / f"{_SECRET_PREFIX}{port}"
 
 
 @contextlib.contextmanager
 def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
-    """Writes a new secret for the other processes; it exists until the block ends.
+    """Write a new secret for the other processes, and remove it at the end of the block.
 
     Raises:
         StorageError: the folder cannot be written.
-        ConfigError: its file system does not keep files private.
+        ConfigError: the file system does not support private files.
     """
     path, text = secret_path(folder, port), generate_secret()
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -327,29 +325,29 @@ def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o600), "w", encoding="ascii") as stream:
             stream.write(text)
-        # An existing file, perhaps a link or from a copied folder, is not used.
+        # Replace an existing file, which may be a link or come from a copied folder.
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise StorageError.unwritable(folder, error) from error
     try:
-        read_published_secret(folder, port)  # or else the others would be refused
+        read_published_secret(folder, port)  # check that the other processes can use it
         yield text.encode()
     finally:
         remove_secret(folder, port)
 
 
 def remove_secret(folder: Path, port: int) -> None:
-    """Removes the file, if it exists."""
+    """Remove the published secret, if it exists."""
     with contextlib.suppress(OSError):
         secret_path(folder, port).unlink()
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Removes the files of processes that were killed while they waited, at any port.
+    """Remove secrets, for any port, of processes that were killed while waiting.
 
-    For the holder of the folder's lock: all processes of its run have connected.
+    The caller must hold the folder's lock, so that all processes of its run have connected.
     """
     for path in folder.glob(f"{_SECRET_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -357,43 +355,45 @@ def remove_stale_secrets(folder: Path) -> None:
 
 
 def read_published_secret(folder: Path, port: int) -> bytes | None:
-    """The secret that process 0 wrote; None before that.
+    """Return the secret that process 0 published; None if there is none yet.
 
     Raises:
-        ConfigError: others than the user of this process could have read it.
+        ConfigError: other users could have read the secret.
     """
     path = secret_path(folder, port)
     try:
-        os.listdir(folder)  # else NFS may cache for a minute that there is no such file
+        os.listdir(folder)  # otherwise NFS may cache the absence of the file for a minute
         return _read(path)
     except PermissionError as error:
-        rule = f"must be readable by the user of all processes, and no other: {error.strerror}."
+        rule = f"must be readable only by the user of the processes: {error.strerror}."
         raise ConfigError.one(str(path), None, rule, _ACTION) from error
-    except OSError:  # not there yet, or being replaced
+    except OSError:  # not written yet, or being replaced
         return None
 
 
 def _read(path: Path) -> bytes:
-    """The secret in a file.
+    """Read the secret in a file.
 
     Raises:
-        PermissionError: it is not this user's alone.
-        OSError: it cannot be read, or holds no secret.
+        PermissionError: the file is accessible by other users.
+        OSError: the file cannot be read, or contains no secret.
     """
-    # Opening a pipe without a writer would block for ever.
+    # Without O_NONBLOCK, opening a pipe without a writer would block forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+            raise OSError(errno.EINVAL, "the path is not a regular file")
         if status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, "it belongs to another user")
+            raise PermissionError(errno.EPERM, "the file belongs to another user")
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
-            raise PermissionError(errno.EPERM, f"its mode is {mode:o}, others may use it")
+            raise PermissionError(
+                errno.EPERM, f"the file mode is {mode:o}, which permits other users"
+            )
         content = stream.read(_MAX_SECRET_BYTES + 1).strip()
     if not _MIN_SECRET_BYTES <= len(content) <= _MAX_SECRET_BYTES:
         raise OSError(
-            errno.EINVAL, f"it must hold {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
+            errno.EINVAL, f"the file must have {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
         )
     return content

@@ -1,7 +1,7 @@
-"""Start and stop of a process: devices, other processes, caches, signals.
+"""Start a process: devices, other processes, compilation cache and signals.
 
-The only module that touches jax's global settings and the process environment. It
-runs before the first device is used.
+Only this module changes jax's global settings and the process environment. It must run before the
+first use of a device.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
-# jax ends a process with SIGABRT when others do not connect or are lost; our limits come first.
+# jax aborts a process with SIGABRT if others do not connect or are lost, so its limits are longer.
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-"""Prefixes of jax's errors about other processes that are missing or lost."""
+"""Prefixes of jax errors about missing or lost processes."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
-    """Choose the platform and open the compilation cache, for a process on its own.
+    """Select the platform and open the compilation cache, for a single process.
 
     Raises:
-        ConfigError: the chosen platform has no devices here.
+        ConfigError: the selected platform has no devices on this machine.
     """
     _prepare(config, cpu_devices)
     _find_devices(config)
@@ -61,26 +61,28 @@ def join_processes(
     facts: Mapping[str, str],
     folder: Path,
 ) -> Iterator[ControlChannel]:
-    """The same as one process of a run, and a link to the others; SIGTERM is caught inside.
+    """Start one process of a run, join the others and yield the control channel.
+
+    Stop signals are caught inside.
 
     Args:
-        config: of the processes.
-        cpu_devices: virtual ones of this process.
-        phases: this process's progress, reported to the others.
-        facts: values that must be the same in all processes, by name.
-        folder: of the run, which all processes see. The first leaves a secret in it for the
-            others, where neither the environment nor jax gives them one.
+        config: runtime settings of the processes.
+        cpu_devices: number of virtual CPU devices of this process.
+        phases: phases of this process, reported to the coordinator.
+        facts: values by name that must be equal in all processes.
+        folder: run folder, shared by all processes. Process 0 publishes a secret in the folder if
+            the processes get none from the environment or from jax.
 
     Raises:
-        ConfigError: the chosen platform has no devices here, the others were started with other
-            facts, or the secret is not private.
-        AbsentError: the others did not come in time or cannot be reached.
+        ConfigError: the selected platform has no devices on this machine, `facts` differ between
+            processes, or the secret is not private.
+        UnreachableError: other processes did not join in time or are not reachable.
         StorageError: the folder cannot be written.
     """
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
-        _find_devices(config)  # before jax looks for them and fails without an explanation
+        _find_devices(config)  # fail with an explanation before jax uses the devices
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
@@ -97,7 +99,7 @@ def join_processes(
                 _initialize(config)
         elif config.cpu_collectives == "gloo":
             _initialize(dataclasses.replace(config, coordinator=f"127.0.0.1:{free_port()}"))
-        link.catch_signals()  # jax may have taken them
+        link.catch_signals()  # jax may have replaced the handlers
         with link.propagate_failure():
             _find_devices(config)
             _use_devices(config)
@@ -105,7 +107,7 @@ def join_processes(
 
 
 def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
-    # XLA's C++ side logs through its own channel; warnings there are for its developers.
+    # Suppress warnings of XLA's C++ code, which are for its developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
     if config.platform != "auto":
@@ -117,11 +119,11 @@ def _find_devices(config: RuntimeConfig) -> None:
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
-        reason = (str(error).splitlines() or ["jax has no plugin for it."])[0]
+        reason = (str(error).splitlines() or ["jax has no plugin for this platform."])[0]
         raise ConfigError.one(
             "runtime.platform",
             config.platform,
-            f"has no devices on this machine: {reason}",
+            f"must have devices on this machine: {reason}",
             "Set runtime.platform=cpu, or install the extra for your device: "
             "pip install 'maxpipe[tpu]' or 'maxpipe[cuda]'.",
         ) from error
@@ -129,8 +131,8 @@ def _find_devices(config: RuntimeConfig) -> None:
 
 def _use_devices(config: RuntimeConfig) -> None:
     on_cpu = jax.default_backend() == "cpu"
-    # XLA for CPU loads a program without the order of its collectives: devices that meet in
-    # different orders wait for each other forever, or get each other's values.
+    # XLA for CPU loads a cached program without the order of its collectives. Devices that run them
+    # in different orders deadlock or exchange wrong values.
     if not (on_cpu and jax.device_count() > 1):
         _open_cache(config.compilation_cache)
     if on_cpu and (jax.process_count() > 1 or config.cpu_collectives == "gloo"):
@@ -138,15 +140,15 @@ def _use_devices(config: RuntimeConfig) -> None:
 
 
 _ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
-"""Shared experts, and weights' gradients, are computed while rows of experts travel."""
+"""Overlap expert all-to-alls with shared experts and weight gradients."""
 _BY_FUSIONS = {
-    # Both together: a gather that is issued early travels behind a loop, and takes memory there.
+    # Both options: a gather that starts early overlaps with a loop, but uses memory there.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_ASYNC_ALL_TO_ALL,
 }
-"""Gathers travel step by step inside of other work's fusions. libtpu 0.0.50 refuses it anywhere but
-on v5e, as it might hang or compute something else there."""
+"""Overlap gathers with the fusions of other work. libtpu 0.0.50 allows this only on v5e, because
+other devices might hang or compute wrong values."""
 _BY_SPARSE_CORES = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -155,26 +157,27 @@ _BY_SPARSE_CORES = {
     "xla_sc_disable_megacore_partitioning": "true",
     **_ASYNC_ALL_TO_ALL,
 }
-"""Sums, and from libtpu 0.0.50 on gathers, are left to the chip's sparse cores meanwhile."""
+"""Offload reduce-scatters, and since libtpu 0.0.50 all-gathers, to the sparse cores of the chip."""
 _ASYNC_OPTIONS = {
     "TPU v5 lite": _BY_FUSIONS,
     "TPU v5": _BY_SPARSE_CORES,
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
-"""By kind of device; others have neither."""
+"""Options by device kind; other devices support neither."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
-"""Else XLA keeps a bfloat16 copy of every weight's shard throughout the step."""
+"""Options to save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
-"""A product in 8 bits may round its operand itself. Where numbers are for several products,
-`parallel.low_precision` says that they are written."""
+"""Fuse the quantization of operands into 8-bit matmuls. For operands of several matmuls,
+`parallel.low_precision` materializes the quantized values."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""Working memory of a fusion. A decoder's layers take 3 to 5% fewer cycles with more of it than the
-compiler gives, and a third to two thirds longer to compile."""
+"""VMEM limit of a fusion. A higher limit than the default reduces the cycles of decoder layers by 3
+to 5%, and increases compile time by a third to two thirds."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
-"""`model.d_model` from which on 32 MiB take 2% fewer cycles than 24 (70B, 405B). On these kinds
-they do so with 4096, too: 1 to 2% on v5p, none with experts (`benchmarks/tpu_step.md`), 13% on v6e
+"""Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
+(70B, 405B). The listed device kinds always use 32 MiB: with `d_model=4096`, this saves 1 to 2% on
+v5p, nothing with experts (`benchmarks/tpu_step.md`) and 13% on v6e
 (`benchmarks/low_precision.md`)."""
 
 
@@ -186,10 +189,10 @@ def compiler_options(
     spares_memory: bool = False,
     in_8_bits: bool = False,
 ) -> dict[str, str]:
-    """What XLA should do differently for the step on devices of this platform and kind.
+    """Return the XLA options of the train step for a platform and device kind.
 
-    `spares_memory` prefers less memory to fewer cycles; `in_8_bits`: some products are. The gains
-    are the compiler's own numbers (`benchmarks/tpu_step.py`; decision 31).
+    `spares_memory` prefers less memory over fewer cycles. `in_8_bits` means that some matmuls are
+    8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
         return {}
@@ -202,13 +205,13 @@ def compiler_options(
 
 
 def use_cpu_only() -> None:
-    """For commands that read files only, perhaps beside a run that holds the devices."""
+    """Use only the CPU, for commands that read files while a run may be using the devices."""
     _remove_log_printers()
     jax.config.update("jax_platforms", "cpu")
 
 
 def _remove_log_printers() -> None:
-    """Without this every warning is printed twice: importing orbax adds a printer."""
+    """Remove the log handler that orbax adds on import, which prints every warning twice."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if type(handler) is logging.StreamHandler:
@@ -216,7 +219,7 @@ def _remove_log_printers() -> None:
 
 
 def _keep_stdout_for_python() -> None:
-    """gloo, which joins CPU processes, reports each connection on the C library's stdout."""
+    """Discard C-level stdout, to which gloo reports every connection, but keep Python's stdout."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     with open(os.devnull, "wb") as nowhere:
@@ -228,7 +231,7 @@ def _keep_stdout_for_python() -> None:
 def _open_cache(folder: str) -> None:
     if not folder:
         return
-    unusable = "runtime.compilation_cache = %s: cannot be used (%s). Programs are compiled again."
+    unusable = "runtime.compilation_cache = %s: cannot be used (%s). Programs are not cached."
     if folder == RuntimeConfig().compilation_cache and not has_home():
         _LOG.warning(unusable, folder, "HOME is not set")
         return
@@ -245,7 +248,7 @@ def _open_cache(folder: str) -> None:
 def _gather(
     config: RuntimeConfig, link: ControlChannel, facts: Mapping[str, str], folder: Path
 ) -> None:
-    """Waits for the other processes, each of which has its own link."""
+    """Wait until all processes have joined the control channel."""
     given = protocol.secret_from_environment()
     with contextlib.ExitStack() as stack:
         if not config.num_processes:
@@ -265,9 +268,9 @@ def _gather(
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"
             action = (
-                "End what listens there, perhaps an earlier start of this run; or name another "
+                "End the program that uses the port, perhaps an earlier start of this run; or set "
             )
-            action += "port in runtime.coordinator of every process."
+            action += "another port in runtime.coordinator of every process."
             trouble = JoinFailure(text, action=action)
     if trouble:
         raise _join_error(config, trouble)
@@ -279,8 +282,8 @@ def _address(config: RuntimeConfig) -> tuple[str, int]:
 
 
 def _broadcast_address(index: int) -> tuple[tuple[str, int], bytes]:
-    """Host and a free port of process 0, and a new secret, broadcast over the devices."""
-    word = np.zeros(_SECRET_BYTES + 300, np.uint8)  # a name has at most 253
+    """Broadcast host, a free port and a new secret from process 0 over the devices."""
+    word = np.zeros(_SECRET_BYTES + 300, np.uint8)  # a host name has at most 253 bytes
     if index == 0:
         text = secrets.token_bytes(_SECRET_BYTES)
         text += f"{_own_address()}:{free_port()}".encode()
@@ -291,12 +294,12 @@ def _broadcast_address(index: int) -> tuple[tuple[str, int], bytes]:
 
 
 def _own_address() -> str:
-    """The address of this host, which is that of process 0, for the others."""
-    # The interface of the default route. A host's own name often stands for loopback.
+    """Return the address at which other hosts can reach this host, the host of process 0."""
+    # Use the interface of the default route, because host names often resolve to loopback.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
         return probe.getsockname()[0]
-    # jax has met the others at process 0 already; only its private part says where.
+    # jax already knows the coordinator address, but only in a private module.
     from jax._src.distributed import global_state
 
     host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
@@ -304,7 +307,7 @@ def _own_address() -> str:
 
 
 def _name_of_host() -> str:
-    """Empty when it is unknown, or stands for loopback."""
+    """Return the name of this host; empty if it is unknown or resolves to loopback."""
     with contextlib.suppress(OSError, ValueError):
         name = socket.gethostname()
         for *_, address in socket.getaddrinfo(name, None):
@@ -317,7 +320,9 @@ def _initialize(config: RuntimeConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     from_cluster = config.num_processes == 0
     limit = config.init_timeout_seconds
-    late = _join_error(config, JoinFailure(f"the others did not come within {limit} s.", late=True))
+    late = _join_error(
+        config, JoinFailure(f"other processes did not join within {limit} s.", late=True)
+    )
     try:
         with _deadline(limit, late.exit_code, str(late)):
             jax.distributed.initialize(
@@ -335,7 +340,7 @@ def _initialize(config: RuntimeConfig) -> None:
 
 
 def _bind_address(config: RuntimeConfig) -> str | None:
-    """The address of jax's own service, by default every address of this host."""
+    """Return the bind address of jax's service; None for the default, all addresses."""
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
     return config.coordinator if own_addresses(_address(config)[0]) else None
@@ -347,19 +352,18 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
         action = trouble.action
     elif trouble.late:
         action = (
-            "Start all again where they can reach this address; for hosts that take longer to "
-            "come, set a larger runtime.init_timeout_seconds."
+            "Start all processes again on hosts that can reach this address. If hosts start "
+            "slowly, set a larger runtime.init_timeout_seconds."
         )
     else:
         action = (
-            "Start every process with the same config, runtime.coordinator and num_processes, each "
-            "with its own process_id; or set runtime.num_processes=1."
+            "Start every process with the same config, runtime.coordinator and num_processes, and "
+            "with a different process_id; or set runtime.num_processes=1."
         )
     problem = Problem(
         "runtime.coordinator",
-        config.coordinator or "found by jax",
-        f"must bring all processes together; {rank if config.num_processes else 'jax'}: "
-        f"{trouble.text}",
+        config.coordinator or "detected by jax",
+        f"must connect all processes; {rank if config.num_processes else 'jax'}: {trouble.text}",
         action,
     )
     return UnreachableError(str(problem)) if trouble.late else ConfigError([problem])
@@ -367,7 +371,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
-    """Ends the process when the body, perhaps a call that nothing interrupts, takes longer."""
+    """End the process if the body, which may not be interruptible, exceeds the time limit."""
 
     def leave() -> None:
         print(f"{redact.redact_text(message)}\n", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""When a run has had enough: evaluations in a row without a better metric.
+"""Early stopping: end a run after several evaluations without a better metric.
 
-What is counted is saved with the data position, so that a resumed run ends where an unbroken one
-does.
+The counters are saved with the data position, so that a resumed run ends at the same step as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from maxpipe.io.typed_json import AnyFloat
 
 
 class EarlyStoppingState(TypedDict):
-    """What a checkpoint keeps."""
+    """Early-stopping state in a checkpoint."""
 
     metric: str
     is_largest: bool
     waited: int
-    """Evaluations since the best one."""
+    """Number of evaluations since the best one."""
     counted: int
-    """Step of the newest evaluation that counts."""
+    """Step of the newest counted evaluation."""
     best: NotRequired[AnyFloat]
     best_step: NotRequired[int]
 
 
 class EarlyStopping:
-    """Counts the evaluations that `eval.every` asks for."""
+    """Counts the periodic evaluations of `eval.every` without a better metric."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class EarlyStopping:
         checkpoint: CheckpointConfig,
         facts: Mapping[str, Any] | None = None,
     ):
-        """`facts` are those of a checkpoint; of another metric they are not read."""
+        """Create the counter; `facts` from a checkpoint are ignored if the metric differs."""
         self._config, self._better = config, BestMetric.of(checkpoint)
         self._waited = self._counted = 0
         self._best: float | None = None
@@ -52,15 +52,15 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run ends, or has ended, for that."""
+        """Whether the run ends, or has ended, by early stopping."""
         return 0 < self._config.patience <= self._waited
 
     def needs_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after this step counts, and was not made."""
+        """Whether the evaluation after this step is counted and still missing."""
         return bool(self._config.patience) and self._is_counted(step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Counts the evaluation after a step; whether it is the one too many."""
+        """Count the evaluation after a step, and return whether the run should stop."""
         if not self._is_counted(step):
             return False
         self._counted = step
@@ -83,7 +83,7 @@ class EarlyStopping:
         return key < best - self._config.min_delta
 
     def state_dict(self) -> dict[str, EarlyStoppingState]:
-        """What a checkpoint keeps beside the data position."""
+        """Return the state that a checkpoint saves with the data position."""
         if not self._config.patience:
             return {}
         found = EarlyStoppingState(
@@ -97,18 +97,18 @@ class EarlyStopping:
         return {"patience": found}
 
     def event_fields(self) -> dict[str, Any]:
-        """What the event of the end says."""
+        """Return the fields of the event that records the early stop."""
         best = {} if self._best is None else {"best": self._best, "best_step": self._best_step}
         return {"metric": self._better.metric, "evaluations": self._waited, **best}
 
     def message(self) -> str:
-        """Why the run is over."""
+        """Return a description of the early stop for the user."""
         gain = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
-        best = "it was never a number"
+        best = "no evaluation returned a finite value"
         if self._best is not None:
-            best = f"the best was {self._best:.6g} after step {self._best_step}"
+            best = f"the best value was {self._best:.6g} after step {self._best_step}"
         return (
-            f"stopped early after step {self._counted}: {self._better.metric} has not become "
-            f"better{gain} in {pluralize(self._waited, 'evaluation')} (eval.patience="
+            f"stopped early after step {self._counted}: {self._better.metric} did not improve"
+            f"{gain} in {pluralize(self._waited, 'evaluation')} (eval.patience="
             f"{self._config.patience}); {best}"
         )

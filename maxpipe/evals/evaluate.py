@@ -1,8 +1,6 @@
-"""Loss over a fixed number of validation batches, weighted by tokens.
+"""Evaluation during training: token-weighted validation loss and multiple-choice tasks.
 
-Losses of the sources of a mixture, from the sums that steps find for each.
-
-Evaluation of a run beside its training: losses of documents, and answers to questions.
+The module also computes the training loss of every source of a mixture.
 """
 
 from __future__ import annotations
@@ -27,23 +25,23 @@ from maxpipe.telemetry.metrics import source_tag
 
 @dataclass(frozen=True, slots=True)
 class EvalTotals:
-    """Sums over batches: `loss` in nats, `targets` tokens, `bytes` of text they stand for."""
+    """Sums over batches: `loss` in nats, `targets` in tokens, and `bytes` of the target text."""
 
     loss: float
     targets: float
     bytes: float
     by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
-    """Those of each source of a mixture, by name."""
+    """Totals of each source of a mixture, by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
-    """What the objective reports beside its loss, by name."""
+    """Sums of additional metrics of the objective, by name."""
     has_bytes: bool = True
-    """Whether they are of tokens: those of pairs stand for no bytes."""
+    """Whether targets are tokens; pairs have no bytes."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`eval/loss` in nats per target token and `eval/nats_per_byte` of the text.
+        """`eval/loss` in nats per target token, and `eval/nats_per_byte` of the text.
 
-        NaN where there is none, as of conversations without an answer: 0 would be the best loss.
+        Without targets, the metrics are NaN, because 0 would be the best loss.
         """
         found = {"eval/loss": self.loss / self.targets if self.targets else math.nan}
         if self.has_bytes:
@@ -60,7 +58,7 @@ class EvalTotals:
 
     @property
     def summary(self) -> str:
-        """The metrics in a line, for people."""
+        """The metrics as one line of text."""
         found = self.metrics
         if self.has_bytes:
             return (
@@ -71,7 +69,7 @@ class EvalTotals:
         return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
     def metrics_for(self, name: str) -> dict[str, float]:
-        """The same of a set of documents that has a name, or none: `eval/NAME/loss`."""
+        """Return the metrics of a validation set, with tags `eval/NAME/loss` if it has a name."""
         inner = f"eval/{name}/" if name else "eval/"
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
@@ -95,12 +93,10 @@ def evaluate(
     stops: Callable[[], bool] = lambda: False,
     sources: Sequence[str] = (),
 ) -> EvalTotals | None:
-    """Sums over the batches. Nothing if `stops`, which is asked after each batch, says so.
+    """Evaluate batches and return the totals; None if `stops` returned true after a batch.
 
-    `sources` are those of a mixture, of which the step has sums for each; none where the documents
-    are of no source of it.
-
-    No device computes when it is over: Python that ends meanwhile may crash.
+    `sources` are the sources of a mixture, for which the step returns separate sums. On return, no
+    device is busy, because Python may crash if it exits during a computation.
     """
     total = {name: np.zeros(()) for name in ("loss", "targets")}
 
@@ -108,7 +104,7 @@ def evaluate(
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + np.asarray(value, np.float64)
 
-    # Added one batch late: at most two are on the devices.
+    # Read results one batch late, so that at most two batches are in flight.
     before: Mapping[str, jax.Array] | None = None
     try:
         for batch in batches:
@@ -139,7 +135,7 @@ def evaluate(
 
 
 class SourceSums:
-    """Sums over steps, from one record to the next: a step may have no row of a small source."""
+    """Sums the losses of sources between two records; a step may not contain every source."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -147,12 +143,12 @@ class SourceSums:
         self._pending: Mapping[str, Any] = {}
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
-        """A step was started, and the one before it is done."""
+        """Add the sums of the previous step, and store those of a step that was just started."""
         self._add()
         self._pending = metrics
 
     def take_metrics(self) -> dict[str, float]:
-        """The metrics of all steps since the last call; waits for the newest."""
+        """Wait for the newest step, and return the metrics of all steps since the last call."""
         self._add()
         (nats, targets), self._sums = self._sums, np.zeros_like(self._sums)
         found = {}
@@ -167,27 +163,27 @@ class SourceSums:
         if not self._names or not metrics:
             return
         sums = np.stack([np.asarray(metrics[tag], np.float64) for tag in BY_SOURCE])
-        # Of a step that is not finite `train/loss` tells.
+        # Skip steps that are not finite; `train/loss` shows them.
         self._sums += np.where(np.isfinite(sums).all(axis=0), sums, 0.0)
 
 
 @dataclass
 class Evaluator:
-    """What each evaluation of a run does."""
+    """Runs the evaluations of a training run."""
 
     config: EvalConfig
     datasets: Datasets
     tasks: Sequence[Task]
     console: Console
     should_stop: Callable[[], bool]
-    """Whether all processes were asked to stop."""
+    """Returns whether all processes should stop."""
     heartbeat: Callable[[], object]
-    """Called as it goes on."""
+    """Called to report progress."""
     step: Any = None
-    """The compiled step, if documents are read."""
+    """The compiled evaluation step; None without validation documents."""
 
     def compile(self, steps: Steps) -> None:
-        """Makes the programs for parameters of these steps."""
+        """Compile the evaluation programs for the parameters of `steps`."""
         if self._loaders:
             with self.console.stage("compiling eval step"):
                 self.step = steps.compile_eval(self.config.batch_size)
@@ -205,9 +201,9 @@ class Evaluator:
         params: Any,
         read: Callable[[Loader, int, int], AbstractContextManager[Any]],
     ) -> dict[str, float]:
-        """Of parameters after a step; empty where there is nothing to evaluate, or it was stopped.
+        """Evaluate parameters after step `number`; empty without evaluations or after a stop.
 
-        `read` gives batches of a loader from one to before another.
+        `read(loader, begin, end)` returns the batches [begin, end) of a loader.
         """
         if (found := self._losses(params, read)) is None:
             return {}
@@ -224,14 +220,14 @@ class Evaluator:
             self.console.note(
                 f"task {task.name} after step {number}: accuracy {answered['accuracy']:.4f}, "
                 f"by bytes {answered['accuracy_by_bytes']:.4f}, chance {answered['chance']:.4f}, "
-                f"of {pluralize(answered['questions'], 'question')}"
+                f"{pluralize(answered['questions'], 'question')}"
             )
         return metrics
 
     def _losses(
         self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
     ) -> dict[str, EvalTotals] | None:
-        """By the name of a set of documents; under no name those held out, or all together."""
+        """Return the totals by validation set; the empty name is the held-out set or the sum."""
         found: dict[str, EvalTotals] = {}
         for name, loader in self._loaders.items():
             count = min(self.config.batches, loader.num_batches)
@@ -242,5 +238,5 @@ class Evaluator:
             found[name] = totals
         if not found:
             return {}
-        # Without documents that are held out, the whole is that of all sets.
+        # Without held-out documents, the empty name contains the sum of all sets.
         return {"": sum(found.values(), start=EvalTotals(0.0, 0.0, 0.0)), **found}

@@ -1,7 +1,7 @@
-"""Evaluation of a checkpoint or of a Hugging Face folder: parameters alone, under any layout.
+"""Evaluate a checkpoint or a Hugging Face folder on any layout.
 
-Nothing is written, neither into the run's folder nor beside it, and no lock is taken: the run may
-go on meanwhile, or belong to another user.
+Only parameters are restored. No file is written and no lock is acquired, so the run may continue at
+the same time, or belong to another user.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _ORDER_FIELDS = (
     "seed",
     "validation_fraction",
 )
-"""Entries of a fingerprint that decide which documents are for validation."""
+"""Entries of a fingerprint that determine the validation documents."""
 _REPORT_SECONDS = 10.0
 
 
 class _ReportHeader(TypedDict):
-    """What was evaluated."""
+    """Description of the evaluated model, data and layout."""
 
     checkpoint: str
     step: int | None
@@ -80,13 +80,13 @@ class _ReportHeader(TypedDict):
     batches: int
     all_batches: int
     sources: dict[str, float]
-    """Loss of each source of a mixture that was read."""
+    """Loss by source of a mixture."""
     sequence_length: int
     mesh: str
 
 
 class TextReport(_ReportHeader):
-    """The result. Losses are means over target `tokens`, or over `bytes` of their text."""
+    """Result of an evaluation; losses are means over target `tokens` or over their `bytes`."""
 
     tokens: int
     bytes: int
@@ -97,11 +97,11 @@ class TextReport(_ReportHeader):
 
 
 class PairReport(_ReportHeader):
-    """The result with `train.objective=preference`."""
+    """Result with `train.objective=preference`."""
 
     pairs: int
     preference: dict[str, float]
-    """Mean loss over pairs, and what the objective reports."""
+    """Mean loss and other metrics of the objective over pairs."""
 
 
 EvalReport = TextReport | PairReport
@@ -110,18 +110,18 @@ EvalReport = TextReport | PairReport
 def evaluate_model(
     named: Address | Path, inputs: Sequence[str], split: str | None, say: MessageCallback
 ) -> EvalReport | None:
-    """Loss of a model, by default of its run's own evaluation; None in all processes but one.
+    """Compute the loss of a model on process 0; other processes return None.
 
-    `inputs` are files and overrides that change the model's own config. `split` says which
-    documents count: by default those for validation. Of a source that `inputs` name it is all, and
-    of these all batches. Weights without a run need one.
-    `say` is called with progress messages.
+    `inputs` are config files and overrides that change the config of the model. `split` selects the
+    documents. The default is the validation split, or all documents and batches if `inputs` name
+    another data source. Weights without a run require a data source. `say` is called with progress
+    messages.
 
     Raises:
-        ConfigError: there is no such model, or the config does not fit it or the devices.
+        ConfigError: the model does not exist, or the config does not fit the model or the devices.
         StorageError: the checkpoint is damaged.
-        NumbersError: the loss is not finite.
-        Preempted: the processes were asked to stop.
+        DivergenceError: the loss is not finite.
+        Preemption: the processes received a stop request.
     """
     chosen = open_address_or_folder(
         named, inputs, _folder if isinstance(named, Path) else _checkpoint_config
@@ -166,13 +166,17 @@ def evaluate_model(
 
 
 def _check_documents(chosen: OpenedModel) -> None:
-    """Raises ConfigError where no documents are named, or such as are not read."""
+    """Check that a data source is given and that no given path is unused.
+
+    Raises:
+        ConfigError: the data source is missing, or a path is unused.
+    """
     loaded = chosen.loaded
     if not chosen.is_overridden(*_SOURCE_KEYS) and not chosen.is_trained:
         raise ConfigError.one(
             "data",
             None,
-            f"must be named: {chosen.name} has weights alone, and no documents for validation.",
+            f"must be given: {chosen.name} contains only weights and no validation documents.",
             "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
     if chosen.is_overridden("data.path") and (
@@ -182,34 +186,34 @@ def _check_documents(chosen: OpenedModel) -> None:
 
 
 def _stop_error(chosen: OpenedModel) -> BaseException:
-    """What to raise when the processes were asked to stop."""
+    """Return the exception to raise after a stop request."""
     if chosen.loaded.config.runtime.num_processes == 1:
         return KeyboardInterrupt()
     return Preemption(
-        f"{chosen.name}: evaluation was asked to stop\n"
+        f"{chosen.name}: evaluation was stopped on request\n"
         "  Nothing was changed.\n"
         "  Start the same command again."
     )
 
 
 def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint's config says how it is evaluated."""
+    """Return the sections of a checkpoint's config that apply to evaluation."""
     found = {section: keys for section, keys in config.items() if section not in _EXCLUDED_SECTIONS}
     if isinstance(train := found.get("train"), Mapping):
-        # Smaller batches of the training do not bind the microbatches that evaluation has here.
+        # The smaller batches of a ramp do not limit the microbatches of evaluation.
         found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
     return found
 
 
 def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a Hugging Face folder, which may be made for very long rows."""
+    """Return the config of a Hugging Face folder with a limited sequence length."""
     length = min(config["train"]["sequence_length"], TrainConfig().sequence_length)
     return {**config, "train": {**config["train"], "sequence_length": length}}
 
 
 @contextlib.contextmanager
 def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """How to know whether to stop while devices compute: Python must not end then."""
+    """Yield a stop check that defers Ctrl-C, because Python must not exit while devices compute."""
     if config.runtime.num_processes > 1:
         yield stops
     else:
@@ -219,7 +223,7 @@ def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callab
 
 @contextlib.contextmanager
 def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
-    """Devices, and other processes if there are any; tells whether all were asked to stop."""
+    """Start the devices and join the other processes; yields a check for stop requests."""
     if config.runtime.num_processes == 1:
         with detect_interrupt() as asked:
             runtime.start(config.runtime, config.mesh.cpu_devices)
@@ -235,11 +239,11 @@ def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bo
 
 
 def _ignore_progress(text: str) -> None:
-    """Progress messages of processes other than the first are dropped."""
+    """Ignore progress messages of processes other than process 0."""
 
 
 def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
-    """The config with a mesh that the devices here allow: the run's own, or all on one axis."""
+    """Return a config whose mesh fits the local devices: the run's mesh, or a single axis."""
     try:
         return resolve_mesh(chosen.loaded).config
     except ConfigError:
@@ -260,27 +264,27 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
         raise ConfigError.one(
             "mesh",
             own or "one device",
-            f"is the run's and does not fit the {pluralize(count, 'device')} here, nor does fsdp "
-            f"{count}: {first.where.rpartition(': ')[2]} {first.rule}",
-            "Give a mesh for these devices, and a pipeline that fits it: mesh.ici_fsdp=..., "
+            f"must fit the {pluralize(count, 'device')} of this machine; neither the run's mesh "
+            f"nor fsdp {count} fits: {first.where.rpartition(': ')[2]} {first.rule}",
+            "Give a mesh for these devices and a matching pipeline: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
     if chosen.is_trained:
         say(
             f"the run's mesh ({own or 'one device'}) does not fit the {pluralize(count, 'device')} "
-            f"here: evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
+            f"here; evaluating with {('fsdp', 'data')[axis]} {count}, without a pipeline"
         )
     return simple[axis]
 
 
 def _sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Sizes of axes by the names of their keys."""
+    """Return the axis sizes of a mesh config by key."""
     values = dataclasses.asdict(mesh)
     return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """The config on one stage, with microbatches no larger than before."""
+    """Return a config with one stage and a single mesh axis, without larger microbatches."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)
@@ -318,14 +322,14 @@ def _warn_changed_documents(chosen: OpenedModel, loader: Loader, say: MessageCal
         if name in _ORDER_FIELDS:
             say(
                 f"warning: data: {name} was {before!r} when step {chosen.step} was saved and "
-                f"is {now!r}: documents of the training may be among those for validation"
+                f"is {now!r} now: validation documents may include training documents"
             )
 
 
 def _with_progress(
     source: Iterator[Any], count: int, phases: Phases, say: MessageCallback
 ) -> Iterator[Any]:
-    """The same batches, with progress messages."""
+    """Yield the batches and report progress."""
     begin = last = time.monotonic()
     for number, batch in enumerate(source):
         phases.progress(number)
@@ -345,14 +349,14 @@ def _report(
         raise ConfigError.one(
             "data",
             loader.fingerprint()["source"],
-            "has no token whose loss counts: each document needs two tokens in one sequence.",
+            "must contain target tokens: a document needs at least two tokens in one sequence.",
             "Give documents with text, or a larger train.sequence_length.",
         )
     if not math.isfinite(loss):
         raise DivergenceError(
             f"{chosen.name}: the loss is {loss}\n"
-            "  its parameters give numbers that are not finite.\n"
-            "  Evaluate an earlier step, or with model.compute_dtype=float32."
+            "  the outputs of the model are not finite.\n"
+            "  Evaluate an earlier step, or set model.compute_dtype=float32."
         )
     found: _ReportHeader = {
         "checkpoint": chosen.name,

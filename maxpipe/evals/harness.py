@@ -1,7 +1,7 @@
-"""A model of lm-evaluation-harness: `python -m maxpipe.evals.harness run --model maxpipe ...`.
+"""A model for lm-evaluation-harness: `python -m maxpipe.evals.harness run --model maxpipe ...`.
 
-Importing this registers the name `maxpipe` with the harness, which `pip install 'maxpipe[harness]'`
-brings; nothing else in maxpipe imports it.
+Importing this module registers the model name `maxpipe` with the harness, which is installed by
+`pip install 'maxpipe[harness]'`. No other module of maxpipe imports it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from maxpipe.huggingface.output_folder import resolve_model
 
 @register_model("maxpipe")
 class HarnessModel(LM):
-    """A checkpoint, or a Hugging Face folder, that the harness evaluates."""
+    """A checkpoint or Hugging Face folder as a model of the harness."""
 
     def __init__(
         self,
@@ -42,17 +42,17 @@ class HarnessModel(LM):
         device: str | None = None,
         **overrides: Any,
     ):
-        """Opens a model, and reads its parameters.
+        """Open a model and load its parameters.
 
         Args:
-            pretrained: A run, RUN@STEP or a folder, as `maxpipe generate` takes it.
-            batch_size: Rows side by side; `auto` takes 16.
-            max_batch_size: Not read: there is no search for a batch size.
-            device: Not read: jax takes the devices that are there.
-            overrides: Keys of the config, such as `mesh.ici_tensor`.
+            pretrained: RUN, RUN@STEP or a folder, as for `maxpipe generate`.
+            batch_size: Sequences per batch; `auto` means 16.
+            max_batch_size: Ignored, because there is no search for a batch size.
+            device: Ignored, because jax uses the available devices.
+            overrides: Config keys, such as `mesh.ici_tensor`.
 
         Raises:
-            ConfigError: there is no such model, or the overrides do not fit it.
+            ConfigError: the model does not exist, or the overrides do not fit the model.
             StorageError: the checkpoint is damaged.
         """
         super().__init__()
@@ -63,21 +63,24 @@ class HarnessModel(LM):
         rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._requests = LanguageModel(opened.load(_say), self._texts, rows)
 
-    # Requests. The harness may keep answers: its hook is called with each.
+    # Requests. The harness may cache responses through its hook.
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Log-likelihood of the second argument after the first, and whether it is greedy."""
+        """Return log-likelihoods of continuations, and whether they are greedy.
+
+        Every request contains a context and a continuation.
+        """
         given = [request.args for request in requests]
         return self._cache_answers("loglikelihood", given, self._requests.loglikelihood(given))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Log-likelihood of whole texts."""
+        """Return the log-likelihoods of complete texts."""
         given = [request.args for request in requests]
         found = self._requests.loglikelihood_rolling([text for (text,) in given])
         return self._cache_answers("loglikelihood_rolling", given, found)
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """What follows the first argument, under the settings in the second."""
+        """Generate completions; every request contains a context and generation settings."""
         given = [request.args for request in requests]
         return self._cache_answers("generate_until", given, self._requests.generate_until(given))
 
@@ -91,27 +94,27 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells its chat template from others, in names of files."""
+        """Name of the tokenizer in file names, to distinguish chat templates."""
         return f"maxpipe-{self._tokenizer.fingerprint()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template that is used; the harness writes it into its results."""
+        """Return the chat template, which the harness records in its results."""
         return self._tokenizer.chat.template if chat_template and self._tokenizer.chat else ""
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation. From now on what spells a control token is one.
+        """Render a conversation; from now on, control tokens in texts are parsed.
 
         Raises:
-            ConfigError: the tokenizer has no template, or it refuses the messages.
+            ConfigError: the tokenizer has no chat template, or the template rejects the messages.
         """
         if self._tokenizer.chat is None:
             raise ConfigError.one(
                 "--apply_chat_template",
                 None,
-                f"needs a chat template, and the tokenizer of {self._name} has none.",
-                "Leave it out.",
+                f"requires a chat template, but the tokenizer of {self._name} has none.",
+                "Remove the option.",
             )
         if not self._texts.is_chat:
             self._texts.is_chat, self._texts.tokenizer = True, add_end_of_turn_ids(self._tokenizer)
@@ -127,7 +130,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """The harness's own command, which knows the model `maxpipe`."""
+    """Run the command line of the harness with the model `maxpipe` registered."""
     try:
         cli_evaluate()
     except MaxpipeError as error:

@@ -1,12 +1,10 @@
-"""What harnesses ask of a model: likelihoods of continuations and of texts, and continuations.
+"""Compute log-likelihoods and completions for evaluation harnesses.
 
-Source: the three kinds of requests are those of lm-evaluation-harness.
+Sequences are padded on the right, where causal attention does not reach, so the result of a
+sequence does not depend on the rest of its batch. Logits are computed for one block of tokens at a
+time, because the logits of full sequences would dominate memory.
 
-Log-likelihoods of tokens that follow others, in rows side by side.
-
-Rows are padded on the right, where no token of them looks, so that the rows beside one do not
-change it. Logits are made of a block of tokens at a time: those of whole rows would be many times
-as large as all else.
+Source: the three request types follow lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
 
 _MAX_LOGITS = 1 << 26
-"""Most logits that are in memory at a time, over all devices."""
+"""Maximum number of logits in memory at a time, over all devices."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model on a mesh without stages that scores rows."""
+    """Scores sequences with a model on a mesh without stages."""
 
     weights: LoadedModel
     batch_size: int = 16
@@ -51,15 +49,15 @@ class Scorer:
         stops: Callable[[], bool] = lambda: False,
         moved: Callable[[int], object] = lambda done: None,
     ) -> list[Score]:
-        """The score of each row. The result does not depend on the rows beside it.
+        """Score sequences; a score does not depend on the other sequences of the batch.
 
-        After each batch `stops` is called, and `moved` with the number of rows that are done.
+        After each batch, `stops` is called, and `moved` with the number of finished sequences.
 
         Raises:
-            NumbersError: the model gives numbers that are not finite.
-            KeyboardInterrupt: `stops` says so; no device computes any more.
+            DivergenceError: the outputs of the model are not finite.
+            KeyboardInterrupt: `stops` returned true; no device is busy any more.
         """
-        # Rows of about one length together; the longest first, as memory ends there if anywhere.
+        # Batch sequences of similar length; the longest first, to detect a lack of memory early.
         order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
         found: list[Score | None] = [None] * len(rows)
         for first in range(0, len(order), self.batch_size):
@@ -84,7 +82,7 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Any:
-        """(parameters, batch) -> log-probabilities of targets, and whether they are the best."""
+        """Compiled function: (parameters, batch) -> target log-probabilities and argmax hits."""
         rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
         return jax.jit(
             partial(_score_batch, dropless_decoder(self.weights.decoder)), out_shardings=rows
@@ -92,7 +90,7 @@ class Scorer:
 
 
 def dropless_decoder(decoder: Decoder) -> Decoder:
-    """The model with room for all tokens in each expert, as in generation."""
+    """Return the decoder with unlimited expert capacity, as in generation."""
     config: ModelConfig = decoder.config
     own: Any = config.own
     if getattr(own, "capacity_factor", 0):
@@ -128,8 +126,8 @@ def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Scor
     if not math.isfinite(logprob):
         raise DivergenceError(
             f"a text of {row.length} tokens has the log-probability {logprob}\n"
-            "  the model's parameters give numbers that are not finite.\n"
-            "  Take an earlier step, or set model.compute_dtype=float32."
+            "  the outputs of the model are not finite.\n"
+            "  Use an earlier step, or set model.compute_dtype=float32."
         )
     return Score(logprob, bool(best[mine].all()))
 
@@ -148,13 +146,13 @@ _KNOWN_SETTINGS = {
 
 @dataclass
 class LanguageModel:
-    """A model that answers requests."""
+    """A model that processes harness requests."""
 
     weights: LoadedModel
     texts: ScoringTokenizer
     batch_size: int = 16
     should_stop: Callable[[], bool] = lambda: False
-    """Whether to end with KeyboardInterrupt, asked when no device computes."""
+    """Returns whether to raise KeyboardInterrupt; called while no device is busy."""
     _scorer: Scorer = field(init=False)
     _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
 
@@ -166,25 +164,25 @@ class LanguageModel:
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """The log-likelihood of each continuation after its context.
+        """Return the log-likelihood of each continuation after its context.
 
-        What exceeds the room is cut from the context's beginning, after the begin tokens.
+        A context that is too long is truncated at its start, after the prefix tokens.
 
         Raises:
-            ConfigError: a continuation alone exceeds the room.
-            NumbersError: the model gives numbers that are not finite.
+            ConfigError: a continuation alone is longer than the sequence length.
+            DivergenceError: the outputs of the model are not finite.
         """
         rows = [self.texts.truncate(self.texts.sequence(*pair)) for pair in pairs]
         return self._scorer.score(rows, stops=self.should_stop, moved=moved)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """The log-likelihood of each text, whatever its length.
+        """Return the log-likelihood of each text of any length.
 
-        A long text is cut into rows that each look at the token before them; the last row looks at
-        as many as there is room for.
+        A long text is split into sequences with one token of context; the last sequence has as much
+        context as fits.
 
         Raises:
-            NumbersError: the model gives numbers that are not finite.
+            DivergenceError: the outputs of the model are not finite.
         """
         windows = [self.texts.windows(text) for text in texts]
         rows = [row for mine in windows for row in mine]
@@ -194,14 +192,15 @@ class LanguageModel:
     # Continuations.
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """What follows each context, up to the first text of `until`, which it does not have.
+        """Generate a completion for each context, up to the first text of `until` (exclusive).
 
-        Read are `until`, `max_gen_toks` (256), `do_sample`, `temperature` (0), `top_k`, `top_p`,
-        `min_p` and `repetition_penalty`. What exceeds the room is cut from the context's beginning.
+        Settings: `until`, `max_gen_toks` (default: 256), `do_sample`, `temperature` (default: 0),
+        `top_k`, `top_p`, `min_p` and `repetition_penalty`. A context that is too long is truncated
+        at its start.
 
         Raises:
-            ConfigError: other settings, or no room for that many tokens.
-            NumbersError: the model gives numbers that are not finite.
+            ConfigError: a setting is unknown, or `max_gen_toks` is too large.
+            DivergenceError: the outputs of the model are not finite.
         """
         found = [""] * len(requests)
         groups: dict[tuple[Sampling, GenerationLimits], list[Prompt]] = {}
@@ -230,15 +229,15 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """The parameters as decoding reads them: a part of a stack would be copied per token."""
+        """Parameters unstacked by layer; slices of a stack would be copied for every token."""
         return self.weights.decoder.by_layer(self.weights.params)
 
     def _parse_settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
         where = "generation settings"
         unknown = [name for name in settings if name not in _KNOWN_SETTINGS]
         if unknown:
-            rule = f"has what is not known here: known are {', '.join(sorted(_KNOWN_SETTINGS))}."
-            raise ConfigError.one(where, ", ".join(unknown), rule, "Leave it out.")
+            rule = f"must be among the supported settings: {', '.join(sorted(_KNOWN_SETTINGS))}."
+            raise ConfigError.one(where, ", ".join(unknown), rule, "Remove the setting.")
         samples = settings.get("do_sample") is not False
         temperature = float(settings.get("temperature") or 0.0) if samples else 0.0
         taken = (
@@ -248,8 +247,7 @@ class LanguageModel:
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
         if not 1 <= most < self.texts.max_length:
             rule = (
-                f"must be from 1 to {self.texts.max_length - 1}: rows have "
-                f"{self.texts.max_length} tokens."
+                f"must be from 1 to {self.texts.max_length - 1}, below the sequence length."
             )
             raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
         until = settings.get("until") or ()

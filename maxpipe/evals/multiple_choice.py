@@ -1,9 +1,7 @@
-"""Questions with choices during training: parameters stay where they are, stages included.
+"""Multiple-choice tasks, where the prediction is the most likely choice after the context.
 
-Each choice is a row. The step of evaluation adds up its loss over the tokens of the choice, apart
-from other rows': what it does for the sources of a mixture.
-
-Questions with choices: the most likely one after the context is the answer of the model.
+During training, parameters stay on their devices, including stages. Each choice is a sequence, and
+the evaluation step computes its loss separately, in the same way as the losses of mixture sources.
 """
 
 from __future__ import annotations
@@ -41,60 +39,60 @@ _MAX_LINE_BYTES = 1 << 24
 _MAX_PROBLEMS = 20
 _CONTEXT_FIELDS = ("context", "prompt")
 _BATCHES_PER_CALL = 64
-"""Batches of rows whose results are written together."""
+"""Number of batches whose results are written together."""
 
 
 class Question(NamedTuple):
-    """A line of a file."""
+    """A question of a task file."""
 
     line: int
-    """From 1."""
+    """Line number, from 1."""
     context: str
     choices: tuple[str, ...]
     answer: int
-    """From 0."""
+    """Index of the correct choice, from 0."""
 
 
 class QuestionResult(TypedDict):
-    """What becomes of a line; one object a line of the output."""
+    """Result of one question, and one line of the output file."""
 
     line: int
     answer: int
     chosen: int
-    """The most likely choice."""
+    """Index of the most likely choice."""
     chosen_by_bytes: int
-    """The most likely one by byte of its text."""
+    """Index of the choice with the largest log-likelihood per byte."""
     loglikelihoods: list[float]
-    """In nats, of each choice."""
+    """Log-likelihood of each choice in nats."""
     bytes: list[int]
-    """Of each choice, as the file has it."""
+    """Length of each choice in bytes."""
 
 
 class TaskSummary(TypedDict):
-    """What becomes of a file."""
+    """Result of a task."""
 
     questions: int
     accuracy: float
-    """Share of the questions of which the most likely choice is the answer."""
+    """Fraction of questions whose most likely choice is correct."""
     accuracy_stderr: float
-    """Standard error of that share as an estimate."""
+    """Standard error of the accuracy."""
     accuracy_by_bytes: float
-    """The same with log-likelihoods divided by the bytes of the choice."""
+    """Accuracy with log-likelihoods divided by the byte length of the choice."""
     accuracy_by_bytes_stderr: float
     chance: float
-    """The share that is expected of choosing blindly."""
+    """Expected accuracy of a random choice."""
 
 
 def read_questions(path: str, where: str) -> list[Question]:
-    """The questions of a file; `where` names what gave the path.
+    """Read the questions of a file; `where` names the config key or option of the path.
 
     Raises:
-        ConfigError: it cannot be read, or with every line that is none.
+        ConfigError: the file cannot be read or has invalid lines; the error lists every such line.
     """
     try:
         raw = files.read(path, _MAX_FILE_BYTES)
     except OSError as error:
-        rule = f"must be a file that can be read: {error.strerror or error}."
+        rule = f"must be a readable file: {error.strerror or error}."
         raise ConfigError.one(
             where, path, rule, f"Name a file of lines such as {_EXAMPLE}."
         ) from error
@@ -106,12 +104,12 @@ def read_questions(path: str, where: str) -> list[Question]:
                 found.append(_question(number, line))
             except ValueError as error:
                 given = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
-                action = f"Correct the line, or take it out. One looks like {_EXAMPLE}."
+                action = f"Correct or remove the line. Example: {_EXAMPLE}."
                 problems.append(Problem(f"{path}:{number}", given, f"{error}.", action))
     if problems:
         raise ConfigError(problems[:_MAX_PROBLEMS])
     if not found:
-        rule = "holds no question: each line that is not blank is one."
+        rule = "must contain at least one question, one per line."
         raise ConfigError.one(where, path, rule, f"Write lines such as {_EXAMPLE}.")
     return found
 
@@ -120,7 +118,11 @@ _EXAMPLE = '{"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}'
 
 
 def _question(number: int, line: bytes) -> Question:
-    """Raises ValueError with the rule."""
+    """Parse a line.
+
+    Raises:
+        ValueError: the line is not a valid question; the text is the violated rule.
+    """
     try:
         record = parse_json(line, dict[str, Any])
     except ValueError as error:
@@ -128,48 +130,49 @@ def _question(number: int, line: bytes) -> Question:
     context = [record[name] for name in _CONTEXT_FIELDS if name in record]
     if len(context) != 1 or not isinstance(context[0], str):
         guess = did_you_mean(next(iter(record), ""), _CONTEXT_FIELDS) if not context else ""
-        more = f"; did you mean {guess} by {next(iter(record))!r}?" if guess else ""
+        more = f"; did you mean {guess} instead of {next(iter(record))!r}?" if guess else ""
         raise ValueError(f"must have one text `context` (or `prompt`){more}".rstrip("?"))
     choices = record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
-        raise ValueError("must have a list of texts `choices`")
+        raise ValueError("must have `choices`, a list of texts")
     if len(choices) < 2 or "" in choices or len({*choices}) < len(choices):
-        raise ValueError("must have at least 2 `choices`, none of them empty or there twice")
+        raise ValueError("must have at least 2 `choices`, all different and none of them empty")
     answer = record.get("answer")
     if isinstance(answer, str) and answer in choices:
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         most = len(choices) - 1
-        raise ValueError(f"must have as `answer` a number from 0 to {most}, or one of the choices")
+        raise ValueError(f"must have `answer`, an index from 0 to {most} or one of the choices")
     for text in (context[0], *choices):
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # raises for half of a surrogate pair
     return Question(number, context[0], tuple(choices), answer)
 
 
 class LoglikelihoodModel(Protocol):
-    """What answers questions: `Requests`, or during training `Tasks`."""
+    """A model that scores continuations: `LanguageModel`, or `Task` during training."""
 
     batch_size: int
-    """Rows side by side."""
+    """Sequences per batch."""
 
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = ...
     ) -> Sequence[Score]:
-        """The log-likelihood of each continuation after its context."""
+        """Return the log-likelihood of each continuation after its context."""
         ...
 
 
 def apply_chat_template(
     questions: Sequence[Question], chat: ChatTemplate | None, where: str, remedy: str
 ) -> list[Question]:
-    """The questions with contexts that are what a user says, as a chat template writes them.
+    """Render the contexts of questions as user messages with a chat template.
 
     Raises:
-        ConfigError: there is no template, as `where` asks for; or it refuses one.
+        ConfigError: there is no template, although `where` requires it, or the template rejects a
+            context.
     """
     if chat is None:
-        rule = "needs a chat template: the tokenizer's folder has none."
-        action = f"{remedy}, or put chat_template.jinja into the folder of tokenizer.path."
+        rule = "requires a chat template, but the tokenizer's folder has none."
+        action = f"{remedy}, or add chat_template.jinja to the folder of tokenizer.path."
         raise ConfigError.one(where, None, rule, action)
     texts = chat.render(
         [ChatInput([{"role": "user", "content": each.context}]) for each in questions]
@@ -179,14 +182,14 @@ def apply_chat_template(
 
 @dataclass
 class MultipleChoice:
-    """Questions, and how they are put to a model."""
+    """Questions, and their conversion to continuations."""
 
     questions: Sequence[Question]
     separator: str = " "
-    """Put between context and choice where neither has white space."""
+    """Separator of context and choice, used if there is no white space between them."""
 
     def continuations(self, question: Question) -> list[tuple[str, str]]:
-        """Context and continuation of each choice; the separator is the continuation's."""
+        """Return (context, continuation) for every choice; continuations include the separator."""
         before = question.context
         joined = not before or before[-1].isspace()
         return [
@@ -195,17 +198,21 @@ class MultipleChoice:
         ]
 
     def check(self, texts: ScoringTokenizer, path: str) -> None:
-        """Raises ConfigError for questions that are longer than a row of the model."""
+        """Check that all questions fit into the sequence length.
+
+        Raises:
+            ConfigError: some questions are too long.
+        """
         problems = []
         for question in self.questions:
             rows = [texts.sequence(*pair) for pair in self.continuations(question)]
             longest = max(row.length for row in rows)
             if longest > texts.max_length:
                 rule = (
-                    f"has {longest} tokens, and a row has {texts.max_length} "
-                    "(train.sequence_length)."
+                    f"has {longest} tokens, but at most {texts.max_length} fit "
+                rule += "(train.sequence_length)."
                 )
-                action = f"Shorten it, or set train.sequence_length={longest} to go beyond that."
+                action = f"Shorten the question, or set train.sequence_length={longest}."
                 problems.append(Problem(f"{path}:{question.line}", "", rule, action))
         if problems:
             raise ConfigError(problems[:_MAX_PROBLEMS])
@@ -213,11 +220,13 @@ class MultipleChoice:
     def results(
         self, model: LoglikelihoodModel, moved: Callable[[int], object] = lambda done: None
     ) -> Iterator[QuestionResult]:
-        """The result of each question, in order; `moved` is called with the number of rows done.
+        """Yield the result of each question in order.
+
+        `moved` is called with the number of finished sequences.
 
         Raises:
-            NumbersError: the model gives numbers that are not finite.
-            KeyboardInterrupt: the model's `stops` says so.
+            DivergenceError: the outputs of the model are not finite.
+            KeyboardInterrupt: `stops` of the model returned true.
         """
         done, waiting, rows = 0, [], 0
         for number, question in enumerate(self.questions, 1):
@@ -248,7 +257,7 @@ def _result(question: Question, logprobs: list[float]) -> QuestionResult:
 
 
 def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
-    """Of at least one result."""
+    """Summarize the results of at least one question."""
     count = len(results)
     shares = [
         sum(each[name] == each["answer"] for each in results) / count
@@ -267,30 +276,31 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 
 @contextlib.contextmanager
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
-    """Writes results to a file as they come, a JSON object a line; without a path nowhere.
+    """Yield a function that writes results to a file, one JSON object per line.
 
-    Results that are there are replaced, and nothing else.
+    Without a path, results are discarded. Existing results are replaced; any other file is an
+    error.
 
     Raises:
-        ConfigError: there is another file, that of the questions perhaps.
-        StorageError: it cannot be written.
+        ConfigError: the path is an existing file of another type, such as the questions.
+        StorageError: the file cannot be written.
     """
     if path is None:
         yield lambda result: None
         return
 
     def unwritable(error: OSError) -> StorageError:
-        action = "Free space, or name a file in a folder that exists and can be written."
+        action = "Free disk space, or name a file in an existing writable folder."
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
         if not _is_replaceable(path):
-            rule = "is there already, and holds other things than results of questions."
-            raise ConfigError.one(where, path, rule, "Name another file, or delete it first.")
+            rule = "must be a new file, or contain results of questions."
+            raise ConfigError.one(where, path, rule, "Name another file, or delete this one first.")
         descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error
-    # Without a buffer: what a full disk refused would be tried again, and fail again, at the end.
+    # Unbuffered, because a failed write to a full disk would otherwise be repeated at close.
     with open(descriptor, "wb", buffering=0) as stream:
 
         def write(result: QuestionResult) -> None:
@@ -305,10 +315,10 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
 
 
 def _is_replaceable(path: str) -> bool:
-    """Whether nothing is there, or an empty file, or results of before.
+    """Whether the path does not exist, is an empty file or contains earlier results.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         with open(files.open_regular(path), "rb") as stream:
@@ -321,14 +331,15 @@ def _is_replaceable(path: str) -> bool:
 
 
 _MAX_BATCH_SIZE = 64
-"""Rows at a time at most, as far as devices divide them: each row's sum reads all of them."""
+"""Maximum batch size, rounded up to a multiple of the shards; the sums of sequences read the
+complete batch."""
 
 
 class Task:
-    """A file of questions, and the program that scores their choices.
+    """A multiple-choice task: its questions and the program that scores their choices.
 
     Raises:
-        ConfigError: the file cannot be read, or holds none, or one that is longer than a row.
+        ConfigError: the file cannot be read, has no questions, or has a question that is too long.
     """
 
     def __init__(self, name: str, task: TaskConfig, config: Config, tokenizer: Tokenizer):
@@ -357,18 +368,18 @@ class Task:
         self._should_stop: Callable[[], bool] = lambda: False
 
     def digest(self) -> str:
-        """Of the questions, by which processes know whether all have the same."""
+        """Return a digest of the questions, to compare them between processes."""
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
-        """Makes the program that scores; parameters will be those of `steps`."""
+        """Compile the scoring program for the parameters of `steps`."""
         self._scoring_steps = self._build_steps(steps)
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 
     def _build_steps(self, steps: Steps) -> Steps:
-        """The steps of rows that are no longer than they have to be, with a sum for each."""
+        """Return steps with the shortest possible sequence length and one sum per sequence."""
         config = self._config
-        # As in generation an expert has room for all tokens: rows do not change each other.
+        # As in generation, expert capacity is unlimited, so that sequences are independent.
         own: Any = config.model.own
         if getattr(own, "capacity_factor", 0):
             own = dataclasses.replace(own, capacity_factor=0.0)
@@ -381,7 +392,7 @@ class Task:
         config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, own=own),
-            # That of the training's rows, where it follows from their length.
+            # Keep the layer partition of the training, which may depend on the sequence length.
             pipeline=dataclasses.replace(
                 config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
             ),
@@ -395,15 +406,15 @@ class Task:
         mesh, lengths = steps.param_layout.mesh, self._tokenizer.byte_lengths
         return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
 
-    # What an exam asks for.
+    # Implementation of `LoglikelihoodModel`.
 
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], moved: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """The log-likelihood of each continuation after its context.
+        """Return the log-likelihood of each continuation after its context.
 
         Raises:
-            StoppedError: the processes were asked to stop.
+            StoppedError: the processes received a stop request.
         """
         rows = [self._texts.sequence(*pair) for pair in pairs]
         found: list[Score] = []
@@ -431,9 +442,9 @@ class Task:
     def evaluate(
         self, params: Any, stops: Callable[[], bool], moved: Callable[[], object]
     ) -> TaskSummary | None:
-        """How well parameters answer; nothing if `stops`, asked after each batch, says so.
+        """Evaluate the task; None if `stops` returned true after a batch.
 
-        All processes of a run call it together.
+        This is a collective call of all processes.
         """
         self._params, self._should_stop = params, stops
         try:
@@ -449,11 +460,11 @@ class Task:
 
 
 class StoppedError(Exception):
-    """The processes were asked to stop."""
+    """The processes received a stop request."""
 
 
 def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
-    """By tag."""
+    """Return the metrics of a task by tag."""
     return {
         f"eval/{name}/accuracy": found["accuracy"],
         f"eval/{name}/accuracy_by_bytes": found["accuracy_by_bytes"],
@@ -461,17 +472,17 @@ def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
 
 
 def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
-    """Those of `eval.tasks`, by name.
+    """Open the tasks of `eval.tasks`, sorted by name.
 
     Raises:
-        ConfigError: a file of questions cannot be used.
+        ConfigError: a task file is not valid.
     """
     tasks = sorted(config.eval.tasks.items())
     return [Task(name, task, config, tokenizer) for name, task in tasks]
 
 
 def _halved_lengths(tokens: int) -> list[int]:
-    """`tokens` and what halving makes of them, the shortest first."""
+    """Return `tokens` and its repeated halves, in ascending order."""
     found = [tokens]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)

@@ -1,4 +1,4 @@
-"""Texts as rows of tokens, of which a model says how likely some are. No jax."""
+"""Convert texts to token sequences for scoring with a model; without jax."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from maxpipe.errors import ConfigError
 
 
 class ScoringSequence(NamedTuple):
-    """Tokens to look at, and tokens that follow them."""
+    """A target token sequence and its context."""
 
     context: Sequence[int]
-    """At least one."""
+    """Context tokens, at least one."""
     target: Sequence[int]
 
     @property
     def length(self) -> int:
-        """Tokens that are predicted from: the last one is only predicted."""
+        """Number of input tokens; the last target token is not an input."""
         return len(self.context) + len(self.target) - 1
 
     @property
     def target_positions(self) -> slice:
-        """Places of the tokens from which the target's are predicted."""
+        """Positions of the input tokens whose next tokens are the target."""
         return slice(len(self.context) - 1, self.length)
 
 
 class Score(NamedTuple):
-    """What a model says of a row's target."""
+    """Score of a target sequence."""
 
     logprob: float
-    """In nats, of all its tokens."""
+    """Log-probability of all target tokens, in nats."""
     is_greedy: bool
-    """Whether each of its tokens is the most likely one."""
+    """Whether every target token is the most likely token."""
 
 
 def right_pad(rows: Sequence[ScoringSequence], count: int, width: int) -> dict[str, np.ndarray]:
-    """Arrays int32 [count, width] of a batch: rows from the left on, and padding behind them."""
+    """Return the int32 arrays `[count, width]` of a batch, padded on the right."""
     names = ("tokens", "targets", "segment_ids", "positions")
     batch: dict[str, np.ndarray] = {name: np.zeros((count, width), np.int32) for name in names}
     for number, row in enumerate(rows):
@@ -55,22 +55,22 @@ def right_pad(rows: Sequence[ScoringSequence], count: int, width: int) -> dict[s
 
 @dataclass
 class ScoringTokenizer:
-    """Texts as rows of tokens. They begin as the tokenizer's framing begins prompts."""
+    """Converts texts to token sequences, with the same prefix tokens as prompts."""
 
     tokenizer: Tokenizer
     max_length: int
-    """Tokens of a row that the model was trained on."""
+    """Maximum sequence length of the model in tokens."""
     is_chat: bool = False
-    """Whether contexts come from a chat template: what spells a control token in them is one."""
+    """Whether contexts come from a chat template, so that control tokens in the text are parsed."""
     skips_bos: bool = False
-    """Whether no begin token is put in front of what a template writes, as in training."""
+    """Whether to add no BOS token to the output of a chat template, as in training."""
 
     @property
     def _bos_ids(self) -> list[int]:
         return list(self.tokenizer.framing.before)
 
     def encode(self, text: str) -> list[int]:
-        """At least one token, with the begin tokens."""
+        """Return the token ids of a text with prefix tokens, at least one token."""
         before, reads_control = self._bos_ids, self.tokenizer.framing.reads_control
         encode = self.tokenizer.encode_chat if self.is_chat or reads_control else None
         ids = (encode or self.tokenizer.encode)(text).tolist()
@@ -79,29 +79,29 @@ class ScoringTokenizer:
         return [*before, *ids] or [self.tokenizer.begin_id]
 
     def drop_leading(self, ids: Sequence[int], over: int) -> list[int]:
-        """The ids of a text without the first `over` ids after its begin tokens."""
+        """Remove the first `over` token ids after the prefix tokens of a text."""
         before = self._bos_ids
         kept = len(before) if list(ids[: len(before)]) == before else 0
         return [*ids[:kept], *ids[kept + over :]]
 
     def sequence(self, context: str, continuation: str) -> ScoringSequence:
-        """The tokens of a continuation, and of what is before it.
+        """Return the scoring sequence of a continuation after a context.
 
-        A token that has text of both is the continuation's.
+        A token that contains text of both belongs to the continuation.
         """
         before = self.encode(context)
         whole = self.encode(context + continuation) if continuation else before
         same = (mine == other for mine, other in zip(before, whole, strict=False))
         shared = sum(itertools.takewhile(bool, same))
-        if not shared:  # a row needs a token to look at
+        if not shared:  # a scoring sequence needs at least one context token
             return ScoringSequence([self.tokenizer.begin_id], whole)
         return ScoringSequence(whole[:shared], whole[shared:])
 
     def truncate(self, row: ScoringSequence) -> ScoringSequence:
-        """The row without what of its context exceeds the room, after the begin tokens.
+        """Truncate the context after its prefix tokens so that the sequence fits.
 
         Raises:
-            ConfigError: its target alone exceeds the room.
+            ConfigError: the target alone is too long.
         """
         over = row.length - self.max_length
         if over <= 0:
@@ -110,13 +110,16 @@ class ScoringTokenizer:
             raise ConfigError.one(
                 "a continuation",
                 f"{len(row.target)} tokens",
-                f"must fit into a row of {self.max_length} tokens (train.sequence_length).",
-                "Set a larger train.sequence_length, if the model can do more.",
+                f"must fit into {self.max_length} tokens (train.sequence_length).",
+                "Set a larger train.sequence_length, if the model supports it.",
             )
         return ScoringSequence(self.drop_leading(row.context, over), row.target)
 
     def windows(self, text: str) -> list[ScoringSequence]:
-        """Rows in which each token of a text is predicted once, the last with most context."""
+        """Return sequences in which every token of a text is predicted exactly once.
+
+        The last sequence has as much context as possible.
+        """
         ids = self.encode(text)
         if not self._bos_ids:
             ids = [self.tokenizer.begin_id, *ids] if text else ids

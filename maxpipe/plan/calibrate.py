@@ -1,9 +1,9 @@
-"""Calibration: times of a run's parts on the devices here replace published figures.
+"""Calibrate the hardware figures of the cost model on the local devices.
 
-A layer's forward, input gradient and weight gradient run in the engine's own slots, on all devices
-at once and on one alone; messages, gathers, reductions and all-to-alls use the ring of all devices;
-what it costs to split a layer, or to do that in rings, and a tick's overhead, is what then is not
-explained of steps.
+The forward, input gradient and weight gradient of a layer run in the slots of the pipeline engine,
+on all devices at once and on a single device. Messages, gathers, reductions and all-to-alls run
+over all devices. The costs of splitting a layer, of collective matmuls and of a tick are fitted to
+the remaining difference between measured and predicted steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from maxpipe.step.build import make_remat_policy
 
 Tree = Any
 TimedProgram = tuple[Callable[..., Tree], tuple[Tree, ...]]
-"""A program on one device, and its arguments but for the last."""
+"""A program on one device, and its arguments except the loop count."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
@@ -64,85 +64,85 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "names"),
     ("FB", "none"),
 )
-"""Slots that are timed one after another, and what waits between them."""
+"""Timed sequences of slots, each with its rematerialization mode."""
 SIZED_PROGRAM = PROGRAMS[4]
-"""The one that is timed with microbatches of several sizes."""
+"""The sequence that is timed with several microbatch sizes."""
 SIZES = (0.25, 0.5, 1, 2)
-"""Rows of microbatches that a layer is timed with, beside those of the config."""
+"""Timed microbatch sizes, as multiples of the microbatch size of the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
-"""Repetitions inside a program: the difference is free of the overhead of a call."""
+"""Loop counts inside a program; the time difference excludes the overhead of a call."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
-"""Elements of a row, and rows, of two programs' buffers: 4 and 68 MiB."""
+"""Elements per row, and numbers of rows, in the buffers of two programs: 4 and 68 MiB."""
 NUM_STREAMED_PARAMS = 2**25
-"""Parameters whose update is timed, 512 MiB with their moments and gradients: of each device, or of
-all that share a machine's memory. More than caches hold."""
+"""Parameters in the timed update: 512 MiB with moments and gradients, more than fits in caches.
+The number is per device, or the total of the devices that share a machine's memory."""
 _MAX_MEMORY_SHARE = 0.9
-"""Largest share of a layer's time that memory traffic can take."""
+"""Largest fraction of a layer's time that is attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
 """A slowdown above this means that devices share cores."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Seconds on one device while all devices work."""
+    """Measured times in seconds on one device while all devices are busy."""
 
     forward: float
-    """Of one layer, one microbatch."""
+    """Forward of one layer for one microbatch."""
     input_grad: float
     weight_grad: float
     names_recomputed: float
-    """What a backward recomputes with `pipeline.remat=names`."""
+    """Recomputation in a backward with `pipeline.remat=names`."""
     forward_alone: float
-    """While the other devices are idle."""
+    """Forward of one layer while the other devices are idle."""
     deferred: float = 0.0
-    """What a backward takes longer in two slots, for inputs and for weights, than in one: both
-    gradients have that."""
+    """Additional time of a backward in two slots, for inputs and for weights, compared with one
+    slot; included in both gradients."""
     none_recomputed: float = 0.0
-    """What a backward takes to write and read all that is kept with `pipeline.remat=none`."""
+    """Time to write and read all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """Of microbatches of several sizes: bytes that a forward moves through memory, and seconds of
-    a row in a layer's forward and backward."""
+    """Pairs of bytes that a forward moves through memory, and seconds per sequence of a layer's
+    forward and backward, for several microbatch sizes."""
     hop: float = 0.0
-    """A microbatch's message to the next device."""
+    """Message of a microbatch to the next device."""
     gather: float = 0.0
-    """One layer's weights from shards on all devices."""
+    """All-gather of one layer's weights over all devices."""
     scatter: float = 0.0
-    """One layer's gradient, summed to shards."""
+    """Reduce-scatter of one layer's gradient over all devices."""
     exchange: float = 0.0
-    """As much as a message, to each device its part."""
+    """All-to-all of an array of the size of a message."""
     tokens: float = 0.0
-    """A message's tokens gathered from shards, or summed to these: half of both together."""
+    """Half the time of a token all-gather followed by a reduce-scatter."""
     latency: float = 0.0
-    """An almost empty collective."""
+    """Collective of a few elements, which measures the latency."""
     fresh: float = 0.0
-    """A byte of a program's temporary memory."""
+    """Seconds per byte of a program's temporary memory."""
     streamed: float = 0.0
-    """A byte that is read or written in between."""
+    """Seconds per byte that is read or written in an update."""
 
 
 def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measurements]:
-    """(published figures, figures of the devices here, the measurements). Starts jax.
+    """Calibrate the local devices; return published figures, fitted figures and measurements.
 
     Raises:
-        ConfigError: the config does not fit the devices, or their kind is unknown.
+        ConfigError: the config does not fit the devices, or the device type is unknown.
     """
     config = loaded.config
     target = local_topology(config.runtime, config.mesh.cpu_devices)
     devices = jax.devices()
     published = published_hardware()[target.hardware.topology]
-    measured_file(published.topology)  # which can be written: what follows takes minutes
+    measured_file(published.topology)  # check that it is writable before minutes of measuring
     return published, *calibrate(resolve_config(loaded, target), published, devices)
 
 
 def calibrate(
     config: Config, hardware: Hardware, devices: Sequence[Any]
 ) -> tuple[Hardware, Measurements]:
-    """(figures of these devices, the measurements).
+    """Return the fitted figures of the devices and the measurements.
 
     Args:
-        config: its layers and microbatch are timed; the mesh is resolved.
-        hardware: published figures; peak and size of memory stay as they are.
-        devices: all of one kind.
+        config: config with a resolved mesh, whose layers and microbatch are timed.
+        hardware: published figures; peak FLOP/s and memory size are not changed.
+        devices: devices of one type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
     found = measure(sizes, devices)
@@ -155,7 +155,7 @@ def calibrate(
 def fit_hardware(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int
 ) -> Hardware:
-    """The figures with which the cost model reproduces the measurements."""
+    """Return the figures with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
@@ -166,14 +166,14 @@ def fit_hardware(
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )
-    # All that follows is of a layer at the size that is the fastest.
+    # From here on, times are those of a layer at the fastest microbatch size.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).most_common_layer.size_factor
     layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
     again = ("names_recomputed", "none_recomputed")
     times = {name: scale * getattr(found, name) for name in (*layer, *again)}
     found = dataclasses.replace(found, **times)
-    # Measured, a layer's time has its kernels in it.
+    # The measured time of a layer includes its kernels.
     known = dataclasses.replace(hardware, shared_by=shared_by, measured="now")
     if found.streamed:
         rate = CostModel(sizes, known).contention / found.streamed / 1e9
@@ -209,7 +209,7 @@ def fit_hardware(
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # A transfer as fast as an empty collective does not determine the rate.
+        # A transfer as fast as an almost empty collective does not determine the bandwidth.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -227,8 +227,9 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Figures of how a token's time depends on the microbatch's size, beside what is predicted of
-    it: each microbatch reads weights and adds to gradients, however few tokens it has.
+    """Fit how the time per token depends on the microbatch size, relative to the prediction.
+
+    The prediction already includes reading weights and accumulating gradients per microbatch.
     """
     beside = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
     fastest, least = min(beside, key=itemgetter(1))
@@ -246,7 +247,7 @@ def _fit_size_figures(
 
 
 def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
-    """Predicted seconds of `OF_SIZES` for one row of a microbatch."""
+    """Return the predicted seconds of `SIZED_PROGRAM` per sequence of a microbatch."""
     kinds, remat = SIZED_PROGRAM
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
@@ -257,7 +258,7 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Of an all-to-all beside this many bytes a second; as it was where that is not determined."""
+    """Return the all-to-all bandwidth relative to `rate` in bytes/s; unchanged if undetermined."""
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
     sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
@@ -267,7 +268,7 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """The same of split tokens."""
+    """Return the bandwidth of token collectives relative to `rate`; unchanged if undetermined."""
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
@@ -276,9 +277,10 @@ def _tokens_rate(
 
 
 def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """With a faster memory if at the published rate it would take nearly all the measured time.
+    """Return the figures with a higher memory bandwidth if the published one is too low.
 
-    Caches can hold a small layer. Memory and matmuls are then faster by the same factor.
+    Small layers fit in caches. If memory traffic would explain nearly all of the measured time,
+    memory and matmuls are both assumed to be faster by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
     model = CostModel(sizes, hardware).most_common_layer
@@ -295,7 +297,7 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 
 def _memory_seconds(endless: CostModel) -> float:
-    """Seconds of a layer's forward besides its matmuls, of a model whose matmuls take none."""
+    """Return the memory seconds of a layer's forward, for a model with infinitely fast matmuls."""
     return (
         endless.most_common_layer.score_seconds
         if endless.overlaps
@@ -304,10 +306,10 @@ def _memory_seconds(endless: CostModel) -> float:
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
-    """Times of the pieces of a run; with one device, of its layers only.
+    """Measure layers and, with several devices, collectives.
 
     Raises:
-        ConfigError: something else keeps this machine too busy.
+        ConfigError: times vary too much because the machine is busy.
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
@@ -350,10 +352,10 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
             raise ConfigError.one(
                 "command line: --calibrate",
                 None,
-                f"got a negative time for {name}: times vary too much on this machine now.",
-                "Measure again while nothing else runs.",
+                f"measured a negative time for {name}: times vary too much on this machine.",
+                "Measure again while no other programs run.",
             )
-    # Differences of differences: a value near 0 may come out negative.
+    # These are differences of differences, so a value near 0 may be measured as negative.
     more = {
         "names_recomputed": max(0.0, named - plain),
         "none_recomputed": max(0.0, kept - plain),
@@ -372,7 +374,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
-    """With all numbers of rows in a microbatch that are timed, ascending."""
+    """Return the sizes for every timed microbatch size, in ascending order."""
     found = []
     for rows in sorted({max(1, int(share * sizes.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.microbatch_size
@@ -383,7 +385,7 @@ def _sizes(sizes: Sizes) -> list[Sizes]:
 
 
 def _recomputed_share(sizes: Sizes) -> float:
-    """Of a layer's forward, what a backward runs again that kept the layer's input alone."""
+    """Return the fraction of a forward that a backward with `remat=full` recomputes."""
     pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
     full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
     layer = CostModel(full, published_hardware()["cpu"]).most_common_layer
@@ -398,7 +400,7 @@ def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
 
 
 def _layers(runs: Sequence[tuple[Sizes, str, Remat]], mesh: Mesh) -> list[float]:
-    """Seconds of one layer in slots of some kinds, one after another, for each program."""
+    """Return the seconds of one layer for every program."""
     programs = [_layer(*run, mesh) for run in runs]
     return [seconds / LAYERS for seconds in _seconds(mesh, programs, LAYER_LOOP_COUNTS)]
 
@@ -458,7 +460,7 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
 def _time_collective(
     mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> float:
-    """Seconds of a collective that keeps the shape of `x`."""
+    """Return the seconds of a collective that preserves the shape of `x`."""
 
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(
@@ -479,7 +481,7 @@ def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
-    """`[B, T, D]` of a device's share of a microbatch whose tokens are split."""
+    """Return the shape `[B, T, D]` of a device's shard of a microbatch with split tokens."""
     tokens = sizes.config.train.sequence_length
     return sizes.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
 
@@ -487,7 +489,7 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
-    # As between a layer's matmuls: summed in the order of tokens, and put back in that of rows.
+    # As between the matmuls of a layer: move tokens to the first dimension, reduce, and move back.
     part = reduce_scatter(jnp.moveaxis(whole, 1, 0), STAGE, 0)
     return jnp.moveaxis(part, 0, 1)
 
@@ -498,7 +500,7 @@ def _reduce_scatter(whole: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _time_update(mesh: Mesh) -> float:
-    """Seconds for a byte that an update of parameters moves through memory."""
+    """Return the seconds per byte that a parameter update moves through memory."""
 
     def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
         def body(_: Any, state: Tree) -> Tree:
@@ -518,7 +520,7 @@ def _time_update(mesh: Mesh) -> float:
 
 
 def _time_allocation(mesh: Mesh) -> float:
-    """Seconds for a byte of a program's temporary memory, cleared and partly written."""
+    """Return the seconds per byte of temporary memory that a program clears and partly writes."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
         buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
@@ -540,7 +542,7 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Seconds of one iteration of each program's loop; the count is its last argument."""
+    """Return the seconds per loop iteration of every program; the last argument is the count."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))
@@ -555,7 +557,7 @@ def _seconds(
 
 
 def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Runs on every device of the ring at once."""
+    """Compile a function to run on all devices of the mesh at once."""
 
     def on_each(*given: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run(*given))

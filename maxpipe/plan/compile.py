@@ -1,7 +1,7 @@
-"""The real train step, compiled for devices that need not be there, and what the compiler says.
+"""Compile the train step ahead of time for absent devices, and report its costs.
 
-Memory, operations, collectives and what they hide behind are read from the compiled program;
-nothing is run. How often loops over layers turn follows from the schedule's table.
+Memory, operations, collectives and their overlap with compute are read from the compiled program,
+which is not run. The trip counts of loops over layers follow from the schedule table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SLOTS = {
     "I": scopes.INPUT_GRAD,
     "W": scopes.WEIGHT_GRAD,
 }
-"""Kind of slot -> scope of its layers in the program."""
+"""Scope of a slot's layers in the program, by slot type."""
 SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
@@ -77,103 +77,103 @@ SCOPES = (
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """Collectives of one kind over the same axes."""
+    """Collectives of one type over the same axes."""
 
     kind: str
     axes: str
     """Mesh axes that the group spans, e.g. `data+fsdp`."""
     link: str
-    """`ici`, or `dcn` where the group spans slices; `host` to and from its memory."""
+    """`ici`, `dcn` if the group spans slices, or `host` for transfers to and from host memory."""
     asynchronous: bool
     count: float
-    """Executions on one device in one step."""
+    """Executions per device and step."""
     total_bytes: float
-    """Sent by one device in one step."""
+    """Bytes sent per device and step."""
     cycles_behind: float
-    """Estimated cycles of what is scheduled between their starts and dones."""
+    """Estimated cycles of the instructions between the starts and dones."""
     flops_behind: float = 0.0
-    """Operations of the matmuls and kernels there."""
+    """FLOP of the matmuls and kernels between the starts and dones."""
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What the compiler says of a train step; bytes and operations are of one device."""
+    """Compiler report of a train step; bytes and FLOP are per device."""
 
     topology: str
     num_devices: int
     num_slices: int
     mesh: dict[str, int]
     attention: str
-    """The backend."""
+    """Attention backend."""
     versions: dict[str, str]
     lower_seconds: float
     compile_seconds: float
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Of outputs that take the place of arguments."""
+    """Bytes of outputs that alias arguments."""
     temp_bytes: int
-    """As the compiler states it: on TPUs more than is ever there at once."""
+    """Temporary memory as reported by the compiler; on TPUs larger than the actual peak."""
     peak_bytes: int
-    """What the fullest moment of a TPU needs, arguments and outputs included, and what is in host
-    memory not, all of which is taken to be there then; 0 on other devices, whose temporaries are
-    one allocation. See decision 16."""
+    """Peak memory of a TPU, including arguments and outputs but excluding host memory, which is
+    assumed to be full at the peak. 0 on other devices, whose temporaries are one allocation. See
+    decision 16."""
     program_bytes: int
     host_bytes: int
     """Arguments and temporaries in host memory."""
     memory_bytes: float
-    """What one device has."""
+    """Memory of one device."""
     flops: float
-    """Of all matmuls that run, recomputed ones included."""
+    """FLOP of all executed matmuls, including recomputation."""
     model_flops: float
-    """What the model needs: forward and backward."""
+    """FLOP that the model requires for forward and backward."""
     cycles: float
-    """The compiler's estimate, synchronous collectives left out, and what kernels take at
-    `kernel_efficiency`; 0 where it gives none."""
+    """Compiler estimate without synchronous collectives, plus kernels at `kernel_efficiency`; 0 if
+    the compiler provides no estimate."""
     pieces: dict[str, float]
-    """Of `cycles` those of each piece of the program, by its name in `pipeline.scopes`."""
+    """Part of `cycles` by program region, named as in `parallel.scopes`."""
     kernel_flops: float
-    """Of `flops`, those of kernels, for which the compiler has no estimate."""
+    """Part of `flops` in kernels, for which the compiler has no cycle estimate."""
     kernel_efficiency: float
-    """Share of the peak at which these are counted."""
+    """Assumed fraction of peak FLOP/s in kernels."""
     seconds: float
-    """The same as time."""
+    """`cycles` converted to seconds."""
     collectives: list[CollectiveTraffic]
     transfers: list[CollectiveTraffic]
-    """To host memory, and from there."""
+    """Transfers to and from host memory."""
     copies: int
-    """Buffers copied inside loops."""
+    """Number of buffers copied inside loops."""
     buffers: dict[str, int]
-    """Bytes of what the loop over ticks carries, part of `working_bytes`."""
+    """Bytes of the buffers carried by the loop over ticks, part of `working_bytes`."""
     beside_bytes: int = 0
-    """What a device has while the step runs that is no argument of it: the reference of rollouts,
-    by arithmetic."""
+    """Bytes on the device during the step that are not arguments: the reference parameters of GRPO,
+    calculated."""
     entries: list[ProfileLine] = field(default_factory=list)
-    """What the busiest stages' cycles are spent on, most first; none without estimates."""
+    """Operations of the busiest stages by cycles, in descending order; empty without estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """What the compiler leaves open, in words."""
+    """Descriptions of figures that the compiler does not determine."""
 
     @property
     def total_bytes(self) -> int:
-        """Needed on one device."""
+        """Memory that the step needs on one device."""
         held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
         return (self.peak_bytes or held) + self.program_bytes
 
     @property
     def working_bytes(self) -> int:
-        """Of `total_bytes`, what is there neither before nor after the step."""
+        """Part of `total_bytes` that is allocated only during the step."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes + self.program_bytes
         return self.total_bytes - held
 
     @property
     def fits(self) -> bool:
-        """Whether one device has room for it."""
+        """Whether the step fits in the memory of one device."""
         return self.total_bytes + self.beside_bytes <= self.memory_bytes
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CompileReport:
-        """From `to_json`'s values; others among them are left alone."""
+        """Create a report from the values of `to_json`; unknown keys are ignored."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         for name in ("collectives", "transfers"):
             own[name] = [CollectiveTraffic(**each) for each in values[name]]
@@ -181,7 +181,7 @@ class CompileReport:
         return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, sums included."""
+        """Return the report as JSON-compatible values, including totals."""
         found = dataclasses.asdict(self)
         moved = sum(each.total_bytes for each in self.collectives)
         return found | {
@@ -193,18 +193,18 @@ class CompileReport:
 
 
 def build_steps(config: Config, present: Sequence[Any]) -> Steps:
-    """The steps of a config on these devices.
+    """Build the steps of a config on these devices.
 
     Raises:
-        ConfigError: the config does not fit them.
+        ConfigError: the config does not fit the devices.
     """
-    # Only evaluation reads lengths of tokens, and it is not compiled here.
+    # Only evaluation reads token lengths, and it is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
     return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
 
 def ignore_phase(phase: str) -> None:
-    """Report no phase."""
+    """Ignore the phase; the default callback."""
 
 
 def compile_step(
@@ -214,19 +214,19 @@ def compile_step(
     given: Mapping[str, str] | None = None,
     begin: Callable[[str], None] = ignore_phase,
 ) -> CompileReport:
-    """Compiles the train step of a config for a topology; `save` is a folder to keep it in.
+    """Compile the train step of a config for a topology, and save the program to `save` if given.
 
-    `given` are options of the compiler in place of those of a run, which are left out where the
-    value is empty. `begin` is called with the name of each phase.
+    `given` overrides compiler options of the run; an empty value removes an option. `begin` is
+    called with the name of each phase.
 
     Raises:
-        ConfigError: the config does not fit the topology, this machine cannot describe it, the
-            step needs more memory than a device has, or the devices could not load what is saved.
-        StorageError: the program cannot be kept there.
+        ConfigError: the config does not fit the topology, no compiler for the topology is
+            installed, the step does not fit in memory, or the program could not be loaded later.
+        StorageError: the program cannot be saved.
     """
     if save is not None:
         count, where = topology.num_devices, "command line: --save"
-        action = "Leave out --save; of steps for CPUs only that of one device can be kept, cpu:1."
+        action = "Remove --save, or use cpu:1: CPU steps can be saved only for one device."
         executable.check_devices(topology.platform, count, where, save, action)
     present = topology_devices(topology)
     config = resolve_config(loaded, topology)
@@ -270,46 +270,44 @@ def _lower(steps: Steps, config: Config, topology: Topology) -> Any:
         if "cuDNN" not in str(error):
             raise
         given = f"attention cudnn on {topology.name}"
-        rule = f"is compiled with cuDNN, which is not here: {str(error).splitlines()[0]}"
+        rule = f"requires cuDNN, which is not installed: {str(error).splitlines()[0]}"
         if config.model.attention == AUTO:
-            rule += " model.attention=auto chose it, as a run on such GPUs does."
-        action = f"Run: {INSTALL}, which brings it; or set model.attention=blockwise."
+            rule += " model.attention=auto selects cuDNN on these GPUs."
+        action = f"Run: {INSTALL}, which includes cuDNN; or set model.attention=blockwise."
         raise ConfigError.one("model.attention", given, rule, action) from error
 
 
 def _save_error(save: Path) -> ConfigError:
-    rule = "cannot keep a step for GPUs that are not here: XLA chooses a run's kernels by timing "
-    rule += "them, and this one would be slower."
-    action = "Leave out --save, or compile on a machine with these GPUs."
+    rule = "cannot save a step for absent GPUs: XLA selects kernels by timing them on the GPU, so "
+    rule += "this program would be slower."
+    action = "Remove --save, or compile on a machine with these GPUs."
     return ConfigError.one("command line: --save", save, rule, action)
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
-    """What a compiler without a GPU leaves open."""
+    """Return the figures that a compiler without a GPU does not determine."""
     found = [
-        "time: it estimates no cycles for GPUs",
-        "kernels: none were timed (no autotuning, no Triton matmuls), so that a run's may differ, "
-        "and the memory that they work in",
-        "memory outside of the program: CUDA's, NCCL's",
+        "time: the compiler estimates no cycles for GPUs",
+        "kernels: without a GPU there is no autotuning and there are no Triton matmuls, so a run "
+        "may use other kernels and other workspace sizes",
+        "memory outside the program, of CUDA and NCCL",
     ]
     if attention == "cudnn":
         most = gib(memory.attention_workspace_bytes(Sizes(config).on_platform(topology.platform)))
         found.append(
-            f"memory that cuDNN's attention works in: by arithmetic {most}, less where it takes "
-            "the room of other temporaries"
+            f"workspace of cuDNN attention: calculated {most}, or less if it shares memory with "
+            "other temporaries"
         )
     return found
 
 
 def _option_error(message: str, given: Mapping[str, str]) -> ConfigError | None:
-    """What to say where the compiler does not know an option that is given, or its value."""
+    """Return the error for a compiler option that is unknown or has an invalid value."""
     name = next((name for name in given if name in message), None)
     if name is None or not message.startswith("INVALID_ARGUMENT"):
         return None
-    rule = f"is not what this compiler takes: {message.partition(': ')[2].splitlines()[0]}"
-    action = (
-        "Leave it out, or give an option and a value of its kind, true and false for yes or no."
-    )
+    rule = f"must be an option of this compiler: {message.partition(': ')[2].splitlines()[0]}"
+    action = "Remove the option, or give a value of its type, such as true or false."
     return ConfigError.one("command line: --xla", f"{name}={given[name]}", rule, action)
 
 
@@ -324,19 +322,19 @@ def _out_of_memory_error(
     needed = f"needs {gib(held[0])}" if held else "does not fit"
     there = held[1] if held else topology.hardware.memory_bytes
     listed = explain_out_of_memory(message, shapes, steps.param_layout.mesh.shape["tensor"])
-    terms = f"The compiler's largest allocations:\n{listed}"
+    terms = f"Largest allocations of the compiler:\n{listed}"
     if not listed:
-        terms = f"Largest, by arithmetic:\n{describe_largest(predicted.memory.terms)}"
+        terms = f"Largest predicted terms:\n{describe_largest(predicted.memory.terms)}"
     changes = suggest_changes(predicted, topology)
-    action = "Name more devices, or a shorter train.sequence_length."
+    action = "Use more devices, or a shorter train.sequence_length."
     if changes:
         action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."
-    rule = f"has {gib(there)} on a device, and the step {needed}. {terms}"
+    rule = f"has {gib(there)} per device, and the step {needed}. {terms}"
     return ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
 
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
-    """What the compiler says of a compiled train step; how long that took is left at 0."""
+    """Build the report of a compiled train step; the compile times are left at 0."""
     mesh, stated = steps.param_layout.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
@@ -358,7 +356,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
         output_bytes=stated.output_size_in_bytes,
         alias_bytes=stated.alias_size_in_bytes,
         temp_bytes=stated.temp_size_in_bytes,
-        # XLA's peak is that of all memories together.
+        # XLA's peak includes host memory.
         peak_bytes=stated.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
         program_bytes=stated.generated_code_size_in_bytes,
         host_bytes=on_host,
@@ -383,13 +381,13 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
 
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """What kernels take, which have no estimate, at the share of the peak that is assumed."""
+    """Return the cycles of kernels at their assumed fraction of peak FLOP/s."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
 
 
 def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
-    """Cycles by region, kernels' as above."""
+    """Return the cycles by program region, including kernels."""
     cycles: dict[str, float] = {}
     for name in sorted({each.region for each in found.entries if each.region}):
         mine = Profile([each for each in found.entries if each.region == name])
@@ -398,7 +396,7 @@ def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides what a program is compiled to."""
+    """Return the versions of all packages that determine the compiled program."""
     found = {}
     for name in ("maxpipe", "jax", "jaxlib", "libtpu", *PLUGINS, *CUDNN):
         try:
@@ -409,9 +407,10 @@ def versions() -> dict[str, str]:
 
 
 def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
-    """Costs of a compiled train step: of the average stage, and along the busiest ones.
+    """Return the costs of a compiled train step for the average stage and for the busiest stages.
 
-    Work and traffic are the first's; time is the second's, because stages wait for each other.
+    Use the first for work and communication. Use the second for time, because stages wait for each
+    other.
     """
     module = parse_hlo(text)
 
@@ -432,7 +431,7 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
 
 
 def window_shares(model: Model) -> dict[int, float]:
-    """Size of a window, 0 for none -> share of the layers with it, of those that score pairs."""
+    """Return the fraction of attention layers by window size, where 0 means no window."""
     found: Counter[int] = Counter()
     for layer, kind in enumerate(model.all_layers):
         for part in model.layer_types[kind].parts.values():
@@ -444,7 +443,7 @@ def window_shares(model: Model) -> dict[int, float]:
 
 
 def _activation_bytes(steps: Steps) -> int:
-    """Of what a stage hands to the next."""
+    """Return the bytes of an activation between two stages."""
     rows, tokens = steps.shape
     mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
     mine = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -462,9 +461,9 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(mean trips of each loop whose trips are data, share of each conditional that works).
+    """Return mean trip counts of dynamic loops, and the fraction of ticks that run conditionals.
 
-    Layers of a tick are those of the average stage, or of the busiest one.
+    The layers of a tick are those of the average stage, or of the busiest stage.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -506,19 +505,19 @@ def executions(
         shares = {
             rf"{outside}/{embed}/cond$": schedule.prologue.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.prologue.backward,
-            # To the ring and back: as many microbatches leave as enter.
+            # The same number of microbatches enters and leaves the pipeline.
             rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
 
 
 def _layer_loop(scope: str) -> str:
-    """Pattern of the loop over a chunk's layers in a scope."""
+    """Return the pattern of the loop over a chunk's layers in a scope."""
     return rf"{scope}({scopes.RECOMPUTE}/)?while$"
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Mean trips of the loops inside it that run a layer, or none, of one kind."""
+    """Return the mean trip counts of the inner loops that run at most one layer of a type."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}
@@ -529,7 +528,7 @@ def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
 
 
 def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> dict[str, float]:
-    """Mean turns of the loop over layers in each kind of slot."""
+    """Return the mean trip count of the loop over layers, by slot type."""
     stages = np.arange(schedule.num_stages)
 
     def layers(slots: SlotColumns) -> np.ndarray:
@@ -538,7 +537,7 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
     turns = {kind: layers(slots) for kind, slots in schedule.kinds}
     if schedule.mixed and not average:
-        # Stages do different kinds of work in a tick: the longest counts, the others run beside it.
+        # Stages run different slot types in a tick: only the longest determines the time.
         longest = np.argmax([turns[kind] * weight for kind, weight in _LENGTH.items()], axis=0)
         for place, kind in enumerate(_LENGTH):
             turns[kind] = np.where(longest == place, turns[kind], 0)
@@ -546,11 +545,11 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
 
 _LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
-"""How long a layer takes in the kinds of slots of a mixed tick, roughly: only the order counts."""
+"""Approximate relative duration of a layer by slot type in a mixed tick; only the order matters."""
 
 
 def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[CollectiveTraffic]:
-    """Collectives by kind, axes and link, most bytes first."""
+    """Group collectives by type, axes and link, sorted by bytes in descending order."""
     placed = list(mesh.devices.flat)
     place_of = {device.id: place for place, device in enumerate(placed)}
     slices = np.array([_slice_index(device) for device in placed])
@@ -578,7 +577,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 
 
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
-    """What goes to host memory and what comes from there; cycles that several share count once."""
+    """Sum transfers to and from host memory; cycles that several transfers share count once."""
     result = []
     for kind in dict.fromkeys(each.kind for each in found):
         group = [each for each in found if each.kind == kind]
@@ -602,7 +601,7 @@ def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
 
 
 def _slice_index(device: Any) -> int:
-    """Of GPUs that are not here each slice is a process of its own."""
+    """Return the slice of a device; for absent GPUs, every slice is a separate process."""
     if getattr(device, "platform", "") == "gpu":
         return device.process_index
     return getattr(device, "slice_index", 0) or 0

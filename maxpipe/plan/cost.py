@@ -1,13 +1,13 @@
-"""Predicted time of a step: the work of its ticks, and the traffic that nothing overlaps.
+"""Predict the time of a step from the compute of its ticks and the exposed communication.
 
-Stages advance in lockstep through the ticks of the table: in each tick the busiest one counts, or
-all of them where they share cores. Messages travel behind the work of a tick.
+Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is that
+of its busiest stage, or the sum of all stages where devices share cores. Messages between stages
+overlap with the compute of a tick.
 
-Predicted times of a run's pieces, layers above all: work by a roofline, and traffic.
-
-Gathers travel behind as much of a layer as their mode allows; what a layer's tokens exchange
-behind nothing, but for the keys of a ring. The figures of devices and links are those of
-`configs/hardware/`, or measured ones.
+The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of
+the layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with
+compute, except for the keys and values of ring attention. Device and link figures come from
+`configs/hardware/` or from a calibration.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ from maxpipe.plan.traffic import (
 from maxpipe.schedule.table import Schedule, SlotColumns
 
 RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
-"""Forwards that a layer's backward runs again; with names that depends on the device. What follows
-the last array that a backward reads is left out by compilers: see `LayerCost.again`."""
+"""Forward passes that a layer's backward recomputes, by `pipeline.remat`; for `names`, this depends
+on the device. Compilers skip unused operations at the end: see `LayerCost.again`."""
 SCORE_TRAFFIC = 12
-"""Moved for each pair of query and key by the softmax of plain attention and its gradient, a pass:
+"""Bytes moved per query-key pair and pass by the softmax of plain attention and its gradient,
 fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
-"""Kinds of slots: forward, backward, and its halves for inputs and for weights."""
+"""Slot types: forward, backward, and the input and weight halves of a backward."""
 OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
-"""Share of a layer's work behind which its gather travels."""
+"""Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
-"""Products of an attention kernel's backward, in forwards, 2.5 where none is named: on TPUs two
-kernels compute the scores each."""
+"""Cost of an attention kernel's backward as a multiple of its forward, by platform (default: 2.5).
+On TPU, two kernels both recompute the scores."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of a run's pieces on some hardware."""
+    """Times of the parts of a step on given hardware."""
 
     sizes: Sizes
     hardware: Hardware
 
     @property
     def contention(self) -> float:
-        """How much longer work takes while all devices work, because they share cores."""
+        """Slowdown of compute while all devices are busy, because devices share cores."""
         shared = self.hardware.shared_by
         return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
 
     @property
     def overlaps(self) -> bool:
-        """Whether traffic can travel behind work: not if the same cores do both."""
+        """Whether communication can overlap with compute: false if devices share cores."""
         return not self.hardware.shared_by
 
     # Links.
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in compute type."""
+        """Size of an element in the compute dtype, in bytes."""
         return BYTES[self.sizes.config.model.compute_dtype]
 
     def send_seconds(self, sent: CommVolume) -> float:
-        """Seconds to send this from every device at once."""
+        """Return the seconds of one transfer in which all devices send at the same time."""
         if not sent.axes or not sent.num_bytes:
             return 0.0
         hardware, mesh = self.hardware, self.sizes.config.mesh
@@ -102,14 +102,14 @@ class CostModel:
         return seconds + latency
 
     def total_send_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """The same of several, one after the other."""
+        """Return the seconds of several consecutive transfers."""
         return sum(map(self.send_seconds, sent))
 
     def reduce_scatter_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """Seconds of sums to shards.
+        """Return the seconds of reduce-scatters.
 
-        XLA for TPU makes one over all devices an all-reduce, of which each keeps a shard. Measured
-        rates are of sums over all devices, and have that in them.
+        XLA for TPU implements a reduce-scatter over all devices as an all-reduce followed by a
+        slice. Measured rates already include this.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
         whole = self.sizes.num_devices if published else 0
@@ -118,15 +118,15 @@ class CostModel:
         )
 
     def exposed_seconds(self, seconds: float, work: float) -> float:
-        """What is left of traffic that travels behind this much work."""
+        """Return the exposed part of a transfer that overlaps with `work` seconds of compute."""
         return max(0.0, seconds - work * self.overlaps)
 
     # Work.
 
     def roofline_seconds(self, flops: float, moved: float) -> float:
-        """The roofline: matmuls at the rate they reach, or bytes through memory.
+        """Return the roofline time: the larger of matmul time and memory time.
 
-        Cores that devices share do one after the other.
+        On devices that share cores, the two times add up.
         """
         arithmetic = flops / (self.hardware.flops * self.hardware.matmul_efficiency)
         traffic = moved / (self.hardware.memory_gb_per_second * 1e9)
@@ -134,50 +134,53 @@ class CostModel:
 
     @cached_property
     def layers(self) -> Mapping[str, LayerCost]:
-        """Of each kind of layer."""
+        """Costs by layer type."""
         return {kind: LayerCost(self, kind) for kind in self.sizes.model.layer_types}
 
     @property
     def most_common_layer(self) -> LayerCost:
-        """Of the kind of most layers."""
+        """Costs of the most frequent layer type."""
         return self.layers[self.sizes.most_common_layer_type]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
-        """Of this number of layers of each kind."""
+        """Return the total cost of these numbers of layers by type."""
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """This number of layers of each kind, each in a slot of this kind."""
+        """Return the seconds of these numbers of layers by type in slots of one type."""
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property
     def recomputed(self) -> float:
-        """Forwards run again in a backward."""
+        """Number of forward passes that a backward recomputes."""
         remat = self.sizes.config.pipeline.remat
         return (RECOMPUTED_FORWARDS | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def message_seconds(self) -> float:
-        """A message to the next stage."""
+        """Seconds of a message to the next stage."""
         return self.send_seconds(
             CommVolume(self.sizes.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
         )
 
     @cached_property
     def head_seconds(self) -> float:
-        """Loss head of a microbatch: all stages share it. Heads ahead, of which each does all."""
+        """Seconds of the loss of a microbatch, including MTP heads.
+
+        All stages share the work of the loss head.
+        """
         sizes = self.sizes
         matrix, heads = sizes.head_elements(whole=True), 1 + sizes.mtp_heads
         trained, ahead = sizes.trained.head_elements(whole=True), sizes.mtp_matrix_elements()
         trained_ahead = sizes.trained.mtp_matrix_elements()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
-        # Each further block reads the matrix again, and reads and writes its gradient.
+        # Every additional block reads the matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
-            # Inside a conditional, in which compilers start nothing early.
+            # The loss is inside a conditional, in which compilers do not start gathers early.
             weights = HeadTraffic(sizes)
             gathers = self.total_send_seconds(weights.gathered) + self.reduce_scatter_seconds(
                 weights.scattered
@@ -192,9 +195,9 @@ class CostModel:
 
     @property
     def mtp_seconds(self) -> float:
-        """Layers of heads ahead, of a microbatch, and another lookup for them.
+        """Seconds of the MTP layers of a microbatch, including their embedding lookup.
 
-        They go forward twice, whatever is kept of others.
+        Their forward pass runs twice, independent of `pipeline.remat`.
         """
         if not (layers := self.sizes.mtp_layers):
             return 0.0
@@ -204,13 +207,13 @@ class CostModel:
 
     @cached_property
     def embed_seconds(self) -> float:
-        """Lookup of a microbatch, and its gradient."""
+        """Seconds of the embedding lookup of a microbatch and its gradient."""
         return self.total_send_seconds(lookup(self.sizes))
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Times of one layer of a kind, on a microbatch."""
+    """Times of one layer of a type for one microbatch."""
 
     model: CostModel
     name: str
@@ -229,16 +232,16 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """What it sends."""
+        """Communication of the layer."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property
     def forward(self) -> float:
-        """A forward, its tensor-parallel sums included."""
+        """Seconds of a forward pass, including tensor-parallel reductions."""
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """As much work as of these forwards, without kernels, and the sums of one."""
+        """Return the compute seconds of `forwards` forwards without kernels, plus one reduction."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
@@ -248,13 +251,13 @@ class LayerCost:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """What a backward runs again of forwards, but for what nothing reads then.
+        """Seconds of recomputation in a backward, without operations whose result is unused.
 
-        Of a branch that ends a layer, nothing of a backward reads the output: a network's last
-        projection is not multiplied again, and its sums are not sent.
+        The backward does not use the output of a layer's last branch. The last projection is
+        therefore not recomputed, and its reduction is not repeated.
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
-        if remat == "none":  # nothing is sent, and nothing waits for other devices
+        if remat == "none":  # no communication and no waiting for other devices
             return self.model.hardware.none_recomputed * self.seconds / self.split_factor
         unread = self._skipped_recompute_seconds if remat in ("full", "chunk") else 0.0
         return recomputed * self.forward - unread
@@ -270,7 +273,7 @@ class LayerCost:
 
     @cached_property
     def _sums(self) -> float:
-        """Tensor-parallel sums of a forward."""
+        """Seconds of the tensor-parallel reductions of a forward."""
         return (
             self.model.send_seconds(tensor_sums(self.model.sizes, self.name))
             / self.model.contention
@@ -278,25 +281,25 @@ class LayerCost:
 
     @property
     def _uses_collective_matmul(self) -> bool:
-        """Whether tokens travel to matmuls part by part."""
+        """Whether collective matmuls gather the tokens part by part."""
         sizes = self.model.sizes
         return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
 
     @property
     def seconds(self) -> float:
-        """A forward on a device that works alone."""
+        """Seconds of a forward on a device while all other devices are idle."""
         return self.matmul_seconds + self.score_seconds + self.kernel_seconds
 
     @cached_property
     def score_seconds(self) -> float:
-        """Of that, what attention's scores take on their way through memory."""
+        """Seconds of a forward for the memory traffic of attention scores."""
         pairs = sum(map(self.model.sizes.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
-        """Of that, the rest."""
+        """Seconds of a forward without scores and kernels."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
@@ -305,13 +308,13 @@ class LayerCost:
 
     @cached_property
     def moved_bytes(self) -> float:
-        """Bytes of activations that a forward moves through memory."""
+        """Bytes of activations that a forward reads and writes."""
         sizes = self.model.sizes
         return sum(sizes.declared_bytes(part, part.traffic) for part in self._kind.parts.values())
 
     @cached_property
     def size_factor(self) -> float:
-        """Time of a token beside that in a microbatch of the size that is the fastest."""
+        """Time per token, relative to a microbatch of the fastest size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -321,18 +324,18 @@ class LayerCost:
 
     @property
     def split_factor(self) -> float:
-        """Time of a layer beside that of one whose width is not split."""
+        """Time of a layer, relative to a layer without tensor parallelism."""
         return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.tensor)
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Of a backward, the scores that were not kept; measured costs of a backward have them."""
+        """Seconds of recomputing scores in a backward; included in measured backward costs."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Of a forward, attention's products in a kernel; measured rates of a layer have them."""
+        """Seconds of attention kernels in a forward; included in measured layer rates."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -344,13 +347,13 @@ class LayerCost:
 
     @property
     def _plain_flops(self) -> float:
-        """Of attention's products those that are matmuls like others."""
+        """FLOP of attention matmuls outside kernels."""
         kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
         return self._score_flops - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
-        """Of each attention the operations of a forward's products."""
+        """Attention operations of a layer, each with the FLOP of a forward."""
         sizes = self.model.sizes
         return [
             (each, 4.0 * sizes.scores(part) * each.head_dim)
@@ -365,13 +368,13 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Adding its gradient to the sum of the step, where no matmul hides it."""
+        """Seconds of gradient accumulation, if no matmul overlaps with it."""
         moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
 
     def exchange_seconds(self, action: str) -> float:
-        """In a slot of this kind, what its tokens exchange with other devices, behind no work."""
+        """Return the exposed seconds of token exchanges in a slot of this type."""
         return self._exchange_seconds[action]
 
     @cached_property
@@ -391,9 +394,9 @@ class LayerCost:
         )
 
     def slot(self, action: str) -> float:
-        """In a slot of this kind, with what it gathers, reduces and exchanges.
+        """Return the seconds of a slot of this type, including exposed communication.
 
-        On a device that works alone: see `contention`.
+        The time is that of a device while all others are idle: see `contention`.
         """
         return self._slots[action]
 
@@ -404,7 +407,7 @@ class LayerCost:
     def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
-        # A kernel's backward has inputs only.
+        # The backward of a kernel only computes input gradients.
         kernel = self.kernel_seconds
         inputs = (
             self._with_sums(hardware.input_grad_cost)
@@ -428,7 +431,7 @@ class LayerCost:
             gathers += 1
         traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
         if hardware.is_tpu:
-            own += scatter  # which XLA for TPU waits for: `benchmarks/compile_reports.md`
+            own += scatter  # XLA for TPU does not overlap it: see `benchmarks/compile_reports.md`
         else:
             traffic += scatter
         left = model.exposed_seconds(
@@ -438,13 +441,13 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Of the weights that meet each token, those that have a gradient."""
+        """Fraction of trained weights among the weights that process each token."""
         sizes = self.model.sizes
         computed = sizes.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Writing or reading what waits between slots; measured costs of a backward have that."""
+        """Return the seconds to write or read saved activations; included in measured costs."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
@@ -453,35 +456,35 @@ class LayerCost:
         deferred = sizes.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         hardware = self.model.hardware
-        # Copied into a buffer's slice, or out of it: read and written.
+        # A copy into or out of a buffer slice reads and writes every byte.
         return 2 * moved / (hardware.memory_gb_per_second * hardware.copy_efficiency * 1e9)
 
     @cached_property
     def gather(self) -> float:
-        """Its weights, from shards on other devices."""
+        """Seconds to gather the layer's weights."""
         return self.model.total_send_seconds(self.traffic.gathered)
 
     @cached_property
     def scatter(self) -> float:
-        """Its gradient, to shards."""
+        """Seconds to reduce-scatter the layer's gradient."""
         return self.model.reduce_scatter_seconds(self.traffic.scattered)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one step on one device."""
+    """Predicted time of one step on one device."""
 
     parts: dict[str, float]
-    """By cause; they add up to the step."""
+    """Seconds by cause; the sum is the step time."""
     model_flops: float
-    """What the model needs of one device in a step."""
+    """FLOP that the model requires from one device per step."""
     peak_flops: float
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Bytes that a device sends in a step, by axes and link."""
+    """Bytes that a device sends per step, by axes and link."""
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property
@@ -493,7 +496,7 @@ class Cost:
 def predict_cost(
     sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None
 ) -> Cost:
-    """What a step of this run costs; `held` is its memory, where that is known already."""
+    """Predict the cost of a step; `held` is the predicted memory, if already known."""
     sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
@@ -528,7 +531,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """`[K]`: seconds of layers in each tick, and of what hides a message."""
+    """Return `[K]` seconds of layers in each tick, and of compute that overlaps with a message."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
@@ -542,17 +545,18 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if shared := model.hardware.shared_by:
         everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
         total = np.maximum(total, everyone)
-    # A message has the next slot to travel behind, with typed ticks half of the tick.
+    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed, and otherwise
+    # with half of a tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 
 def _slot_seconds(
     model: CostModel, schedule: Schedule, action: str, slots: SlotColumns, *, computes: bool
 ) -> np.ndarray:
-    """`[K, P]`: seconds of each stage's layers in slots of one kind.
+    """Return `[K, P]`: seconds of each stage's layers in slots of one type.
 
-    Stages that compute where they idle run, in each tick in which one has a slot of the kind, what
-    any of them has at each place of its chunk.
+    With `computes`, idle stages also compute: in every tick with a slot of this type, all stages
+    run every layer type that any stage has at that position of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.ring_layers), range(sizes.stages)
@@ -566,20 +570,20 @@ def _slot_seconds(
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
     run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
-    if len(kinds) == 1:  # padded chunks, too, are as long as the longest
+    if len(kinds) == 1:  # padded chunks also run the length of the longest chunk
         run |= slots.active[:, :, None, None]
     return np.broadcast_to((run.any(axis=1).sum(axis=1) @ seconds)[:, None], slots.active.shape)
 
 
 def _ideal(model: CostModel, schedule: Schedule) -> float:
-    """Seconds of layers if no stage ever waited."""
+    """Return the seconds of layers without any idle time."""
     sizes = model.sizes
     layers = sum(model.slots(action, sizes.ring_layers) for action, _ in schedule.kinds)
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Of these, seconds of what tokens exchange between devices."""
+    """Return the exposed seconds of token exchanges between devices."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
     layers = model.total(model.sizes.ring_layers, exchanged)
@@ -587,7 +591,7 @@ def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Seconds of the layers outside the ring: all stages run them at once, a round at a time."""
+    """Return the seconds of the prologue layers, which all stages run in parallel."""
     rounds, layers = schedule.prologue, model.sizes.prologue_layers
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
@@ -596,7 +600,7 @@ def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _gathers(model: CostModel, schedule: Schedule) -> float:
-    """Of weights, where that is not done layer by layer."""
+    """Return the seconds of weight gathers that are not done layer by layer."""
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
     layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
@@ -604,7 +608,7 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
-    """Of gradients, to shards where it is not done layer by layer, and over what they leave."""
+    """Return the seconds of gradient reductions that are not done layer by layer."""
     sizes, found = (
         model.sizes,
         model.total_send_seconds(merge_by_axes(step_end_traffic(model.sizes))),
@@ -616,13 +620,13 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
 
 
 def _update(model: CostModel) -> float:
-    """The optimizer reads and writes the state of what is trained, and reads gradients."""
+    """Return the seconds of the optimizer update, limited by memory bandwidth."""
     moved = 2.4 * state(model.sizes.trained)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """To be given the memory of a step, on devices that give it back after each."""
+    """Return the seconds to allocate the memory of a step, on devices that free it after a step."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

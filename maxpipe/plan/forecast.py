@@ -1,4 +1,4 @@
-"""Forecasts for a config on a topology: one run's, or the best layouts'. No jax."""
+"""Forecast one layout, or search for the best layouts, of a config on a topology; without jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maxpipe.plan.topology import Topology, resolve_config
 
 
 def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
-    """The forecast for a config on a topology.
+    """Forecast memory and time of a config on a topology.
 
     Raises:
         ConfigError: the config does not fit the topology.
@@ -32,16 +32,16 @@ def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """(facts, the smallest changes after which it fits, if it does not)."""
+    """Return the plan as values, and the smallest changes after which it fits if it does not."""
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
 
 def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
-    """The values of `section.key=value` that a search keeps.
+    """Parse the `section.key=value` settings that a search does not change.
 
     Raises:
-        ConfigError: not a key of mesh or pipeline, or not a value that it can have.
+        ConfigError: a key is not in mesh or pipeline, or its value is not valid.
     """
     from maxpipe.config.keys import KEYS
 
@@ -61,8 +61,8 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 f"command line: --fix {key}",
                 value,
-                "must be a number of devices: a search finds what is left by itself.",
-                f"Write --fix {key}=2, or leave it out.",
+                "must be a number of devices of at least 1.",
+                f"Write --fix {key}=2, or remove it to search over all values.",
             )
     return found
 
@@ -74,7 +74,7 @@ def best_layouts(
     keep: int = NUM_RESULTS,
     report: ProgressCallback = ignore_progress,
 ) -> SearchResult:
-    """The `keep` fastest layouts of a config on a topology; `report` is that of `search`."""
+    """Return the `keep` fastest layouts of a config on a topology; for `report`, see `search`."""
     return search(
         config,
         topology.hardware,

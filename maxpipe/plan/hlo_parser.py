@@ -1,6 +1,6 @@
-"""Optimized HLO text, read into computations of instructions, and how it writes groups of devices.
+"""Parse optimized HLO text into computations, instructions and device groups.
 
-`maxpipe.plan.hlo_profile` computes costs from it.
+`maxpipe.plan.hlo_profile` computes costs from the result.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ _SLICE_IDS = 100_000
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a computation."""
+    """An instruction of a computation."""
 
     name: str
     shape: str
-    """As printed; of a tuple, all its members."""
+    """Shape as printed; for a tuple, the shapes of all members."""
     opcode: str
     operands: tuple[str, ...]
-    """Names of instructions in the same computation; of a constant, its value."""
+    """Names of instructions in the same computation; for a constant, its value."""
     attributes: str
     """Everything after the operands."""
 
     @cached_property
     def op_name(self) -> str:
-        """Its origin in the traced program, e.g. `jit(f)/while/body/add`."""
+        """Origin in the traced program, e.g. `jit(f)/while/body/add`."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def cycles(self) -> int:
-        """The compiler's estimate, 0 where it gives none."""
+        """Cycle estimate of the compiler; 0 if there is none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the result, without padding."""
+        """Bytes of the result, without padding."""
         return sum(array_bytes(self.shape))
 
     def computation(self, role: str) -> str | None:
-        """Name of the computation that it calls as `body`, `condition`, `calls` ..."""
+        """Return the name of the computation called as `body`, `condition`, `calls` ..."""
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else None
 
     @cached_property
     def branches(self) -> tuple[str, ...]:
-        """Computations of a conditional."""
+        """Names of the branch computations of a conditional."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
         if listed:
             return tuple(name.strip().lstrip("%") for name in listed.group(1).split(","))
@@ -63,7 +63,7 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in the order they are printed: in a scheduled module, executed."""
+"""Instructions by name in printed order, which is the execution order of a scheduled module."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Module:
 
 
 def array_dims(shape: str) -> list[tuple[int, ...]]:
-    """Dims of each array in a printed shape."""
+    """Return the dimensions of each array in a printed shape."""
     return [tuple(int(dim) for dim in dims.split(",") if dim) for _, dims in _ARRAY.findall(shape)]
 
 
 def array_bytes(shape: str) -> list[int]:
-    """Bytes of each array in a printed shape; tokens and opaque values have none."""
+    """Return the bytes of each array in a printed shape; tokens and opaque values are skipped."""
     sizes = []
     for kind, dims in _ARRAY.findall(shape):
         digits = re.search(r"\d+", kind)
@@ -100,7 +100,7 @@ _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
 def parse_hlo(text: str) -> Module:
-    """Reads `compiled.as_text()`.
+    """Parse the result of `compiled.as_text()`.
 
     Raises:
         ValueError: the text has no entry computation.
@@ -122,7 +122,7 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # A kernel's metadata have line breaks; cycles and origin are on the last of its lines.
+            # The metadata of a kernel contain line breaks; cycles and origin are on the last line.
             current[-1] += f"\n{line}"
     if not entry:
         raise ValueError("not the text of an HLO module: no line starts with ENTRY")
@@ -144,7 +144,7 @@ def _instruction(text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Position after the bracket that closes the one at `start`."""
+    """Return the position after the bracket that matches the bracket at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -154,7 +154,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_operands(text: str) -> list[str]:
-    """At the commas outside of brackets, comments such as `/*index=5*/` dropped."""
+    """Split operands at commas outside brackets, without comments such as `/*index=5*/`."""
     pieces, depth, start = [], 0, 0
     text = re.sub(r"/\*.*?\*/", "", text)
     for position, letter in enumerate(text + ","):
@@ -172,7 +172,7 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Devices of the first group; the others are shifted copies."""
+    """Return the devices of the first group; the other groups are shifted copies."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
@@ -190,7 +190,7 @@ def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
 
 
 def group_between_slices(target: str) -> tuple[int, ...]:
-    """Ids of the devices of the first group: `{1,2}x{0:63}`, or `{{100000->200032},...}`."""
+    """Return the device ids of the first group in `{1,2}x{0:63}` or `{{100000->200032},...}`."""
     if found := re.match(r"\{([\d,]+)\}x\{(\d+)", target):
         return tuple(
             int(each) * _SLICE_IDS + int(found.group(2)) for each in found.group(1).split(",")
@@ -199,7 +199,7 @@ def group_between_slices(target: str) -> tuple[int, ...]:
 
 
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """The devices that a message from the first source visits."""
+    """Return the devices in the order in which a message from the first source passes them."""
     after = {int(source): int(target) for source, target in pairs}
     members = [next(iter(after), 0)]
     while (target := after.get(members[-1])) is not None and target not in members:
@@ -208,11 +208,11 @@ def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
 
 
 def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
-    """`[4,8]<=[8,4]T(1,0)`: counted over the source, transposed, reshaped."""
+    """Return the array of `[4,8]<=[8,4]T(1,0)`: iota over the source, transposed and reshaped."""
     dims = [int(dim) for dim in shape.split(",")]
     origin = [int(dim) for dim in source.split(",")] if source else dims
     numbers = np.arange(math.prod(origin)).reshape(origin)
     if order:
         numbers = numbers.transpose([int(dim) for dim in order.split(",")])
-    # `device_ids=([4,8]T(1,0))` has no source: the shape is transposed as it is.
+    # `device_ids=([4,8]T(1,0))` has no source: the shape itself is transposed.
     return numbers.reshape(dims) if source else numbers

@@ -1,12 +1,12 @@
-"""The cost of a compiled program, read from its optimized HLO text.
+"""Compute the costs of a compiled program from its optimized HLO text.
 
-`compiled.as_text()` is walked from its entry, loop bodies times their trip counts. TPU programs
-carry the compiler's estimate of the cycles of every compute instruction, but none for a synchronous
-collective: hence cycles and bytes are reported apart. The layer loops' trip counts are data, so
-the caller gives their averages, and the share of ticks that run a conditional's branch.
+The profiler visits `compiled.as_text()` from its entry and multiplies loop bodies by their trip
+counts. TPU programs contain the compiler's cycle estimate of every compute instruction, but none
+for synchronous collectives, so cycles and bytes are reported separately. Trip counts of layer loops
+are dynamic: the caller passes their averages, and the fraction of ticks that run a branch.
 
     compiled = steps.compile_train()
-    found = profile(parse(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
+    profile = profile_program(parse_hlo(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BETWEEN_SLICES = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""What XLA for TPU calls a collective that it hands to the hosts' network."""
+"""Names in XLA for TPU of collectives over the network of the hosts."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _ON_HOST = "S(5)"
@@ -52,76 +52,76 @@ TO_HOST, FROM_HOST = "to host", "from host"
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """An instruction and how often it runs."""
+    """An instruction, its number of executions and its FLOP."""
 
     instruction: Instruction
     region: str
     count: float
     """Executions per run of the program."""
     flops: float = 0.0
-    """Operations of the matmuls in one execution, a multiply-add counting 2; of a kernel what is
-    stated of it (`stated`), or what it states itself."""
+    """FLOP of the matmuls in one execution, where a multiply-add counts 2. For a kernel, they come
+    from its scope name or its own cost estimate."""
     fused: Computation = field(default_factory=dict)
-    """Of a fusion, what it joins."""
+    """Instructions of a fusion; empty for other instructions."""
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is a program of its own, for which the compiler has no estimate of cycles."""
+        """Whether the instruction is a custom kernel without a cycle estimate."""
         return self.instruction.opcode == "custom-call" and not _is_gemm(self.instruction)
 
     @property
     def cycles(self) -> float:
-        """Of all executions."""
+        """Estimated cycles of all executions."""
         return self.instruction.cycles * self.count
 
     @property
     def num_bytes(self) -> float:
-        """Of its largest result, of all executions."""
+        """Bytes of the largest result, over all executions."""
         return max(array_bytes(self.instruction.shape), default=0) * self.count
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective operation and what it costs."""
+    """A collective operation and its costs."""
 
     kind: str
-    """One of `COLLECTIVE_KINDS`."""
+    """Type of the collective, a member of `COLLECTIVE_KINDS`."""
     name: str
     op_name: str
     region: str
     count: float
     group: tuple[int, ...]
-    """Devices of the first group, by their position in the program's mesh; see `between_slices`."""
+    """Positions of the first group's devices in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Sent by each device in one execution, around a ring; of one with ragged parts, as if all that
-    there is room for were sent evenly to all."""
+    """Bytes sent by each device in one execution, with a ring algorithm. For ragged collectives,
+    the full capacity, sent evenly to all devices."""
     is_async: bool
     """Whether start and done are two instructions."""
     between: tuple[str, ...] = ()
-    """Computing instructions between start and done, in scheduled order."""
+    """Compute instructions between start and done, in scheduled order."""
     cycles_between: float = 0.0
-    """Their estimated cycles, loops included."""
+    """Estimated cycles of these instructions, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """The same of each: several collectives may be on their way at once."""
+    """Estimated cycles by instruction, since several collectives may be in flight at once."""
     flops_between: float = 0.0
-    """Operations of their matmuls and kernels, loops included."""
+    """FLOP of these instructions' matmuls and kernels, including loops."""
     between_slices: bool = False
-    """Whether hosts carry it from slice to slice; `group` has ids of devices then."""
+    """Whether hosts send the data between slices; `group` then contains device ids."""
 
     @property
     def total_bytes(self) -> float:
-        """Sent by each device in one run of the program."""
+        """Bytes sent by each device in one run of the program."""
         return self.num_bytes * self.count
 
     @property
     def stride(self) -> int:
-        """Distance between neighbours of the group, which tells mesh axes of one size apart."""
+        """Distance between neighbours of the group; distinguishes mesh axes of equal size."""
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
 @dataclass(frozen=True)
 class HostTransfer:
-    """What goes to host memory, or comes from there, beside other work."""
+    """An asynchronous transfer to or from host memory."""
 
     kind: str
     """`TO_HOST` or `FROM_HOST`."""
@@ -129,44 +129,44 @@ class HostTransfer:
     region: str
     count: float
     num_bytes: float
-    """In one execution."""
+    """Bytes of one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between start and done, loops included."""
+    """Estimated cycles of each instruction between start and done, including loops."""
 
 
 @dataclass
 class Profile:
-    """What one run of a program costs one device."""
+    """Costs of one run of a program on one device."""
 
     entries: list[InstructionCost] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     copies: list[InstructionCost] = field(default_factory=list)
-    """Buffers that are copied or transposed inside a loop."""
+    """Copies and transposes of buffers inside loops."""
     transfers: list[HostTransfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
-    """`op_name` of loops whose trip counts neither caller, name nor text gives; counted once."""
+    """`op_name` of loops with unknown trip counts, which are counted once."""
 
     @property
     def cycles(self) -> float:
-        """All estimates; synchronous collectives and kernels have none."""
+        """Total estimated cycles, without synchronous collectives and kernels."""
         return sum(entry.cycles for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """Operations of all matmuls and kernels."""
+        """FLOP of all matmuls and kernels."""
         return sum(entry.flops * entry.count for entry in self.entries)
 
     @property
     def kernel_flops(self) -> float:
-        """Of them, those of kernels."""
+        """FLOP of kernels only."""
         return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
     def largest(self, number: int) -> list[InstructionCost]:
-        """The entries with the most cycles over all executions."""
+        """Return the entries with the most cycles over all executions."""
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """By collectives of these kinds (all when none is named) over groups of this size."""
+        """Return the bytes sent by collectives of these types (default: all) and group size."""
         return sum(
             each.total_bytes
             for each in self.collectives
@@ -183,17 +183,18 @@ def profile_program(
     regions: Mapping[str, str] | None = None,
     copy_bytes: int = 2**20,
 ) -> Profile:
-    """Walks a program from its entry.
+    """Profile a program, starting at its entry computation.
 
     Args:
         module: a parsed program.
-        trips: pattern of a loop's `op_name` -> average trips each time it runs. Overrides
-            the text; the first match counts.
-        shares: pattern of a conditional's `op_name` -> share of its executions that take the
-            branch with the most cycles, 1 by default; the others take the cheapest.
-        windows: share of the layers whose attention has a window of a size, where they differ.
-        regions: name -> pattern of `op_name`. What is called belongs to its caller's region.
-        copy_bytes: copies in loops are listed from this size.
+        trips: average trip count by pattern of a loop's `op_name`. Overrides the trip count in
+            the text; the first match applies.
+        shares: fraction of executions that run the most expensive branch, by pattern of a
+            conditional's `op_name` (default: 1); the others run the cheapest branch.
+        windows: fraction of attention layers by window size, if layers differ.
+        regions: pattern of `op_name` by region name. Called computations belong to the region of
+            their caller.
+        copy_bytes: minimum size of listed copies inside loops.
     """
     walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)
@@ -212,7 +213,7 @@ class _Walk:
     profile: Profile = field(default_factory=Profile)
 
     def visit(self, name: str, count: float, region: str, depth: int) -> None:
-        """Records a computation that runs `count` times, `depth` loops deep."""
+        """Record a computation that runs `count` times inside `depth` nested loops."""
         computation = self.module.computations[name]
         for each in computation.values():
             self._record(each, computation, count, region or self._region(each), depth)
@@ -243,12 +244,12 @@ class _Walk:
     # Control flow.
 
     def _called(self, each: Instruction) -> Iterator[tuple[str, float]]:
-        """(computation, executions per execution of the caller); of a loop, only the body."""
+        """Yield the called computations (for a loop, its body) and their executions per call."""
         if each.opcode == "while":
             trips = self._known_trips(each)
             yield each.computation("body") or "", 1.0 if trips is None else trips
         elif each.opcode == "conditional" and scopes.is_window_switch(each.op_name):
-            # In whatever order the compiler has put the branches.
+            # The compiler may have reordered the branches.
             sizes = [self._window(name) for name in each.branches]
             known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
             whole = sum(known.values())
@@ -264,7 +265,7 @@ class _Walk:
             yield name, 1.0
 
     def _window(self, branch: str) -> int | None:
-        """The size of which a branch states that it is for it."""
+        """Return the window size in the scope names of a branch; None if there is none."""
         found = (
             scopes.parse_window(each.op_name) for each in self.module.computations[branch].values()
         )
@@ -277,7 +278,7 @@ class _Walk:
             return named
         if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
             return float(known.group(1))
-        # A counted loop ends when its counter, which starts at 0, reaches a constant.
+        # The counter of a counted loop starts at 0; the loop ends when it reaches a constant.
         condition = self.module.computations.get(loop.computation("condition") or "", {})
         root = next(reversed(condition.values()), None)
         if root is None or root.opcode not in ("compare", "fusion"):
@@ -289,7 +290,7 @@ class _Walk:
         return float(values[0]) if len(values) == 1 else None
 
     def cost(self, name: str) -> tuple[float, float, int]:
-        """Cycles of one execution; then, where nothing is estimated, operations, instructions."""
+        """Return cycles, FLOP and number of instructions of one execution, for comparison."""
         if name not in self.costs:
             computation = self.module.computations[name]
             self.costs[name] = self._cost_of(computation.values(), computation)
@@ -324,9 +325,10 @@ class _Walk:
     # Work.
 
     def _flops(self, each: Instruction, computation: Computation) -> float:
-        """Of one execution, those of a fusion's matmuls included."""
+        """Return the FLOP of one execution, including the matmuls of a fusion."""
         if each.opcode == "fusion":
-            # A kernel stands alone; what else is in its scope, to prepare it, states its work, too.
+            # Kernels are not inside fusions. Custom calls in a fusion that prepares a kernel carry
+            # the kernel's FLOP in their name, which must not be counted twice.
             inside = self._inside(each)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
@@ -355,14 +357,14 @@ class _Walk:
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in each.operands if name in computation]
         if wrapped is not None and each.opcode in ("fusion", "call-start"):
-            # A fusion may have other operands too, a call has none: the collective's are inside.
+            # Fusions may have additional operands and calls have none, so use the inner operands.
             operands = [self._inside(each)[name] for name in wrapped.operands]
         if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
             kind = "reduce-scatter"  # as XLA for TPU writes it
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the others are where it writes, and sizes and places
+            operands = operands[:1]  # the others are the output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
-        # GPU programs write a start and a done of every collective, and which does wait.
+        # GPU programs have a start and a done for every collective, even for synchronous ones.
         is_async = self._is_start(each) and '"is_sync":true' not in each.attributes
         between = self._between(each, computation) if is_async else []
         cycles, flops, _ = self._cost_of(between, computation)
@@ -384,7 +386,7 @@ class _Walk:
     def _cross_slice_collective(
         self, recv: Instruction, computation: Computation
     ) -> Collective | None:
-        """A collective that is a message to the host and one from it."""
+        """Return a collective between slices, which is a send to and a receive from the host."""
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
         kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
         if kind is None:
@@ -415,7 +417,7 @@ class _Walk:
         )
 
     def _transfer(self, each: Instruction, computation: Computation) -> HostTransfer | None:
-        """Of whole arrays, or of a slot of a buffer in host memory."""
+        """Return the host transfer of an array, or of a slice of a buffer in host memory."""
         if each.opcode not in _MOVES:
             return None
         done = next(other for other in computation.values() if each.name in other.operands)
@@ -436,12 +438,12 @@ class _Walk:
         )
 
     def _wrapped_collective(self, each: Instruction) -> Instruction | None:
-        """The collective inside a fusion, a generic asynchronous call, or one of a sparse core."""
+        """Return the collective inside a fusion, an asynchronous call or a sparse-core call."""
         if each.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(each).values()
-        # A TPU runs one collective inside several fusions: the first starts it, others take it
-        # a step further beside their own work, the last ends it. All of them repeat it.
+        # A TPU may run one collective inside several fusions: the first starts it, others continue
+        # it during their own work, and the last ends it. The collective appears in all of them.
         for other in inside:
             if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
                 continues = "chain_id=" in other.attributes and not self._is_start(each)
@@ -460,17 +462,17 @@ class _Walk:
         return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
 
     def _is_done(self, each: Instruction) -> bool:
-        if each.opcode == "copy-done":  # of a buffer that travels on
+        if each.opcode == "copy-done":  # a copy of a buffer that is still in flight
             return False
         return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
 
     def _has(self, each: Instruction, target: str) -> bool:
-        """Whether it is a fusion with this custom call in it."""
+        """Whether the instruction is a fusion that contains this custom call."""
         inside = self._inside(each).values() if each.opcode == "fusion" else ()
         return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
 
     def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
-        """Computing instructions between a start and its done."""
+        """Return the compute instructions between a start and its done."""
         names = list(computation)
         first = names.index(start.name)
         carriers, found = {start.name}, []
@@ -479,15 +481,15 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return found
-                carriers.add(name)  # passes the collective's state on; a loop may, too
+                carriers.add(name)  # passes on the collective's state, as loops also do
             if other.opcode in _COMPUTE:
                 found.append(other)
-        # Its done may be in the loop's next iteration: then the rest of this one is in between.
+        # The done may be in the next loop iteration: then the rest of this iteration is in between.
         return found
 
     def _is_copy(self, each: Instruction) -> bool:
         if each.opcode == "copy-start":
-            # Between memory spaces it is a prefetch, which costs no cycles.
+            # A copy between memory spaces is a prefetch, which costs no cycles.
             spaces = {
                 tuple(_MEMORY_SPACE.findall(part)) for part in split_operands(each.shape[1:-1])[:2]
             }
@@ -498,7 +500,7 @@ class _Walk:
 
 
 def _is_gemm(each: Instruction) -> bool:
-    """Whether it is a matmul of cuBLAS."""
+    """Whether the instruction is a cuBLAS matmul."""
     return each.opcode == "custom-call" and '"gemm_backend_config"' in each.attributes
 
 
@@ -508,13 +510,13 @@ _CONTRACTED = re.compile(
 
 
 def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
-    """Multiplications of a matmul."""
+    """Return the number of multiplications of a matmul."""
     out = array_dims(each.shape)[0]
     if each.opcode != "convolution":
         listed = _CONTRACTED.search(each.attributes)
         dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
         return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
-    # A matmul as XLA for TPU writes it, other dims in the place of spatial ones.
+    # XLA for TPU writes matmuls as convolutions, with other dimensions as spatial dimensions.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
     window = re.search(r"window=\{([^}]*)\}", each.attributes)
     assert labels is not None
@@ -532,7 +534,7 @@ def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] =
 
 
 def _pairings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
-    """Pairs of kernel and array elements that are multiplied, along one spatial dim."""
+    """Return the number of multiplied pairs of kernel and array elements in a spatial dimension."""
 
     def setting(name: str, default: int) -> int:
         parts = settings.get(name, "").split("x")
@@ -549,7 +551,7 @@ def _first_match(table: Mapping[str, float], text: str, default: float) -> float
 
 
 def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
-    """Bytes each device of a ring sends, from the bytes it puts in."""
+    """Return the bytes that each device sends with a ring algorithm."""
     around = (size - 1) / size
     match kind:
         case "all-gather":

@@ -1,9 +1,9 @@
-"""The largest entries of a compiled step: what the cycles are spent on, and where.
+"""List the most expensive operations of a compiled step by cycles.
 
-An entry is an instruction of the compiled program, times its executions. Its cycles are the
-compiler's estimate; those of kernels, for which it has none, are their operations at the rate that
-is assumed of them, and those of a collective its bytes at the links' published rate, as far as no
-work is scheduled between its start and its done.
+An entry is an instruction of the compiled program with all its executions. Cycles are the
+compiler's estimate. For kernels, which have no estimate, cycles follow from their FLOP at an
+assumed efficiency. For collectives, they follow from the bytes at the published link bandwidth,
+minus the cycles of work scheduled between start and done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVES = (
     ("copy", {"copy", "transpose", "copy-start", "concatenate", "pad", "convert"}),
     ("fill", {"broadcast", "iota"}),
 )
-"""What an instruction does that computes nothing, by the first that it has."""
+"""Categories of instructions without arithmetic; the first matching category applies."""
 _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
     *("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"),
 }
@@ -36,35 +36,35 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 @dataclass(frozen=True)
 class ProfileLine:
-    """An entry, or the sum of several."""
+    """An entry, or the sum of several entries."""
 
     kind: str
-    """`matmul`, `kernel`, `copy` ...; see `kind_of`."""
+    """`matmul`, `kernel`, `copy` ...; see `instruction_kind`."""
     region: str
     """Scope of the program: `forward`, `backward`, `head`, `update` ..."""
     part: str
-    """Of a layer: the name of a part, `rotary`; else empty."""
+    """Name of a layer's part, or `rotary`; empty outside layers."""
     name: str
-    """Of the instruction; of a sum, empty."""
+    """Name of the instruction; empty for a sum."""
     shape: str
-    """Of its result."""
+    """Shape of the result."""
     count: float
-    """Executions in a step."""
+    """Executions per step."""
     cycles: float
-    """In a step."""
+    """Cycles per step."""
     flops: float
-    """Of matmuls and kernels in a step."""
+    """FLOP of matmuls and kernels per step."""
     of_peak: float
-    """Share of the peak at which these run; of kernels it is assumed."""
+    """Fraction of peak FLOP/s of matmuls and kernels; assumed for kernels."""
 
     @property
     def location(self) -> str:
-        """Scope and part."""
+        """Region and part."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Every entry, most cycles first; none where the compiler estimates no cycles."""
+    """Return all entries sorted by cycles; empty if the compiler estimates no cycles."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []
@@ -72,7 +72,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     listed = [_work_line(each, peak, hardware.kernel_efficiency) for each in found.entries]
     listed += [
         ProfileLine(
-            f"{each.kind}, {'left over' if each.is_async else 'waited for'}",
+            f"{each.kind}, {'exposed' if each.is_async else 'synchronous'}",
             each.region,
             scopes.parse_part(each.op_name),
             each.name,
@@ -89,7 +89,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """`peak` operations in a cycle, of which kernels reach a share."""
+    """Return the line of an entry; `peak` is FLOP per cycle and `kernels` their efficiency."""
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
     return ProfileLine(
@@ -106,7 +106,7 @@ def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLi
 
 
 def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
-    """Sums over kind and place, most cycles first."""
+    """Sum entries by kind and place, sorted by cycles."""
     grouped: dict[tuple[str, str, str], list[ProfileLine]] = defaultdict(list)
     for each in listed:
         grouped[each.kind, each.region, each.part].append(each)
@@ -126,10 +126,10 @@ def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
 
 
 def instruction_kind(entry: InstructionCost) -> str:
-    """What an instruction does; of a fusion, the most that is in it.
+    """Return the category of an instruction or fusion.
 
-    A fusion with a product is a `matmul`, whatever it computes besides. Without arithmetic it is
-    named after what it moves; else `elementwise`.
+    A fusion with a matmul is always a `matmul`. A fusion without arithmetic gets a category of data
+    movement. All other fusions are `elementwise`.
     """
     if entry.is_kernel:
         return "kernel"
@@ -140,16 +140,16 @@ def instruction_kind(entry: InstructionCost) -> str:
     for kind, own in _KINDS:
         if opcodes & own:
             return kind
-    # Numbers that say where it reads or writes may be computed, too.
+    # Scalar arithmetic, which computes offsets, does not count.
     if all(each.opcode in _MOVING or each.shape.split("{")[0].endswith("[]") for each in inside):
         return next((kind for kind, own in _MOVES if opcodes & own), "elementwise")
     return "elementwise"
 
 
 def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
-    """Each collective, with the seconds of all its executions that nothing hides.
+    """Yield each collective with its exposed seconds over all executions.
 
-    No two collectives of one group hide behind the same cycles.
+    Collectives of the same group do not overlap with the same cycles.
     """
     clock = hardware.clock_ghz * 1e9
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
@@ -166,7 +166,7 @@ def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Co
 
 
 def collective_seconds(each: Collective, hardware: Hardware) -> float:
-    """Seconds of one collective at the links' rate, which is published."""
+    """Return the seconds of one collective at the published link bandwidth."""
     if each.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
         return each.num_bytes / rate + latency * 1e-6
@@ -176,15 +176,15 @@ def collective_seconds(each: Collective, hardware: Hardware) -> float:
 
 
 def _short(shape: str) -> str:
-    """Types and dims, without layouts; of a tuple the first three."""
+    """Format a shape without layouts; for a tuple, the first three members."""
     arrays = re.findall(r"\b[a-z]+\d*\w*\[[\d,]*\]", shape)
     return " ".join(dict.fromkeys(arrays[:3])) + (" ..." if len(set(arrays)) > 3 else "")
 
 
 def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
-    """Sums by kind and place, and the largest entries, as lines of a report."""
+    """Format the sums by kind and place, and the largest entries, as lines of a report."""
     if not listed:
-        return ["no entries: the compiler estimates no cycles for these devices"]
+        return ["no entries: the compiler provides no cycle estimates for these devices"]
     whole = sum(each.cycles for each in listed)
 
     def row(each: ProfileLine) -> tuple[str, ...]:
@@ -192,9 +192,11 @@ def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
         cycles = (f"{each.cycles / 1e6:.1f}", f"{each.cycles / whole:.1%}")
         return each.kind, each.location, *cycles, f"{each.count:.0f}", rate
 
-    head = ("kind", "place", "Mcycles", "share", "times", "of the peak")
+    head = ("kind", "place", "Mcycles", "share", "times", "of peak")
     sums = sum_by_kind(listed)
-    found = [f"cycles of a step by kind and place, {whole / 1e9:.3g} G with traffic in the open:"]
+    found = [
+        f"cycles per step by kind and place, {whole / 1e9:.3g} G including exposed communication:"
+    ]
     found += align_columns(head, [row(each) for each in sums[:number]])
     found += ["", "largest entries:"]
     rows = [(*row(each), each.name, each.shape) for each in listed[:number]]
@@ -202,7 +204,7 @@ def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
 
 
 def align_columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest cell."""
+    """Align the columns of a table."""
     every = [head, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(head))]
     return [

@@ -1,8 +1,9 @@
-"""Memory of one device, predicted from the config alone, term by term.
+"""Predict the memory of one device, term by term, from the config alone.
 
-What the train step holds is counted: state, buffers of the table, gradient accumulators. What it
-needs besides at its fullest moment is a sum of arrays that are alive then; `benchmarks/`
-holds the total against the peak that the compiler states. No jax.
+Persistent arrays of the train step are counted exactly: state, schedule buffers and gradient
+accumulators. The additional memory at the peak is the sum of the arrays that are live at that time.
+`benchmarks/` compares the total with the peak reported by the compiler. This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -27,48 +28,48 @@ from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"
 ARGUMENTS = ("state", "batch", REFERENCE)
-"""Terms that are there before the step starts; the others are temporary."""
+"""Terms that exist before the step starts; the other terms are temporary."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device by term; the terms are those of `plan.advice`."""
+    """Predicted bytes on one device by term of `plan.memory_terms`."""
 
     terms: dict[str, float]
     host: float
-    """In host memory."""
+    """Bytes in host memory."""
 
     @property
     def arguments(self) -> float:
-        """State and batch, and what a run has beside them."""
+        """Bytes of state, batch and reference parameters."""
         return sum(self.terms.get(name, 0.0) for name in ARGUMENTS)
 
     @property
     def reference(self) -> float:
-        """What is there while the step runs and is no argument of it."""
+        """Bytes on the device during the step that are not arguments of the step."""
         return self.terms.get(REFERENCE, 0.0)
 
     @property
     def temporary(self) -> float:
-        """Everything else."""
+        """Bytes of all other terms."""
         return self.total - self.arguments
 
     @property
     def total(self) -> float:
-        """All terms."""
+        """Bytes of all terms."""
         return sum(self.terms.values())
 
     @property
     def largest(self) -> list[tuple[str, float]]:
-        """Terms that count, the largest first."""
+        """Terms above 0.1% of the total, in descending order."""
         ordered = sorted(self.terms.items(), key=lambda item: -item[1])
         return [(name, size) for name, size in ordered if size > 0.001 * self.total]
 
 
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
-    """What the train step of a config takes on devices of a platform, as jax names it."""
+    """Predict the memory of the train step of a config on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # all modes are one, but for the buffers of visits
+    if not gathers_weights(sizes):  # gather modes differ only in the buffers of `visit`
         pipeline = sizes.config.pipeline
         mode = "visit" if pipeline.weight_gather == "visit" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -92,7 +93,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
-        if platform != "tpu":  # the larger of the two
+        if platform != "tpu":  # on GPUs, the larger of the two estimates
             size = BYTES[sizes.config.model.compute_dtype]
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
@@ -112,9 +113,9 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
 
 
 def state(sizes: Sizes) -> dict[str, float]:
-    """Arguments of the step."""
+    """Return the bytes of the step's arguments: state and batch."""
     train = sizes.config.train
-    # Four arrays of ids and the mask, int32 and float32.
+    # Four arrays of ids (int32) and the mask (float32).
     batch = sizes.batch_per_device * (5 * 4 * train.sequence_length + 4)
     kept = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
     return {
@@ -124,26 +125,26 @@ def state(sizes: Sizes) -> dict[str, float]:
 
 
 def _on_host(sizes: Sizes) -> bool:
-    """Whether the optimizer's state is in other memory than a device's, which CPUs share."""
+    """Whether the optimizer state is offloaded to host memory; false on CPU."""
     return sizes.config.optim.offload_state and sizes.platform != "cpu"
 
 
 def reference(sizes: Sizes) -> float:
-    """A copy of the trained parameters, which `grpo.kl_coef` compares with."""
+    """Return the bytes of the reference parameters of `grpo.kl_coef`."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
     return _parameters(sizes.trained) if is_kept else 0.0
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
-    """What a kernel of attention works in at most, of which XLA does not know without a GPU."""
+    """Return the maximum workspace of an attention kernel, unknown to XLA without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
     own = (Held(documents=part.backward_peak.documents) for part in parts)
     return max(map(sizes.declared_bytes, parts, own))
 
 
 def _parameters(sizes: Sizes) -> float:
-    """All of one device, as they are stored."""
+    """Return the bytes of all stored parameters on one device."""
     ends = sizes.norm_elements + sizes.embedding_elements() + sizes.mtp_elements()
     ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
     layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.prologue_layers)
@@ -151,7 +152,7 @@ def _parameters(sizes: Sizes) -> float:
 
 
 def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Parameters of this number of layers of each kind on one device, as they are stored."""
+    """Return the bytes of stored parameters on one device, for these numbers of layers by type."""
     return float(
         sum(
             count
@@ -165,12 +166,12 @@ def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """What the loop over ticks carries, as the engine allocates it."""
+    """Return the bytes of the buffers carried by the loop over ticks, by term."""
     pipeline, model = sizes.config.pipeline, sizes.config.model
     size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
     message = float(size * sizes.activation)
     visits, by_visit = schedule.weight_window, _uses_weight_window(sizes, schedule)
-    # What a chunk keeps that has as many layers of each kind as any.
+    # Saved activations of the largest chunk, counted per layer type.
     kept = sum(
         length * sizes.saved_activation_bytes(kind)[0]
         for kind, length in sizes.chunk_layer_slots.items()
@@ -205,9 +206,9 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
-    """Of all terms what the layers outside the ring take: state, gradients, whole weights, buffers.
+    """Return the bytes of the prologue layers: state, gradients, gathered weights and buffers.
 
-    What one layer's backward needs besides is not theirs alone, and left out.
+    Temporary memory of a layer's backward is not included, because all layers share it.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
     found = _stored_bytes(sizes, sizes.prologue_layers)
@@ -241,7 +242,7 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
 
 
 def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """Whole weights that are held from start to end."""
+    """Return the bytes of gathered weights that are kept for the complete step."""
     if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     size, held = BYTES[sizes.config.model.compute_dtype], sizes
@@ -249,7 +250,7 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         if sizes.platform == "cpu":
             return {"held": 0.0}
         held = sizes.trained
-    # A table that is the output projection, too, is there in the order of its products.
+    # A tied output projection is stored in the layout of its matmuls.
     head = sizes if sizes.model.ends.head is None else held
     found = float(size * (head.head_elements(whole=True) + held.mtp_elements(whole=True)))
     found += gathered_bytes(held, sizes.prologue_layers)
@@ -259,9 +260,9 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def _read_in_place(sizes: Sizes) -> bool:
-    """Whether frozen weights are read where they are: whole, and in the type of products.
+    """Whether frozen weights are used in place: unsharded and in the compute dtype.
 
-    Trained ones are read there on CPUs alone.
+    Trained weights are used in place only on CPU.
     """
     model = sizes.config.model
     is_right = model.param_dtype == model.compute_dtype and model.matmul == "default"
@@ -269,8 +270,8 @@ def _read_in_place(sizes: Sizes) -> bool:
 
 
 ARRIVING = 0.8
-"""Of a chunk's whole weights, those that are gathered at once and not yet in the window: on TPUs,
-fitted."""
+"""Fraction of a chunk's gathered weights that are in flight before they reach the window; fitted on
+TPU."""
 
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
@@ -282,9 +283,9 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Shards in compute type, which XLA for TPU keeps throughout the step.
+    """Return the bytes of parameter shards in the compute dtype, which XLA for TPU keeps.
 
-    None of what is stored in that type: it is read where it is.
+    Parameters that are stored in the compute dtype need no copy.
     """
     pipeline, model = sizes.config.pipeline, sizes.config.model
     if model.compute_dtype == model.param_dtype:
@@ -303,13 +304,13 @@ def _copies(sizes: Sizes) -> float:
 
 
 WORKSPACE = 32.0 * 2**20
-"""Of matmuls by cuBLAS, on GPUs of the Hopper generation; on others less."""
+"""Workspace of cuBLAS matmuls on Hopper GPUs, in bytes; smaller on other GPUs."""
 
 
 def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
-    """Shards of layers that XLA for GPUs keeps transposed throughout the step, as they are stored.
+    """Return the bytes of transposed layer shards that XLA for GPU keeps during the step.
 
-    It gathers over the first dim only, and takes the transposition of the others out of the loops.
+    XLA for GPU gathers only along the first dimension and hoists other transposes out of the loops.
     """
     stays = not _gathers_per_step(sizes, schedule)
     return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.transposed_elements)
@@ -322,7 +323,7 @@ def _with_float32(sizes: Sizes) -> Sizes:
 
 @cache
 def _has_older_cpu_compiler() -> bool:
-    """Whether the jax at hand has an older compiler for CPUs; jax is not imported for it."""
+    """Whether the installed jax has an older CPU compiler; does not import jax."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -331,35 +332,36 @@ def _has_older_cpu_compiler() -> bool:
 
 
 _NEWER_ON_CPU = (0, 12)
-"""Version of jax from which on XLA for CPU keeps activations and buffers in bfloat16, and
-optimization barriers until it has fused; 0.10 did neither."""
+"""First jax version in which XLA for CPU keeps activations and buffers in bfloat16, and keeps
+optimization barriers until fusion; 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Older XLA for CPU computes in float32: it widens gathered weights and copies of buffers."""
+    """Return the bytes of float32 copies in older XLA for CPU, which computes in float32."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # A float32 copy is twice what its original would grow by.
+    # A float32 copy is twice as large as the growth of a bfloat16 array that becomes float32.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
 WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
-"""Copies in compute type of a layer's whole weights that its backward holds, gathered ones and
-gradients together. These and the next two: on TPUs, fitted."""
+"""Copies of a layer's gathered weights and gradients during its backward, in the compute dtype.
+This constant and the next two are fitted on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""The same of each pair of query and key that is scored, for each copy that is declared: all blocks
-of attention are there at once."""
+"""Copies of the attention scores per declared copy, because all blocks of attention are live at
+once."""
 REDUCED_COPIES = 1.2
-"""The same of whole activations that are on their way to be summed over tensor beside scores."""
+"""Copies of unsharded activations in flight for tensor-parallel reductions, in addition to scores.
+"""
 
 
 REMOTE_KEY_COPIES = 2.0
-"""Of keys and values of other devices' tokens: gathered, and their gradients."""
+"""Copies of keys and values from other devices: the gathered arrays and their gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """The backward of the largest layer, whose parts take the memory in turn."""
+    """Return the bytes of the largest layer's backward; parts of a layer reuse memory."""
     size = BYTES[sizes.config.model.compute_dtype]
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
@@ -376,14 +378,14 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
-    """Matrices of a layer that are held in few bits, in compute type."""
+    """Return the bytes of a layer's dequantized matrices in the compute dtype."""
     held = [param for key, param in kind.declared.items() if is_held(kind, key)]
     size = BYTES[sizes.config.model.compute_dtype]
     return float(size * sum(sizes.elements(each.dims, whole=True) for each in held))
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
-    """The backward of a part at its fullest moment, besides weights."""
+    """Return the peak bytes of a part's backward, without weights."""
     size, held = BYTES[sizes.config.model.compute_dtype], part.backward_peak
     narrow, wide, other = held.pairs
     found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.stored_scores(part)
@@ -394,24 +396,25 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
-"""Of a layer, and for each of its parts."""
+"""Copies of a layer's weights, and copies of the stage activation per part of a layer; fitted."""
 CPU_GATHERED = 4.0
-"""Whole activations, where their tokens are split between matmuls: gathered, and not summed yet."""
+"""Copies of gathered or not yet reduced activations, if tokens are sharded between matmuls; fitted.
+"""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Of each array that a part declares: where its activations are kept, and where they are computed
-again."""
+"""Copies of every array declared by a part, with saved and with recomputed activations; fitted."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""The same of pairs: beside those arrays, and while attention's backward is at work."""
+"""Copies of attention scores, together with other arrays and during attention's backward; fitted.
+"""
 CPU_BARRIER_COPIES = 0.6
-"""Of arrays that barriers spare, where the compiler drops barriers: operands of matmuls by matrices
-are in the right order, unless tokens are split between them. Fitted."""
+"""Copies of arrays that optimization barriers normally avoid, if the compiler drops barriers.
+Operands of matmuls already have the right layout, unless tokens are sharded. Fitted."""
 CPU_GATHERING = 2 / 3
-"""Of a stage's whole weights in float32, what stands beside narrow ones while these are made: all
-have been gathered when the first is converted. Fitted."""
+"""Fraction of a stage's gathered float32 weights that are live during their conversion to the
+compute dtype. All weights are gathered before the first conversion. Fitted."""
 
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Collectives are in float32: of weights that are held for the step, what is not held then."""
+    """Return the temporary bytes of gathering a stage's weights, since collectives use float32."""
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
@@ -419,7 +422,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """A copy of the window, beside it a chunk in float32, and shards that are not in float32."""
+    """Return the additional bytes of the weight window: a copy, a float32 chunk and shards."""
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.chunk_elements()
@@ -430,9 +433,10 @@ def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> 
 
 
 def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
-    """The same where most of a layer is held at once; copies fitted as above.
+    """Return the bytes of the largest layer's backward on CPU, where most arrays are live at once.
 
-    `score_bytes`: of a pair, whatever the compute type. `spared`: share of what parts say of it.
+    `score_bytes` is the size of an attention score, independent of the compute dtype. `spared` is
+    the fraction of the arrays that optimization barriers avoid.
     """
     size = BYTES[sizes.config.model.compute_dtype]
 
@@ -464,8 +468,8 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
 
 
 CPU_MTP_ACTIVATIONS = 28.0
-"""Activations beside those of a layer that is a head ahead: projection, norms, embeddings, and what
-waits for other heads; fitted as above."""
+"""Additional activations of an MTP layer: projection, norms, embeddings and inputs of later heads;
+fitted."""
 
 
 def _mtp_layer_bytes(sizes: Sizes) -> float:
@@ -474,11 +478,11 @@ def _mtp_layer_bytes(sizes: Sizes) -> float:
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
-"""Activations that wait beside logits of heads that are layers, besides two for each."""
+"""Activations of MTP layers that are live together with logits, in addition to two per head."""
 
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
-    """Beside logits where layers predict further ahead: the matrix's gradient, once more."""
+    """Return the MTP bytes that are live together with logits, with a copy of the head gradient."""
     if not sizes.mtp_layers:
         return 0.0
     size = BYTES[sizes.config.model.compute_dtype]
@@ -487,45 +491,45 @@ def _mtp_pending_bytes(sizes: Sizes) -> float:
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
-    """Of the layers of a chunk whose forward has just been run again."""
+    """Return the bytes of the layer inputs of a chunk after its recomputed forward."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     layers = sum(sizes.chunk_layer_slots.values()) if pipeline.remat == "chunk" else 0
     return float(layers * size * sizes.activation)
 
 
 def loss_tokens(sizes: Sizes) -> int:
-    """Tokens whose logits a device has in memory at once."""
+    """Return the number of tokens whose logits are in memory at once."""
     setting = sizes.config.pipeline.loss_block_tokens
     return loss_block(setting, sizes.tokens, sizes.vocabulary) or sizes.tokens
 
 
 def loss_blocks(sizes: Sizes) -> int:
-    """Blocks of tokens in which the loss of a microbatch is computed."""
+    """Return the number of token blocks in the loss of a microbatch."""
     return -(-sizes.tokens // loss_tokens(sizes))
 
 
 UNFUSED_LOGITS = 3.0
-"""Copies of the logits in float32 where XLA does not fuse the loss and its gradient: on CPUs."""
+"""Float32 copies of the logits on CPU, where XLA does not fuse the loss and its gradient."""
 
 
 def _logits(sizes: Sizes, platform: str) -> float:
-    """The loss head's backward."""
+    """Return the bytes of the loss head's backward."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.vocabulary
     matrix = sizes.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
-    # The matrix's gradient, after the other copies of the logits.
+    # The gradient of the head matrix is live after other copies of the logits are freed.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
-        # Whole accumulators take it where they are; shards of them, after it was summed. Over
-        # blocks it adds up elsewhere, in place.
+        # Unsharded accumulators receive the gradient in place; sharded ones after its reduction.
+        # With several blocks, the gradient accumulates in place in a separate buffer.
         most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
-    else:  # beside the logits their gradient in compute type, of which the matrix's is made
+    else:  # logits, plus their gradient in the compute dtype for the matrix gradient
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
-        # What blocks are cut from, and what they give; sums, also those over heads.
+        # Inputs and outputs of all blocks, and sums over blocks and heads.
         sums = (platform != "tpu") + (sizes.mtp_heads > 0)
         most += gradient * sums + 2 * size * sizes.whole_activation
     return most + size * matrix * gathers + _mtp_pending_bytes(sizes)

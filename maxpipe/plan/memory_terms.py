@@ -1,6 +1,6 @@
-"""Terms of a device's memory, and the config keys that shrink each.
+"""Terms of device memory, and the config keys that reduce each term.
 
-Plans and the compiler's out-of-memory messages use one table.
+Plans and explanations of out-of-memory errors use the same table.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from maxpipe.hardware import GIB
 
 @dataclass(frozen=True)
 class Term:
-    """One use of device memory."""
+    """A term of device memory."""
 
     about: str
     keys: str
-    """The keys that make it smaller."""
+    """Config keys that reduce the term."""
 
 
 TERMS: dict[str, Term] = {
     "state": Term(
-        "parameters and the optimizer's moments",
+        "parameters and optimizer state",
         "more mesh.ici_fsdp, mesh.ici_stage or mesh.ici_tensor",
     ),
     "gradients": Term(
@@ -33,94 +33,91 @@ TERMS: dict[str, Term] = {
         "mesh.ici_stage",
     ),
     "copies": Term(
-        "the parameters' shards in compute type",
-        "pipeline.remat=chunk (not kept on TPUs), more mesh.ici_fsdp",
+        "parameter shards in the compute dtype",
+        "pipeline.remat=chunk (no copies on TPUs), more mesh.ici_fsdp",
     ),
     "turned": Term(
-        "transposed shards of parameters, for GPUs gather over the first dim",
+        "transposed parameter shards, because GPUs gather along the first dimension",
         "more mesh.ici_fsdp or mesh.ici_stage",
     ),
     "widened": Term(
-        "float32 copies of what is narrower, for CPUs compute in float32",
+        "float32 copies of narrower arrays, because CPUs compute in float32",
         "model.compute_dtype=float32",
     ),
     "held": Term(
-        "whole weights of a stage, gathered once for the step",
+        "unsharded weights of a stage, gathered once per step",
         "pipeline.weight_gather=visit or iteration",
     ),
     "window": Term(
-        "whole weights of the chunks in use",
+        "unsharded weights of the chunks in use",
         "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
     ),
     "partial": Term(
-        "gradients of whole chunks before their reduction",
+        "unreduced gradients of complete chunks",
         "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
     ),
     "stash": Term(
-        "activations that forwards save for their backwards",
-        "pipeline.remat=full or chunk, pipeline.offloaded_names, more pipeline.microbatches of "
-        "fewer rows, a smaller pipeline.group",
+        "activations saved for the backward pass",
+        "pipeline.remat=full or chunk, pipeline.offloaded_names, more (smaller) "
+        "pipeline.microbatches, a smaller pipeline.group",
     ),
     "deferred": Term(
         "inputs of deferred weight gradients",
-        "a schedule with whole backwards (pipeline.schedule=interleaved), more "
-        "pipeline.microbatches of fewer rows",
+        "a schedule without split backwards (pipeline.schedule=interleaved), more (smaller) "
+        "pipeline.microbatches",
     ),
-    "inbox": Term("messages that wait in inboxes", "more pipeline.microbatches of fewer rows"),
-    "sent": Term("messages that are being sent", "more pipeline.microbatches of fewer rows"),
+    "inbox": Term("receive buffers", "more (smaller) pipeline.microbatches"),
+    "sent": Term("send buffers", "more (smaller) pipeline.microbatches"),
     "outside": Term(
-        "activations of the layers outside the ring",
+        "activations of the prologue layers",
         "pipeline.prologue_layers=0, pipeline.remat=chunk",
     ),
-    "reports": Term("losses and statistics that layers report", "more mesh.ici_stage"),
-    "ahead": Term("losses and statistics of heads ahead", "fewer model.mtp_heads"),
+    "reports": Term("losses and statistics of layers", "more mesh.ici_stage"),
+    "ahead": Term("losses and statistics of MTP heads", "fewer model.mtp_heads"),
     "update": Term(
-        "copies of gradients, while they are summed or parameters updated",
+        "copies of gradients during their reduction and the optimizer update",
         "more mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
     ),
     "logits": Term(
-        "logits of a microbatch, or of a block of its tokens, and their gradient",
-        "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (they share "
-        "the vocabulary), more pipeline.microbatches of fewer rows",
+        "logits of a microbatch or a block of its tokens, and their gradient",
+        "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (which shard "
+        "the vocabulary), more (smaller) pipeline.microbatches",
     ),
     "layer": Term(
-        "one layer's whole weights, their gradient, and its activations",
-        "more mesh.ici_tensor, more mesh.ici_context for long sequences, more "
-        "pipeline.microbatches of fewer rows, a shorter train.sequence_length",
+        "unsharded weights, gradient and activations of one layer",
+        "more mesh.ici_tensor, more mesh.ici_context for long sequences, more (smaller) "
+        "pipeline.microbatches, a shorter train.sequence_length",
     ),
-    "reference": Term(
-        "the parameters that grpo.kl_coef compares with",
-        "grpo.kl_coef=0, or adapters (adapter.rank)",
-    ),
-    "batch": Term("token ids of the step", "a smaller train.batch_size"),
+    "reference": Term("reference parameters for grpo.kl",
+        "grpo.kl_coef=0, or adapters (adapter.rank)"),
+    "batch": Term("token ids of a step", "a smaller train.batch_size"),
 }
 
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Share of a device's memory that a forecast may take. The rest is for the program itself, for what
-the allocator leaves free between buffers, and for the forecast's error."""
+"""Largest fraction of device memory in a forecast that fits. The rest is reserved for the program,
+allocator fragmentation and the error of the forecast."""
 
 
 def verdict(predicted: float, memory: float) -> str:
-    """Whether a step that is predicted to take `predicted` bytes fits a device."""
+    """Return whether a step with `predicted` bytes fits on a device, as text."""
     if predicted <= USABLE_MEMORY_FRACTION * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
 
 
 def gib(size: float) -> str:
-    """Bytes as text."""
+    """Format bytes as GiB or MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:
-    """The compiler's message in model terms: the largest, and the keys that shrink them; empty
-    if it lists nothing, as when compiling for absent devices.
+    """Explain an out-of-memory message: the largest terms and the config keys that reduce them.
 
-    `buffers` maps names of `TERMS` to the shapes of their arrays, of which a device may hold only
-    its part of `tensor`.
+    The result is empty if the message lists no allocations, as in compilation for absent devices.
+    `buffers` maps names of `TERMS` to array shapes, which may be sharded over `tensor` devices.
     """
     found = _allocations(message)
     total: dict[str, float] = {}
@@ -131,16 +128,16 @@ def explain_out_of_memory(
 
 
 def describe_largest(terms: Mapping[str, float]) -> str:
-    """The four largest terms, and which keys make them smaller."""
+    """Format the four largest terms, and the config keys that reduce them."""
     ordered = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return "\n".join(
-        f"  {gib(size):>10}  {TERMS[name].about}; smaller with {TERMS[name].keys}"
+        f"  {gib(size):>10}  {TERMS[name].about}; reduce with {TERMS[name].keys}"
         for name, size in ordered
     )
 
 
 def parse_out_of_memory(message: str) -> tuple[float, float] | None:
-    """(bytes needed, bytes there are) in a compiler's out-of-memory message."""
+    """Return the required and available bytes in an out-of-memory message of the compiler."""
     number = r"([\d.]+)([KMGT]?)"
     found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
         rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
@@ -153,7 +150,7 @@ def _bytes(number: str, unit: str) -> float:
 
 
 def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
-    """(bytes, dims, origin) of the allocations that the compiler lists."""
+    """Return (bytes, dims, origin) of the allocations in an out-of-memory message."""
     found = []
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+)([KMGT]?)", block)
@@ -171,7 +168,7 @@ def _classify_allocation(
     buffers: Mapping[str, tuple[tuple[int, ...], ...]],
     tensor: int,
 ) -> str:
-    # The compiler may drop dims of size one, or merge neighbours.
+    # The compiler may drop dimensions of size one, or merge adjacent dimensions.
     sizes = {math.prod(dims), math.prod(dims) * tensor} if dims else set()
     for name, shapes in buffers.items():
         if any(math.prod(shape) in sizes for shape in shapes):

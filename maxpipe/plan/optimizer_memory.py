@@ -1,6 +1,6 @@
-"""What the optimizer keeps on one device. No jax.
+"""Bytes of optimizer state and gathered weights on one device; without jax.
 
-Bytes of a layer's weights as they are gathered: in compute type, or in 8 bits with scales.
+Weights are gathered in the compute dtype, or in 8 bits with scales.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from maxpipe.plan.sizes import Sizes
 
 
 def optimizer_bytes(sizes: Sizes) -> float:
-    """Bytes of all of it."""
+    """Return the bytes of the optimizer state on one device."""
     ends = (_bytes(sizes, param) for param in sizes.model.ends.params.values())
     layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
     return layers + optimizer_layer_bytes(sizes, sizes.prologue_layers) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Of layers of these kinds, as many of each."""
+    """Return the bytes of optimizer state for these numbers of layers by type."""
     return sum(
         count * _bytes(sizes, param)
         for kind, count in layers.items()
@@ -32,13 +32,14 @@ def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 CPU_COPIES = {"adafactor": 1.0, "lion": 0.6}
-"""Copies of gradients that XLA for CPUs keeps during an update. Fitted, as the next two."""
+"""Copies of gradients that XLA for CPU keeps during an update. These and the next two constants
+are fitted."""
 MUON_WHOLE_COPIES, MUON_SHARDED_COPIES = 1.0, 1.6
-"""The same of Muon's matrices, which stand together: whole ones, and those dealt out to devices."""
+"""Copies of gradients in a Muon update, for unsharded and for sharded matrices."""
 
 
 def gradient_copy_bytes(sizes: Sizes) -> float:
-    """Bytes, in float32, of gradients' copies: those that are summed, or what an update needs."""
+    """Return the bytes of float32 gradient copies, during their reduction or during the update."""
     optim, is_cpu = sizes.config.optim, sizes.platform == "cpu"
 
     def in_update(param: Param) -> float:
@@ -55,7 +56,7 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
-    """Copies of each gradient, as many as `number` says."""
+    """Return the bytes of `number(param)` float32 copies of every gradient."""
     kinds, layers = (
         sizes.model.layer_types,
         Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),
@@ -70,7 +71,7 @@ def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
 
 
 def zero1_dim(sizes: Sizes, param: Param) -> int | None:
-    """The dim of what is kept of a parameter that devices along `data` divide, if they do."""
+    """Return the dimension along which ZeRO-1 shards a parameter's optimizer state, if any."""
     if not sizes.config.optim.zero1:
         return None
     table = axis_table(sizes.config.mesh)
@@ -88,14 +89,14 @@ def _bytes(sizes: Sizes, param: Param) -> float:
 
 
 def gathers_weights(sizes: Sizes) -> bool:
-    """Whether there is a parameter whose shards are gathered for use."""
+    """Whether any parameter is gathered for use."""
     kinds = (kind.params for kind in sizes.model.layer_types.values())
     params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
     return any(sizes.gathered_over(param.dims) for param in params)
 
 
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Of this number of layers of each kind, gathered."""
+    """Return the bytes of gathered weights for these numbers of layers by type."""
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
         elements = sum(
             count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
@@ -105,9 +106,9 @@ def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
-    """Bytes of one number of a layer's parameter as it is gathered, scales left out.
+    """Return the bytes per element of a gathered parameter, without scales.
 
-    In 8 bits it is there twice, for products forward and backward, unless the whole matrix has
+    8-bit parameters exist twice, for forward and backward matmuls, unless the complete matrix has
     one scale.
     """
     if param is not None and param.own_dtype:
@@ -127,7 +128,7 @@ def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Whether it is gathered in 8 bits: as `Decoder.summed`."""
+    """Whether a parameter is gathered in 8 bits: see `Decoder.summed`."""
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads
@@ -135,7 +136,7 @@ def _is_quantized(sizes: Sizes, param: Param) -> bool:
 
 
 def _scales(sizes: Sizes, param: Param) -> int:
-    """Their number, of a parameter in 8 bits."""
+    """Return the number of scales of an 8-bit parameter."""
     if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
         return int(_is_quantized(sizes, param))
     sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]

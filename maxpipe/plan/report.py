@@ -1,6 +1,6 @@
-"""Reports as text: of the compiler, of a plan, of a search.
+"""Format compile reports, plans and searches as text, JSON values and pictures.
 
-A plan as a picture: a device's memory as a stacked bar, and the timeline of the step.
+The picture of a plan shows the memory of one device as a stacked bar and the timeline of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
-    """A page for a terminal, with this number of the largest entries of the program."""
+    """Format a compile report for a terminal, with the `num_entries` most expensive operations."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
@@ -51,49 +51,47 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
         f"memory of one device: {gib(report.total_bytes)} of {gib(report.memory_bytes)} "
         f"({share:.0%}): {fits}",
         f"  arguments {gib(report.argument_bytes)}, temporary {gib(report.working_bytes)}, "
-        f"outputs besides {gib(report.output_bytes - report.alias_bytes)}, program "
+        f"new outputs {gib(report.output_bytes - report.alias_bytes)}, program "
         f"{gib(report.program_bytes)}",
     ]
     if report.beside_bytes:
         about = TERMS[REFERENCE].about
-        lines.append(f"  beside the step, by arithmetic: {gib(report.beside_bytes)}, {about}")
+        lines.append(f"  outside the step (calculated): {gib(report.beside_bytes)}, {about}")
     if report.host_bytes:
         lines.append(f"  in host memory {gib(report.host_bytes)}")
     held = {name: size for name, size in report.buffers.items() if size > 2**10}
     ordered = sorted(held.items(), key=lambda item: -item[1])
-    lines.append("  of the temporary: " + ", ".join(f"{name} {gib(s)}" for name, s in ordered))
-    lines += ["", f"operations: {format_si(report.flops, 'FLOP')} in a step, the model needs "]
+    lines.append("  temporary buffers: " + ", ".join(f"{name} {gib(s)}" for name, s in ordered))
+    lines += ["", f"operations: {format_si(report.flops, 'FLOP')} per step; the model requires "]
     lines[-1] += (
         f"{format_si(report.model_flops, 'FLOP')} ({report.flops / report.model_flops:.2f} x)"
     )
     if report.cycles:
         busy = f"{report.cycles / 1e9:.3g} Gcycles"
-        lines.append(
-            f"compute: {busy} by the compiler's estimate, {format_duration(report.seconds)}"
-        )
+        lines.append(f"compute: {busy}, {format_duration(report.seconds)} (compiler estimate)")
         if report.kernel_flops:
             lines.append(
-                f"  with kernels, for which it has none: {format_si(report.kernel_flops, 'FLOP')}, "
-                f"counted at {report.kernel_efficiency:.0%} of the peak (an assumption)"
+                f"  including kernels without estimate: {format_si(report.kernel_flops, 'FLOP')}, "
+                f"assumed to run at {report.kernel_efficiency:.0%} of the peak"
             )
     lines += ["", *_table([*report.collectives, *report.transfers])]
     if report.transfers and report.seconds:
         lines += _hidden_transfers(report)
     if report.copies:
-        lines.append(f"copies of whole buffers inside loops: {report.copies}")
+        lines.append(f"copies of complete buffers inside loops: {report.copies}")
     if report.unknown_loops:
-        lines.append(f"loops counted once: {', '.join(report.unknown_loops)}")
+        lines.append(f"loops of unknown length, counted once: {', '.join(report.unknown_loops)}")
     if num_entries:
         lines += ["", *instruction_costs.table(report.entries, num_entries)]
     if report.unknown:
-        lines += ["", "not known without a GPU:", *(f"  {each}" for each in report.unknown)]
+        lines += ["", "unknown without a GPU:", *(f"  {each}" for each in report.unknown)]
     return "\n".join(lines)
 
 
 def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
     if not found:
         return ["no collectives"]
-    head = ("collective", "axes", "link", "times", "sent", "asynchronous", "behind")
+    head = ("collective", "axes", "link", "times", "sent", "asynchronous", "overlap")
     rows = [
         (
             each.kind,
@@ -110,25 +108,25 @@ def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
 
 
 def _hidden_transfers(report: CompileReport) -> list[str]:
-    """The rate of the link to the host from which on its transfers cost no time."""
+    """Return the host-link bandwidth at which transfers are fully overlapped with compute."""
     found = []
     for each in report.transfers:
         if meanwhile := each.cycles_behind / report.cycles * report.seconds:
             rate = each.total_bytes / meanwhile / 1e9
-            work = f"{gib(each.total_bytes)} behind {meanwhile:.3g} s of work"
-            found.append(f"  {each.kind}: {work}, hidden from {rate:.3g} GB/s of link on")
+            work = f"{gib(each.total_bytes)} overlapped with {meanwhile:.3g} s of compute"
+            found.append(f"  {each.kind}: {work}, fully hidden at {rate:.3g} GB/s or more")
     return found
 
 
 def _overlapped_work(each: CollectiveTraffic) -> str:
-    """What is computed meanwhile: operations where no cycles are estimated."""
+    """Return the overlapped compute in cycles, or in FLOP if there is no cycle estimate."""
     if each.cycles_behind:
         return f"{each.cycles_behind / 1e6:.0f} Mcycles"
     return format_si(each.flops_behind, "FLOP") if each.flops_behind else "-"
 
 
 def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
-    """A plan as plain values."""
+    """Return a plan as JSON-compatible values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on_platform(hardware.platform)
     divided = Divided.from_mesh(config.mesh, sizes.axes)
@@ -186,7 +184,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:
-    """Stages of `train.batch_ramp`, and what is left of the run behind them; none without."""
+    """Return the stages of `train.batch_ramp` and the steps after them; empty without a ramp."""
     train, ramp = config.train, BatchRamp.from_config(config.train)
     last = RampStage(ramp.batch_size, max(0, total_steps(train) - ramp.steps))
     return [
@@ -201,11 +199,14 @@ def _ramp(config: Config) -> list[dict[str, int]]:
 
 
 def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
-    """A page for a terminal, from `facts`."""
+    """Format the result of `plan_values` for a terminal.
+
+    `nearest` lists the smallest changes after which the plan fits.
+    """
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
     measured = f", measured {values['measured']}" if values["measured"] else ""
-    parts = (("active_parameters", "for each token"), ("trained_parameters", "trained"))
+    parts = (("active_parameters", "per token"), ("trained_parameters", "trained"))
     fewer = ", ".join(
         f"{format_count(values[name])} {words}"
         for name, words in parts
@@ -220,12 +221,12 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         "",
         f"{format_count(values['parameters'])} parameters{of_them}, "
         f"{values['tokens_per_step']:,} tokens and "
-        f"{format_si(values['flops_per_step'], 'FLOP')} in a step, checkpoints of "
-        f"{gib(values['checkpoint_bytes'])}",
+        f"{format_si(values['flops_per_step'], 'FLOP')} per step, "
+        f"{gib(values['checkpoint_bytes'])} per checkpoint",
         *(f"  {note}" for note in values["notes"]),
         *(
             f"  {pluralize(stage['steps'], 'step')} with batches of "
-            f"{pluralize(stage['rows'], 'row')}, "
+            f"{pluralize(stage['rows'], 'sequence')}, "
             f"{pluralize(stage['microbatches'], 'microbatch')}: {stage['tokens']:,} tokens"
             for stage in values["ramp"]
         ),
@@ -245,7 +246,7 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
         "",
         f"stages: layers {layers}{more}; chunks in flight {depth}{more}",
         *_prologue_line(values),
-        f"ticks: {values['ticks']}, of which a stage idles {values['bubble']:.1%}",
+        f"ticks: {values['ticks']}, stages idle for {values['bubble']:.1%} of them",
         "",
         f"step: {format_duration(values['seconds'])} predicted, "
         f"{values['tokens_per_second']:,.0f} tokens/s, MFU {values['mfu']:.1%}",
@@ -254,7 +255,7 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
             f"{name} {seconds / values['seconds']:.1%}"
             for name, seconds in sorted(values["parts"].items(), key=lambda item: -item[1])
         ),
-        "sent by a device in a step: "
+        "sent per device and step: "
         + (
             ", ".join(
                 f"{each['axis']} ({each['link']}) {gib(each['bytes'])}"
@@ -267,12 +268,12 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
 
 
 def _prologue_line(values: dict[str, Any]) -> list[str]:
-    """A line on the layers outside the ring, if there are any."""
+    """Return a line about the prologue layers, if there are any."""
     found = values["outside"]
     if not found["layers"]:
         return []
     return [
-        f"outside the ring, on every stage: the first {pluralize(found['layers'], 'layer')}, with "
+        f"prologue on every stage: the first {pluralize(found['layers'], 'layer')}, "
         f"{gib(found['bytes'])} ({found['bytes'] / values['total_bytes']:.1%}) of the memory and "
         f"{found['seconds'] / values['seconds']:.1%} of the step"
     ]
@@ -284,7 +285,7 @@ def search_values(
     compiled: Sequence[RankedCandidate] = (),
     measured: Sequence[RankedCandidate] = (),
 ) -> dict[str, Any]:
-    """A search as plain values; what was compiled or run is ranked again."""
+    """Return a search as JSON-compatible values, with the rankings after compilation and runs."""
     by_compiler = [
         plan_values(each.candidate, hardware)
         | {
@@ -309,8 +310,8 @@ def search_values(
 
 
 def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> str:
-    """The best layouts by the compiler's report, or by measurement if they `ran`."""
-    lines = ["", "measured:" if ran else "by the compiler:"]
+    """Format the best layouts, ranked by compiler estimate, or by measured time with `ran`."""
+    lines = ["", "measured:" if ran else "compiler estimates:"]
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
         if each.measured is not None:
@@ -333,22 +334,22 @@ def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> st
 
 
 def format_calibration(found: Measurements, before: Hardware, after: Hardware) -> str:
-    """The measurements, and the figures that they change."""
+    """Format the measured times, and the hardware figures before and after the calibration."""
     times = {
-        "a layer's forward": found.forward,
-        "its input gradient": found.input_grad,
-        "its weights' gradients": found.weight_grad,
-        "both in slots of their own, more": found.deferred,
-        "recomputed with remat=names": found.names_recomputed,
-        "kept and read with remat=none": found.none_recomputed,
-        "its forward, one device alone": found.forward_alone,
-        "a message to the next device": found.hop,
-        "gathering a layer's weights": found.gather,
-        "gathering split tokens, or summing to them": found.tokens,
-        "reducing a layer's gradient": found.scatter,
-        "an all-to-all of its rows": found.exchange,
-        "an almost empty collective": found.latency,
-        "overhead of a tick": after.tick_us * 1e-6,
+        "layer forward": found.forward,
+        "layer input gradient": found.input_grad,
+        "layer weight gradients": found.weight_grad,
+        "overhead of deferred weight gradients": found.deferred,
+        "recomputation with remat=names": found.names_recomputed,
+        "saved activations with remat=none": found.none_recomputed,
+        "layer forward, only one device busy": found.forward_alone,
+        "message to the next device": found.hop,
+        "all-gather of layer weights": found.gather,
+        "gather or reduce-scatter of split tokens": found.tokens,
+        "reduction of layer gradients": found.scatter,
+        "expert all-to-all of a layer": found.exchange,
+        "collective latency": found.latency,
+        "tick overhead": after.tick_us * 1e-6,
     }
     lines = [f"{after.name}, measured {after.measured}", ""]
     lines += [f"{name:<43} {1e6 * taken:12,.1f} us" for name, taken in times.items() if taken]
@@ -380,15 +381,15 @@ FIGURES = (
     "shared_by",
     "fresh_gb_per_second",
 )
-"""The figures that a calibration replaces."""
+"""Hardware figures that a calibration replaces."""
 
 
 def format_search(found: SearchResult, hardware: Hardware) -> str:
-    """The best layouts, two lines each, with the parts of their time."""
+    """Format the best layouts in two lines each, with the largest parts of their step time."""
     some = found.computed < found.considered
-    computed = f"{found.computed:,} were computed, and of these " if some else ""
+    computed = f"{found.computed:,} evaluated, " if some else ""
     lines = [
-        f"{found.considered:,} layouts, of which {computed}{found.too_large:,} do not fit "
+        f"{found.considered:,} layouts, {computed}{found.too_large:,} do not fit in "
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
@@ -428,11 +429,11 @@ COLOURS = {
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 68.0, 34.0, 880.0, 22.0
 _MAX_TICKS = 160
-"""Ticks of a timeline; of a longer step the first groups are drawn."""
+"""Maximum number of ticks in a timeline; a longer step is drawn with fewer microbatches."""
 
 
 def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
-    """Draws a plan to a file, by its name PNG or SVG."""
+    """Draw a plan to a PNG or SVG file, depending on the suffix of `path`."""
     canvas = picture(candidate, hardware)
     if path.suffix == ".png":
         canvas.png(path)
@@ -441,7 +442,7 @@ def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
 
 
 def picture(candidate: Candidate, hardware: Hardware) -> Canvas:
-    """The memory bar above the timeline."""
+    """Draw the memory bar above the timeline."""
     canvas = _memory(candidate, hardware)
     canvas.append_canvas(_timeline(candidate, hardware), canvas.height)
     return canvas
@@ -491,7 +492,7 @@ def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
     text = f"step: {candidate.cost.seconds:.3g} s, MFU {candidate.cost.mfu:.1%} ({shares})"
     below = Canvas(canvas.width, 40, labels=[Label(_LEFT, 24, text, 13, _INK, "l", bold=True)])
     if schedule.num_microbatches < candidate.config.pipeline.microbatches:
-        note = f"drawn with {schedule.num_microbatches} of its microbatches"
+        note = f"drawn with only {schedule.num_microbatches} microbatches"
         below.labels.append(Label(_LEFT, 40, note, 12, _GREY, "l"))
         below.height = 50
     below.append_canvas(canvas, below.height)

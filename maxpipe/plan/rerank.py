@@ -1,14 +1,12 @@
-"""The best layouts of a search, ranked again by the compiler's report or by measurement.
+"""Rank the best layouts of a search again by compilation or by measurement.
 
-Bayesian choice of the next layout to measure, from those that ran.
-
-The logarithm of measured by predicted time is modelled as a sum: an error shared by all
-layouts, one of each setting (`stage=2`, `remat=names`, rows of a microbatch), and one of the layout
-itself. All are normal, and the forecast is the prior mean.
+The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
+predicted time is modelled as a sum of normal errors: one shared by all layouts, one per setting
+(`stage=2`, `remat=names`, microbatch size), and one per layout. The prior mean is the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
-Steps of a run that are timed on the devices here, and what calibration reads from them.
+The module also times steps on the local devices for the calibration.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ from maxpipe.step.step import Steps
 
 Tree = Any
 LAYERS = 2
-"""Layers of a chunk that is timed."""
+"""Number of layers in a timed chunk."""
 PROGRAM_SECONDS = 2.0
-"""Seconds for which each program is called repeatedly; medians count."""
+"""Seconds for which each program is called repeatedly to compute a median."""
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Median seconds of each call, interleaved so that disturbances hit all alike."""
+    """Return the median seconds of each call, interleaved so that noise affects all equally."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -62,18 +60,18 @@ def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[
 
 
 def ring_mesh_config(mesh: MeshConfig, count: int) -> MeshConfig:
-    """The mesh with `count` stages and nothing else."""
+    """Return the mesh config with `count` stages and size 1 for all other axes."""
     names = [field.name for field in dataclasses.fields(mesh)]
     sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
     return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
 
 
 def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
-    """With `split_cost` and `ring_cost`: what the rest of the model does not explain of split
-    layers, and of the same layers in rings.
+    """Fit `split_cost` and `ring_cost` to measured steps with tensor-parallel layers.
 
-    Of steps that differ by their number of layers alone, for each number of devices that this
-    model's layers can be split over. Where there is none, both are as they were.
+    For every possible tensor size, the time of a layer is the difference between steps that differ
+    only in their number of layers. The fit explains the error of the remaining cost model, without
+    and with collective matmuls. The figures are unchanged if the model cannot be split.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):
@@ -100,16 +98,17 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
 def _fit_figure(
     name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
 ) -> float:
-    """The value of a figure with which as many seconds are predicted, which grow evenly with it.
+    """Solve for the value of a figure at which the linear prediction equals `measured`.
 
-    As it was where they do not depend on it: traffic takes longer than all that it hides.
+    The figure is unchanged if the prediction does not depend on it, because communication takes
+    longer than the compute that overlaps with it.
     """
     none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
     return (measured - none) / (one - none) if one > none else getattr(hardware, name)
 
 
 Pair = tuple[Config, Config]
-"""Runs that differ by their number of layers alone."""
+"""Two runs that differ only in their number of layers."""
 
 
 def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
@@ -118,14 +117,14 @@ def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
 
 
 def _predict_difference(pair: Pair, hardware: Hardware) -> float:
-    """Predicted seconds between steps of two numbers of layers."""
+    """Return the predicted difference in step time between the runs of a pair, in seconds."""
     figures = dataclasses.replace(hardware, tick_us=0.0)
     few, many = (predict_cost(Sizes(run), build_schedule(run), figures).seconds for run in pair)
     return many - few
 
 
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
-    """Few layers split over `split` devices, with as many tokens on each as one has elsewhere."""
+    """Return runs with few layers, tensor parallelism `split` and the same tokens per device."""
     train = dataclasses.replace(
         config.train, batch_size=Sizes(config).microbatch_size * num_devices
     )
@@ -146,11 +145,11 @@ def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) ->
 
 
 def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """Seconds of a tick beyond the cost model's prediction.
+    """Return the overhead of a tick in seconds that the remaining cost model does not predict.
 
-    Of steps of many ticks, one of each kind, it is what the rest of the model does not explain:
-    devices that share cores wait for each other longer than for an empty collective, in a tick's
-    layers and in the loss head that all stages share.
+    The overhead is fitted to two steps with many ticks, without and with repeats. Devices that
+    share cores wait for each other longer than for an empty collective, in the layers of a tick and
+    in the loss head.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, predicted, ticks = [], 0.0, 0
@@ -164,7 +163,7 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 
 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
-    """A ring of all devices with LAYERS each in `repeats` chunks; a microbatch for each device."""
+    """Return a run with one stage per device, LAYERS per stage and one microbatch per device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
@@ -174,7 +173,7 @@ def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
 
 
 def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
-    """The train step on synthetic data, to be called repeatedly."""
+    """Return a function that runs the train step on synthetic data."""
     rows, tokens = steps.shape
     keys = jax.random.split(jax.random.key(0), 2)
     vocabulary = steps.param_layout.decoder.config.vocab_size
@@ -199,23 +198,23 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 
 
 CANDIDATES = 256
-"""The layouts with the best forecasts, from which the measured ones are chosen."""
+"""Number of layouts with the best forecasts, from which the measured layouts are chosen."""
 COMMON_ERROR = 3.0
 """Standard deviation of the shared error: devices may be faster or slower than their figures."""
 SETTING_ERROR = 0.03
-"""The same of one setting's error."""
+"""Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02
-"""The same of a layout's own error."""
+"""Standard deviation of the error of one layout."""
 NOISE = 0.01
-"""The same of a measured median."""
+"""Standard deviation of a measured median."""
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
-    """The candidate that may be the fastest: as fast as expected, less a standard error.
+    """Return the index of the candidate with the lowest confidence bound of its step time.
 
     Args:
-        candidates: all layouts, more than ran.
-        ran: measured seconds by a candidate's index; None for one that could not run.
+        candidates: all layouts, more than were measured.
+        ran: measured seconds by candidate index; None for a candidate that ran out of memory.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
@@ -224,7 +223,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     failed = [index for index, taken in ran.items() if taken is None]
     smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
     smaller[list(ran)] = False
-    if smaller.any():  # one that needs as much memory would fail, too
+    if smaller.any():  # candidates that need more memory than a failed one would also fail
         lowest[~smaller] = np.inf
     lowest[list(ran)] = np.inf
     return int(lowest.argmin())
@@ -233,7 +232,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[N]`: median seconds of each candidate, and the standard error of their logarithm."""
+    """Return `[N]` posterior median seconds, and `[N]` standard errors of their logarithm."""
     predicted = np.array([each.cost.seconds for each in candidates])
     prior = (
         COMMON_ERROR**2
@@ -249,7 +248,7 @@ def posterior_seconds(
 
 
 def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
-    """`[N, N]`: number of settings that two layouts share."""
+    """Return `[N, N]`: the number of settings that two layouts share."""
     settings = [_settings(each) for each in candidates]
     total = np.zeros((len(candidates),) * 2)
     for key in sorted({key for each in settings for key in each}):
@@ -260,34 +259,34 @@ def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
-    """The layout's keys, and the rows of a microbatch that follow from them."""
+    """Return the layout's keys and values, and the sequences per microbatch."""
     return {**candidate.layout_keys, "rows": Sizes(candidate.config).microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
-"""Parts of a forecast that the compiler's estimate of cycles replaces."""
+"""Parts of a forecast that are replaced by the compiler's cycle estimate."""
 MEASURED_SECONDS = 10.0
-"""Seconds for which a layout's steps run, at least three of them."""
+"""Seconds for which the step of a layout runs repeatedly, at least three times."""
 
 
 @dataclass(frozen=True)
 class RankedCandidate:
-    """A layout that was compiled or run."""
+    """A layout that was compiled or measured."""
 
     candidate: Candidate
     report: CompileReport | None = None
-    """The compiler's report; None if it was not compiled, or needs too much memory."""
+    """Compile report; None if the layout was not compiled, or does not fit."""
     measured: float | None = None
-    """Seconds of a step on the devices."""
+    """Measured seconds of a step."""
 
     @property
     def fits(self) -> bool:
-        """Whether a device has room for it, by the compiler or because it ran."""
+        """Whether the layout fits in memory, according to the compiler or a measurement."""
         return self.measured is not None or (self.report is not None and self.report.fits)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: measured, or the compiler's compute, if any, and predicted traffic."""
+        """Seconds of a step: measured, or compiled compute plus predicted communication."""
         predicted = self.candidate.cost
         if self.measured is not None:
             return self.measured
@@ -303,13 +302,10 @@ def rerank_by_compiler(
     tell: Callable[[str], None],
     begin: Callable[[str], None] = ignore_phase,
 ) -> list[RankedCandidate]:
-    """Compiles each layout; those that fit come first, the fastest in front.
+    """Compile each layout, and return those that fit first, sorted by time.
 
-    Args:
-        best: of a search on this topology.
-        topology: the target of the compilation.
-        tell: called with a line before each compilation.
-        begin: called with the name of each phase of a compilation.
+    `best` are the best layouts of a search on this topology. `tell` is called with a line of text
+    before each compilation, and `begin` with the name of each phase of a compilation.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
@@ -326,16 +322,12 @@ def rerank_by_compiler(
 def rerank_by_measurement(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[RankedCandidate]:
-    """Runs steps of `count` layouts on synthetic data; the fastest come first, failures last.
+    """Measure `count` layouts on synthetic data, and return them sorted by time, failures last.
 
-    The first is the best by forecast. Each result corrects the forecasts of similar layouts, which
-    chooses the next one.
-
-    Args:
-        candidates: of a search for the same number of devices, the best predicted first.
-        count: how many to run, if there are as many.
-        devices: of this machine.
-        tell: called with a line before each layout.
+    The first measured layout is the one with the best forecast. Each result corrects the forecasts
+    of similar layouts, which determine the next layout. `candidates` are layouts of a search for
+    the local `devices`, sorted by predicted time. `tell` is called with a line of text before each
+    layout.
     """
     ran: dict[int, float | None] = {}
     count = min(count, len(candidates))
@@ -351,7 +343,7 @@ def rerank_by_measurement(
 def _measure_step(
     candidate: Candidate, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> float | None:
-    """Seconds of its step; None if a device has too little memory."""
+    """Measure the seconds of a step; None if a device ran out of memory."""
     seconds = None
     try:
         step = build_synthetic_step(build_steps(candidate.config, devices))
@@ -359,8 +351,8 @@ def _measure_step(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        tell("a device has too little memory for it")
-    step = None  # and with it parameters and optimizer state
+        tell("this layout ran out of device memory")
+    step = None  # free parameters and optimizer state
     gc.collect()
     return seconds
 

@@ -1,14 +1,16 @@
-"""The legal layouts of a run, pruned by memory and ranked by predicted time.
+"""Enumerate the valid layouts of a run, prune them by memory and rank them by predicted time.
 
-A layout does not change the loss curve: mesh axes, stages, repeats, group, microbatches, schedule,
-gathers and remat. Tables are long where there are many microbatches; time and buffers
-are found from two short tables and extrapolated, which is exact for schedules whose steady state
-repeats. The best few are computed again from their own tables. Rows are divided over devices where
-the batch has too few of them for the devices, or where most does not fit otherwise. Where layouts
-are too many to compute, samples of each mesh decide which meshes to go on with: successive halving
-(Jamieson and Talwalkar, arXiv:1502.07943).
+A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gathers and
+remat; it does not change the loss curve. With many microbatches, time and buffers are extrapolated
+from two short schedule tables, which is exact for schedules with a periodic steady state. The best
+layouts are evaluated again with their full tables.
 
-Source: enumerating plans for a compiler's cost model is Alpa's idea (arXiv:2201.12023).
+Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
+if most other layouts do not fit in memory. If there are too many layouts to evaluate, samples of
+every mesh decide which meshes are kept: successive halving (Jamieson and Talwalkar,
+arXiv:1502.07943).
+
+Source: enumerating plans for a compiler's cost model follows Alpa (arXiv:2201.12023).
 """
 
 from __future__ import annotations
@@ -40,18 +42,19 @@ from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule
 
 TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
-"""Keys of `mesh` that say how tokens lie along tensor."""
+"""Keys of `mesh` that select how tokens are sharded over the tensor axis."""
 REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
-"""Layouts up to which all are computed: a minute."""
+"""Maximum number of layouts that are all evaluated, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
-"""Of each mesh, to begin with; by how much meshes become fewer, and their samples larger."""
+"""Initial number of samples per mesh, and the factor by which the number of meshes shrinks and the
+number of samples grows in every round."""
 TIE = 0.005
-"""Relative difference of two predicted steps that is less than the error of the forecasts."""
+"""Relative difference of two predicted step times that is below the error of the forecast."""
 NUM_RESULTS = 10
-"""Layouts that a search returns by default, and that are printed."""
+"""Default number of layouts that a search returns and prints."""
 
 _LAYOUT = (
     "schedule",
@@ -67,7 +70,7 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and its forecast."""
+    """A layout and its predicted memory and time."""
 
     config: Config
     schedule: Schedule
@@ -76,7 +79,7 @@ class Candidate:
 
     @property
     def layout_keys(self) -> dict[str, Any]:
-        """The keys that define the layout."""
+        """Config keys and values that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
         for link, axis in itertools.product(("ici", "dcn"), MESH_AXES):
@@ -99,7 +102,7 @@ class Candidate:
 
     @property
     def overrides(self) -> str:
-        """The same as overrides of a command line."""
+        """The layout as command-line overrides."""
         return " ".join(f"{key}={value}" for key, value in self.layout_keys.items())
 
 
@@ -107,19 +110,19 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Nothing is said."""
+    """Ignore progress; the default callback."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """Result of a search."""
 
     considered: int
     too_large: int
-    """Of those that were computed."""
+    """Number of evaluated layouts that do not fit."""
     best: list[Candidate]
     computed: int
-    """Of those considered; the others are of meshes whose samples were slower, or did not fit."""
+    """Number of evaluated layouts; the other meshes were dropped after their samples."""
 
 
 def search(
@@ -132,19 +135,19 @@ def search(
     keep: int = NUM_RESULTS,
     report: ProgressCallback = ignore_progress,
 ) -> SearchResult:
-    """The layouts with the shortest predicted steps.
+    """Return the layouts with the shortest predicted step time.
 
     Args:
-        config: model, batch and optimizer; what a search varies is ignored of its layout.
-        hardware: the kind of device.
-        num_devices: of all slices.
+        config: config with model, batch and optimizer; the searched layout keys are ignored.
+        hardware: hardware figures of the devices.
+        num_devices: number of devices in all slices.
         num_slices: number of slices.
-        fixed: full keys of `mesh` and `pipeline` that keep their value.
-        keep: how many to return.
-        report: is called with (what is done, how much of it, of how much).
+        fixed: keys of `mesh` and `pipeline` with fixed values.
+        keep: number of layouts to return.
+        report: progress callback, called with (task, done, total).
 
     Raises:
-        ConfigError: nothing fits, or no layout has what is fixed.
+        ConfigError: no layout fits, or no layout has the fixed values.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _apply_fixed(config, fixed)
@@ -168,21 +171,21 @@ def search(
         raise ConfigError.one(
             "command line: maxpipe plan --search",
             " ".join(f"{key}={value}" for key, value in fixed.items()) or None,
-            f"found no layout to try on {devices}: sizes must divide the batch, the tokens of a "
-            "row, and the model's parameters.",
-            "Name another number of devices, another train.batch_size, or fewer --fix.",
+            f"found no valid layout on {devices}: axis sizes must divide the batch size, the "
+            "sequence length and the model's parameters.",
+            "Change the number of devices or train.batch_size, or remove a --fix.",
         )
     raise ConfigError.one(
         "command line: maxpipe plan --search",
         None,
-        f"found no layout that fits {hardware.memory_gib:g} GiB among {computed} "
-        f"that were computed of {considered} on {devices}.",
-        "Name more devices, a smaller train.sequence_length, or fewer --fix.",
+        f"found no layout that fits in {hardware.memory_gib:g} GiB on {devices}; {computed} of "
+        f"{considered} layouts were evaluated.",
+        "Use more devices or a smaller train.sequence_length, or remove a --fix.",
     )
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest first; of those within `TIE` of the fastest that is left, the simplest."""
+    """Sort layouts by predicted time; among layouts within `TIE`, the simplest comes first."""
     left = sorted(candidates, key=lambda each: each.cost.seconds)
     complexities, found = [_complexity(each) for each in left], []
     while left:
@@ -195,13 +198,13 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Stages, devices along the axes that split a layer, and repeats: fewer are simpler."""
+    """Return a sort key: stages, axis sizes that split a layer, and repeats; smaller is simpler."""
     axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
 def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
-    """The config with what is fixed; of what a search never varies no other layout has it."""
+    """Return the config with the fixed values, and defaults for keys that a search never sets."""
     varied = {"pipeline": {"layers_per_chunk": [], "delayed_forwarding": False}}
     for section in ("mesh", "pipeline"):
         values = varied.get(section, {}) | {
@@ -222,21 +225,21 @@ class _MeshLayouts:
     pipelines: Sequence[Mapping[str, Any]]
 
     def layout(self, place: int) -> Config:
-        """One of them."""
+        """Return the layout with this index."""
         section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
         return dataclasses.replace(self.config, pipeline=section)
 
 
 class _LayoutScore(NamedTuple):
-    """Of a layout: the faster is the better, and of those that do not fit the smaller."""
+    """Score of a layout: smaller time is better, or smaller memory if the layouts do not fit."""
 
     seconds: float
-    """Infinite where it does not fit."""
+    """Infinite if the layout does not fit."""
     num_bytes: float
 
 
 def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
-    """From short tables."""
+    """Return the score of a layout, extrapolated from short schedule tables."""
     short, long = short_schedules(layout)
     held = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
     fits = held <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
@@ -246,12 +249,12 @@ def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
 def _rank_layouts(
     spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
 ) -> dict[tuple[int, int], _LayoutScore]:
-    """(mesh, layout of it) -> what was computed, the best first; of many layouts not of all."""
+    """Return scores by (mesh index, layout index), best first; samples only for large spaces."""
     found: dict[tuple[int, int], _LayoutScore] = {}
     left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLES_PER_MESH
 
     def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _LayoutScore]:
-        """Of each mesh the best of its chosen layouts."""
+        """Return the best score among the chosen layouts of every mesh."""
         done, total = 0, sum(map(len, chosen.values()))
         for number, places in chosen.items():
             for place in places:
@@ -275,7 +278,7 @@ def _rank_layouts(
 def _find_best(
     spaces: Sequence[_MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
 ) -> SearchResult:
-    """The `keep` fastest of some layouts that fit."""
+    """Return the `keep` fastest layouts that fit."""
     ranked, best = _rank_layouts(spaces, hardware, report), []
     too_large = sum(math.isinf(each.seconds) for each in ranked.values())
     for number, place in ranked:
@@ -294,7 +297,7 @@ def _find_best(
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
-    """Forecasts from the layout's own table."""
+    """Predict memory and time of a layout from its full schedule table."""
     sizes, schedule = Sizes(config), build_schedule(config)
     held = predict_memory(sizes, schedule, platform=hardware.platform)
     return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
@@ -310,7 +313,10 @@ def layouts(
     fixed: Mapping[str, Any],
     contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
-    """Layouts with legal sizes; `check` applies the other rules. `contexts` are sizes to try."""
+    """Yield layouts with valid axis sizes, for context axes of sizes `contexts`.
+
+    The other rules are applied by `config.check.check`.
+    """
     for space in _spaces(config, num_devices, num_slices, fixed, contexts):
         yield from map(space.layout, range(len(space.pipelines)))
 
@@ -322,7 +328,7 @@ def _spaces(
     fixed: Mapping[str, Any],
     contexts: Sequence[int],
 ) -> Iterator[_MeshLayouts]:
-    """The same by meshes."""
+    """Yield layouts with valid axis sizes, grouped by mesh."""
     across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
     whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
     kept = {
@@ -331,7 +337,7 @@ def _spaces(
         if key.startswith("pipeline.")
     }
     for sizes in _meshes(config, num_devices, num_slices, contexts, across):
-        mesh = whole | sizes  # a size that is not named is 1
+        mesh = whole | sizes  # the default size is 1
         if any(
             mesh[name] != value
             for key, value in fixed.items()
@@ -352,7 +358,7 @@ def _spaces(
 
 
 def _contexts(config: Config, inside: int) -> list[int]:
-    """Devices over which rows may be divided, as many tokens on each as on any."""
+    """Return the context-axis sizes that divide sequences evenly."""
     if has_sequential_layers(config):
         return [1]
     tokens = config.train.sequence_length
@@ -366,7 +372,7 @@ def _meshes(
     contexts: Sequence[int],
     across: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """`across` names axes that slices must be on, if any must."""
+    """Yield meshes; `across` names the axes that span slices (default: derived from the config)."""
     inside = num_devices // num_slices
     if num_slices == 1:
         across = ("data",)
@@ -391,7 +397,7 @@ def _meshes(
 
 
 def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Sizes of the axes in a slice."""
+    """Yield the axis sizes within a slice."""
     given, experts = Sizes(config), has_experts(config)
     for tensor in _divisors(inside):
         if tensor > 8 or not given.divides({"tensor": tensor}):
@@ -417,7 +423,7 @@ def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Itera
 
 
 def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bool, bool]]:
-    """(whether tokens are split between matmuls, whether they travel in rings)."""
+    """Yield values of `TOKEN_SPLIT_KEYS`: sequence parallelism and collective matmuls."""
     yield False, False
     tensor, context = sizes["tensor"], sizes["context"]
     if tensor > 1 and config.train.sequence_length % (tensor * context) == 0:
@@ -426,7 +432,7 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
 
 
 def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
-    """Ways to run a mesh's stages: as many meshes have the same ones, they share them."""
+    """Return the pipeline options of a mesh; cached, because many meshes have the same options."""
     sizes = Sizes(config)
     in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
     return _pipeline_options(
@@ -443,7 +449,7 @@ def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
     found: list[Mapping[str, Any]] = []
-    # Stages that skip a slot would not come to a ring.
+    # Rings require all stages, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
@@ -454,13 +460,13 @@ def _pipeline_options(
             if stages > 1 and (count < stages or group > count):
                 continue
             for gather in GATHERS if gathers else ("iteration",):
-                # A window pays when several chunks share a stage and microbatches a gather.
+                # A window only helps if a stage has several chunks and microbatches share a gather.
                 if gather == "visit" and (repeats == 1 or not spec.uses_group):
                     continue
                 if gather != "visit" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward recomputes once for I and once for W: it pays with little.
+                    # A split backward recomputes for both I and W, so full remat costs too much.
                     if spec.split and remat in ("full", "chunk"):
                         continue
                     found.append(
@@ -478,7 +484,7 @@ def _pipeline_options(
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
-    """(name, repeats, group in stages)."""
+    """Yield (name, repeats, group as a multiple of stages)."""
     if stages == 1:
         yield INTERLEAVED, 1, 1
         return
@@ -488,7 +494,7 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
         fixed = spec.repeats or spec.default_repeats
         for repeats in (fixed,) if fixed else REPEATS:
             if spec.uses_group and repeats == 1:
-                continue  # the table of 1F1B under another name
+                continue  # the same table as 1F1B
             yield name, repeats, 1
             if spec.uses_group:
                 yield name, repeats, 2
@@ -501,7 +507,7 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
 
 
-# Short tables in place of long ones.
+# Short schedule tables.
 
 
 @cache
@@ -512,7 +518,7 @@ def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) 
 
 
 def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
-    """The config's table, or two short ones of the same kind."""
+    """Return the schedule table of a config, or two short tables for extrapolation."""
     pipeline, stages = config.pipeline, Sizes(config).stages
     turn = pipeline.group or stages
     if pipeline.microbatches <= 4 * turn:
@@ -540,7 +546,7 @@ def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: H
 
 
 def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
-    """The same microbatches, only as many as the table has."""
+    """Return the sizes with as many microbatches as the table has, of unchanged size."""
     count = schedule.num_microbatches
     if count == config.pipeline.microbatches:
         return sizes

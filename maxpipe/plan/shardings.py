@@ -1,4 +1,4 @@
-"""Where every parameter and activation is on the mesh: partition, bytes, replicas. No jax."""
+"""Compute sharding, bytes and replicas of every parameter and activation; without jax."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from maxpipe.plan.optimizer_memory import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
 
 STACK = ("repeat", "stage", "layer")
-"""Logical axes in front of a parameter of the ring's layers; those outside have the last one."""
+"""Leading logical axes of parameters of pipelined layers; prologue layers have only the last."""
 BATCH, TOKENS = "batch", "tokens"
 
 
 @dataclass(frozen=True)
 class ArraySharding:
-    """One array on the mesh."""
+    """Sharding of one array."""
 
     name: str
     axes: tuple[str, ...]
-    """Logical axis of each dim."""
+    """Logical axis of each dimension."""
     spec: tuple[tuple[str, ...], ...]
-    """Mesh axes over which each dim is split, as in a `PartitionSpec`."""
+    """Mesh axes that shard each dimension, as in a `PartitionSpec`."""
     shape: tuple[int, ...]
-    """Whole, vocabulary and chunks padded."""
+    """Global shape, including padding of vocabulary and chunks."""
     shard: tuple[int, ...]
-    """Of the part that one device holds."""
+    """Shape of the shard on one device."""
     num_bytes: int
-    """Of that part."""
+    """Bytes of the shard on one device."""
     replicated: tuple[str, ...]
-    """Mesh axes along which devices hold the same part."""
+    """Mesh axes along which the array is replicated."""
     copies: int
-    """Devices that hold the same part."""
+    """Number of devices with the same shard."""
     frozen: bool = False
-    """Whether it is a parameter that is not trained: the optimizer keeps nothing for it."""
+    """Whether the array is a frozen parameter, which has no optimizer state."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return JSON-compatible values."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class Shardings:
-    """All arrays of a run."""
+    """Shardings of all arrays of a run."""
 
     mesh: dict[str, int]
     """Axes with more than one device."""
     parameters: tuple[ArraySharding, ...]
     optimizer_bytes: int
-    """Of what the optimizer keeps of them, on one device."""
+    """Bytes of optimizer state on one device."""
     activations: tuple[ArraySharding, ...]
-    """Of one microbatch in one layer, on the stage that has it."""
+    """Activations of one microbatch in one layer, on the stage of the layer."""
 
     @property
     def state_bytes(self) -> int:
-        """Parameters and the optimizer's state on one device."""
+        """Bytes of parameters and optimizer state on one device."""
         return sum(each.num_bytes for each in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, sums included."""
+        """Return JSON-compatible values, including totals."""
         return dataclasses.asdict(self) | {"state_bytes": self.state_bytes}
 
 
 def compute_shardings(config: Config) -> Shardings:
-    """Of a config whose mesh is resolved."""
+    """Compute the shardings of a config whose mesh is resolved."""
     sizes = Sizes(config)
     on = _Mesh(sizes)
     return Shardings(
@@ -89,7 +89,7 @@ class _Mesh:
     def place(
         self, name: str, dims: Dims, spec: Sequence[tuple[str, ...]], dtype: str, ignored: str = ""
     ) -> ArraySharding:
-        """An array with these dims; its replicas along the axis `ignored` do not count."""
+        """Return the sharding of an array, without counting replicas along the axis `ignored`."""
         size = self.sizes.axes
         shard = tuple(
             -(-length // math.prod(size[axis] for axis in axes))
@@ -147,7 +147,7 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
 
     def activation(name: str, dims: Dims) -> ArraySharding:
         between = {logical for _, logical in dims} <= BETWEEN_MATMULS
-        # Dims of activations are split over tensor only: along fsdp lie rows.
+        # Activation dimensions are sharded only over tensor: fsdp shards the batch.
         spec = [
             tuple(axis for axis in table.get(logical, ()) if axis == "tensor")
             for _, logical in dims
@@ -167,23 +167,23 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
 
 
 def format_shardings(found: Shardings) -> str:
-    """A page for a terminal."""
+    """Format shardings for a terminal."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items()) or "one device"
     lines = [
         mesh,
         "",
-        f"parameters; with the optimizer's state {gib(found.state_bytes)} on a device",
+        f"parameters; {gib(found.state_bytes)} per device including optimizer state",
         *_table(found.mesh, found.parameters),
         "",
-        "activations of a microbatch, on the stage that has it",
+        "activations of a microbatch on its stage",
         *_table(found.mesh, found.activations),
     ]
     return "\n".join(lines)
 
 
 def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
-    """Lines; of axes those of the mesh with more than one device are named."""
-    head = ("name", "axes", "split over", "whole", "on a device", "bytes", "replicated over")
+    """Return the lines of a table; axes with one device are omitted."""
+    head = ("name", "axes", "sharded over", "shape", "shard", "bytes", "replicated over")
     cells = [
         (
             each.name + " (frozen)" * each.frozen,

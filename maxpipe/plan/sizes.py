@@ -1,10 +1,7 @@
-"""What a config means for one device: shards, rows, chunks and their bytes. No jax.
+"""Sizes of a run on one device: shards, sequences, chunks and their bytes.
 
-Parameters and activations are those that the model's description declares, by kind of layer.
-
-What reaches other devices: keys for attention over rows that are divided, and experts' rows.
-
-No jax.
+Parameters and activations come from the declarations of the model's layer types. The module also
+computes how many keys, values and expert tokens devices exchange. It does not import jax.
 """
 
 from __future__ import annotations
@@ -41,20 +38,20 @@ from maxpipe.schedule.table import Schedule, balance_layers
 
 
 class ContextMethod(NamedTuple):
-    """Of one attention."""
+    """How one attention operation exchanges keys and values along the context axis."""
 
     method: Literal["own", "heads", "ring", "near", "gather"]
-    """`own`: a device has all tokens of its rows."""
+    """`own`: no exchange, because a device has all tokens of its sequences."""
     share: float = 0.0
-    """Of its keys and values what a device sends to all others at once."""
+    """Fraction of a device's keys and values that it sends to all other devices at once."""
     remote: float = 0.0
-    """Keys and values of other devices that it holds then, as a multiple of its own."""
+    """Keys and values received from other devices, as a multiple of the device's own."""
 
 
 def choose_context_method(
     mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
 ) -> ContextMethod:
-    """As `model.attention.over_context` chooses; `run` tokens stand next to each other."""
+    """Choose the exchange method of an attention layer with blocks of `run` contiguous tokens."""
     if context == 1:
         return ContextMethod("own")
     kv_heads = scores.keys[0][0][0]
@@ -71,10 +68,10 @@ def choose_context_method(
 
 @lru_cache(maxsize=64)
 def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
-    """The model with its experts on `shards` devices.
+    """Return the model with its experts divided over `shards` devices.
 
-    Each device has `tokens` of the `whole` tokens of `rows` rows. One object for equal arguments,
-    as what is counted of it is cached.
+    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Equal arguments
+    return the same object, because later computations are cached by object.
     """
 
     def divided(part: Part) -> Part:
@@ -84,21 +81,21 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
 
 
 BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
-"""Logical axes of what is between the matmuls that tensor splits."""
+"""Logical axes of activations between tensor-parallel matmuls."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of a run whose mesh is resolved."""
+    """Sizes of a run whose mesh is resolved."""
 
     config: Config
     trained_only: bool = False
-    """Whether numbers of parameters leave out frozen ones."""
+    """Whether parameter counts exclude frozen parameters."""
     platform: str = ""
-    """Of the devices, as jax names it; empty where nothing depends on it."""
+    """The JAX platform of the devices; empty if no size depends on the platform."""
 
     def on_platform(self, platform: str) -> Sizes:
-        """The same on a platform, with the backend of attention that it has."""
+        """Return the sizes on a platform, with its attention backend."""
         if platform == self.platform:
             return self
         config = self.config
@@ -110,7 +107,7 @@ class Sizes:
 
     @cached_property
     def axes(self) -> Mapping[str, int]:
-        """Total size of each mesh axis."""
+        """Sizes of the mesh axes over all slices."""
         mesh = self.config.mesh
         return {
             axis: getattr(mesh, f"ici_{axis}") * getattr(mesh, f"dcn_{axis}") for axis in MESH_AXES
@@ -118,60 +115,60 @@ class Sizes:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices in the mesh."""
         return math.prod(self.axes.values())
 
     @property
     def num_slices(self) -> int:
-        """Slices of the mesh."""
+        """Number of slices in the mesh."""
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
 
     def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of the axes that have more than one device, in the order of the mesh."""
+        """Return the given axes with more than one device, in mesh order."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 
     def shards(self, axes: Iterable[str]) -> int:
-        """Devices along these axes together."""
+        """Return the product of the sizes of these axes."""
         return math.prod(self.axes[axis] for axis in axes)
 
     def ring_share(self, axes: Iterable[str]) -> float:
-        """Share of an array that a device sends to gather or scatter it over these axes."""
+        """Return the fraction of an array that a device sends in a gather or scatter."""
         return 1.0 - 1.0 / self.shards(axes)
 
     @property
     def stages(self) -> int:
-        """P."""
+        """P: number of pipeline stages."""
         return self.axes["stage"]
 
     @property
     def fsdp(self) -> int:
-        """Shards of parameters."""
+        """Size of the fsdp axis."""
         return self.axes["fsdp"]
 
     @property
     def tensor(self) -> int:
-        """Shards of heads and MLP."""
+        """Size of the tensor axis."""
         return self.axes["tensor"]
 
     @property
     def repeats(self) -> int:
-        """R."""
+        """R: number of circular repeats."""
         return self.config.pipeline.repeats
 
     @property
     def microbatches(self) -> int:
-        """M."""
+        """M: number of microbatches per step."""
         return self.config.pipeline.microbatches
 
     @property
     def microbatch_size(self) -> int:
-        """B: rows of a microbatch on one device."""
+        """B: sequences of a microbatch on one device."""
         return max(1, self.batch_per_device // self.microbatches)
 
     @property
     def batch_per_device(self) -> int:
-        """Rows of a step on one device."""
+        """Sequences of a step on one device."""
         shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
 
@@ -182,19 +179,19 @@ class Sizes:
 
     @property
     def tokens_per_sequence(self) -> int:
-        """T: tokens of a row on one device."""
+        """T: tokens of a sequence on one device."""
         return self.config.train.sequence_length // self.axes["context"]
 
     @property
     def contiguous_tokens(self) -> int:
-        """Of these, those that stand next to each other in the row."""
+        """Length of a contiguous block of a sequence on one device."""
         return self.tokens_per_sequence // (2 if self.axes["context"] > 1 else 1)
 
-    # The stack.
+    # Layers.
 
     @cached_property
     def model(self) -> Model:
-        """What the config describes; of experts the rows that a device has room for."""
+        """The model of the config, with the expert capacity of one device."""
         found = describe(self.config.model)
         if not self.nontrivial_axes(("expert", "context")):
             return found
@@ -205,7 +202,7 @@ class Sizes:
 
     @cached_property
     def layer_partition(self) -> tuple[int, ...]:
-        """Layers of each chunk."""
+        """Number of layers in each chunk."""
         pipeline, tokens = self.config.pipeline, self.config.train.sequence_length
         costs = layer_costs(describe(self.config.model), tokens)[pipeline.prologue_layers :]
         return tuple(pipeline.layers_per_chunk) or _balanced_partition(
@@ -214,7 +211,7 @@ class Sizes:
 
     @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
-        """Layers of each kind in each chunk."""
+        """Number of layers of each type in each chunk."""
         found, start = [], self.config.pipeline.prologue_layers
         for length in self.layer_partition:
             found.append(Counter(self.model.layers[start : start + length]))
@@ -223,38 +220,38 @@ class Sizes:
 
     @cached_property
     def prologue_layers(self) -> Counter[str]:
-        """Layers of each kind outside the ring."""
+        """Number of prologue layers of each type."""
         return Counter(self.model.layers[: self.config.pipeline.prologue_layers])
 
     @cached_property
     def ring_layers(self) -> Counter[str]:
-        """Layers of each kind in the ring."""
+        """Number of pipelined layers of each type."""
         return sum(self.chunks, Counter())
 
     @cached_property
     def chunk_layer_slots(self) -> Mapping[str, int]:
-        """L by kind, of the layers in the ring: the most that a chunk has of them."""
+        """L by layer type: the maximum number of such layers in a chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring_layers}
 
     @cached_property
     def layer_slots(self) -> Mapping[str, int]:
-        """Layers of each kind that a stage holds, padding included."""
+        """Number of layers of each type that a stage stores, including padding."""
         return {kind: self.repeats * length for kind, length in self.chunk_layer_slots.items()}
 
     @cached_property
     def most_common_layer_type(self) -> str:
-        """The kind of most layers."""
+        """The most frequent layer type."""
         return Counter(self.model.layers).most_common(1)[0][0]
 
     # Parameters.
 
     @cached_property
     def trained(self) -> Sizes:
-        """The same of trained parameters alone: of gradients, and of what the optimizer keeps."""
+        """The sizes for trained parameters only, as for gradients and optimizer state."""
         return replace(self, trained_only=True)
 
     def includes(self, param: Param) -> bool:
-        """Whether numbers of parameters include this one."""
+        """Whether parameter counts include this parameter."""
         return param.trainable or not self.trained_only
 
     @cached_property
@@ -262,7 +259,10 @@ class Sizes:
         return axis_table_with_sequence(self.config.mesh)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
-        """Of an array's shard on one device; `whole`: gathered over fsdp and the axes beside it."""
+        """Return the elements of an array's shard on one device.
+
+        With `whole`, the array is gathered over fsdp and the axes that share its dimension.
+        """
         count = 1
         for size, logical in dims:
             count *= -(-size // self._axis_shards.get(logical, (1, 1))[whole])
@@ -270,7 +270,7 @@ class Sizes:
 
     @cached_property
     def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
-        """Shards of each logical axis, stored and gathered for use."""
+        """Number of shards of each logical axis: as stored, and as gathered for use."""
         ways = {logical: self.shards(axes) for logical, axes in self._table.items()}
         return {
             logical: (count, 1 if "fsdp" in self._table[logical] else count)
@@ -278,30 +278,31 @@ class Sizes:
         }
 
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
-        """Axes over which the shards of a parameter are gathered for use: fsdp and those beside it.
+        """Return the axes over which a parameter is gathered for use.
 
-        As `pipeline.weights.WeightSharding.axes`.
+        These are fsdp and the axes that share its dimension, as in
+        `pipeline.weights.WeightSharding.axes`.
         """
         split = (self._table.get(logical, ()) for _, logical in dims)
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
-        """Axes of which each device uses its own part of a parameter, for the tokens of all."""
+        """Return the axes over which a parameter stays sharded for the tokens of all devices."""
         split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
         return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 
     def reduced_over(self, dims: Dims) -> tuple[str, ...]:
-        """Axes over which a gradient is summed at the end of a step."""
+        """Return the axes over which a gradient is summed at the end of a step."""
         settled = {*self.gathered_over(dims), *self.owned_over(dims)}
         return self.nontrivial_axes({*self.token_axes} - settled)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes whose devices each have tokens of their own."""
+        """Axes whose devices have different tokens."""
         return (*self._table["batch"], "context")
 
     def layer_elements(self, kind: str, *, whole: bool = False) -> int:
-        """Parameters of one layer on one device."""
+        """Return the number of parameters of one layer on one device."""
         return self._layer_elements[kind][whole]
 
     @cached_property
@@ -316,10 +317,10 @@ class Sizes:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Of a layer's gathered parameters on one device, those that meet each token.
+        """Return the gathered parameters of a layer on one device that process each token.
 
-        Experts that are divided over an axis meet the tokens of all its devices: as many for each
-        of its own tokens as if it had all of them.
+        Experts that are divided over an axis process the tokens of all its devices. Per local
+        token, this is the same number as if the device had all experts.
         """
         params = counted(self.model.layer_types[kind])
         return sum(
@@ -331,7 +332,7 @@ class Sizes:
         )
 
     def stage_elements(self, *, whole: bool = False) -> int:
-        """Parameters of all layers of the ring that a stage holds, padding included."""
+        """Return the number of parameters of a stage's pipelined layers, including padding."""
         return sum(
             count * self.layer_elements(kind, whole=whole)
             for kind, count in self.layer_slots.items()
@@ -339,7 +340,7 @@ class Sizes:
 
     @cached_property
     def transposed_elements(self) -> int:
-        """Of the parameters of a stage's layers, those whose gathered dim is not their first."""
+        """Number of a stage's parameters that are gathered along a dimension after the first."""
 
         def turned(kind: Kind) -> int:
             counted = (each.dims for each in kind.params.values() if self.includes(each))
@@ -351,21 +352,21 @@ class Sizes:
         )
 
     def chunk_elements(self) -> int:
-        """Parameters of a chunk with as many layers of each kind as any, gathered."""
+        """Return the gathered parameters of the largest chunk, counted per layer type."""
         return sum(
             count * self.layer_elements(kind, whole=True)
             for kind, count in self.chunk_layer_slots.items()
         )
 
     def prologue_elements(self, *, whole: bool = False) -> int:
-        """Parameters of the layers outside the ring."""
+        """Return the number of parameters of the prologue layers."""
         return sum(
             count * self.layer_elements(kind, whole=whole)
             for kind, count in self.prologue_layers.items()
         )
 
     def padded(self, dims: Dims) -> Dims:
-        """Dims of a table with its vocabulary padded, so that it divides its shards."""
+        """Return a table's dimensions with the vocabulary padded to a multiple of its shards."""
         shards = self.shards(self._table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
@@ -373,11 +374,11 @@ class Sizes:
         )
 
     def embedding_elements(self, *, whole: bool = False) -> int:
-        """Of the table that the embedding looks up."""
+        """Return the number of parameters of the embedding table."""
         return self._table_elements("embedding", whole)
 
     def head_elements(self, *, whole: bool = False) -> int:
-        """Of the output projection, which may be the same table."""
+        """Return the number of parameters of the output projection, which may be tied."""
         return self._table_elements("embedding" if self.model.ends.head is None else "head", whole)
 
     def _table_elements(self, name: str, whole: bool) -> int:
@@ -386,12 +387,12 @@ class Sizes:
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token on one device."""
+        """Number of logits per token on one device."""
         dims = self.padded(self.model.ends.embedding.dims)
         return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
     def divides(self, axes: Mapping[str, int]) -> bool:
-        """Whether mesh axes of these sizes divide all layers' parameters evenly."""
+        """Whether mesh axes of these sizes divide the parameters of all layers evenly."""
         return all(
             size % math.prod(axes.get(axis, 1) for axis in self._table.get(logical, ())) == 0
             for kind in self.model.layer_types.values()
@@ -401,32 +402,32 @@ class Sizes:
 
     @property
     def splits_columns(self) -> bool:
-        """Whether each device along fsdp looks up its own columns of the embedding."""
+        """Whether fsdp shards the columns of the embedding table."""
         return "fsdp" in self._table["embed"]
 
     @property
     def norm_elements(self) -> int:
-        """Parameters of the norm in front of the output projection."""
+        """Number of parameters of the final norm."""
         return self._end_elements("final_norm", whole=False)
 
     @property
     def mtp_heads(self) -> int:
-        """Heads beside the ordinary one."""
+        """Number of multi-token prediction heads."""
         ahead = self.model.ends.mtp
         return 0 if ahead is None else ahead.num_heads
 
     @property
     def mtp_layers(self) -> Mapping[str, int]:
-        """Of each kind of layer those that are heads ahead."""
+        """Number of multi-token prediction layers by layer type."""
         heads = self.model.ends.mtp_layers
         return {} if heads is None else {heads.layer_type_name: heads.num_heads}
 
     def mtp_elements(self, *, whole: bool = False) -> int:
-        """Parameters of all of them, the output projection left out."""
+        """Return the number of MTP parameters, without the output projection."""
         return self._end_elements("ahead", whole=whole)
 
     def mtp_matrix_elements(self) -> int:
-        """Of them those that meet each token and are not in layers, gathered."""
+        """Return the gathered MTP matrices that process each token and are not in layers."""
         return sum(
             self.elements(param.dims, whole=True)
             for name, param in self.model.ends.params.items()
@@ -434,32 +435,35 @@ class Sizes:
         )
 
     def _end_elements(self, first: str, *, whole: bool) -> int:
-        """Of an end's part, by the first part of its parameters' names."""
+        """Return the number of embedding and head parameters whose name starts with `first`."""
         return sum(
             self.elements(param.dims, whole=whole)
             for (name, *_), param in self.model.ends.params.items()
             if name == first and self.includes(param)
         )
 
-    # Activations, in elements, of a microbatch on one device.
+    # Activations of a microbatch on one device, in elements.
 
     @property
     def activation(self) -> int:
-        """What a stage hands to the next `[B, T, D]`, or a device's tokens of it."""
+        """Size of the activation `[B, T, D]` between stages, on one device."""
         return self.whole_activation // self.token_shards
 
     @property
     def whole_activation(self) -> int:
-        """The same with all tokens, as matmuls read it."""
+        """Size of this activation with all tokens, as matmuls read it."""
         return self.tokens * self.config.model.d_model
 
     @property
     def token_shards(self) -> int:
-        """Devices over which tokens are split between the matmuls of a layer."""
+        """Number of devices over which tokens are sharded between the matmuls of a layer."""
         return self.shards(self._table["sequence"])
 
     def activation_elements(self, dims: Dims) -> int:
-        """Of an activation with these dims for every token; `fsdp` shards tokens, not them."""
+        """Return the size of an activation with these dimensions per token.
+
+        The fsdp axis shards tokens, not these dimensions.
+        """
         count = self.tokens
         if {logical for _, logical in dims} <= BETWEEN_MATMULS:
             count //= self.token_shards
@@ -468,12 +472,12 @@ class Sizes:
         return count
 
     def share(self, logical: str) -> int:
-        """Devices over which activations with this axis are split."""
+        """Return the number of devices over which activations with this axis are sharded."""
         axes = self._table.get(logical, ())
         return self.shards({*axes} & {"tensor"})
 
     def named_bytes(self, kind: str, names: Iterable[str]) -> int:
-        """Bytes of what a layer of this kind keeps under such names."""
+        """Return the bytes of a layer's saved activations with these names."""
         narrow, wide = (
             self.model.layer_types[kind].activations,
             self.model.layer_types[kind].saved_with,
@@ -487,7 +491,7 @@ class Sizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Pairs of query and key that attention scores, of all heads."""
+        """Return the number of query-key pairs for which attention computes scores, all heads."""
         return sum(
             self.microbatch_size
             * self._scored_pairs(each)
@@ -497,9 +501,9 @@ class Sizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Of a row, the pairs that a device scores for each head, of all heads on average.
+        """Return the query-key pairs per sequence, device and head, as an average over heads.
 
-        Plain attention leaves out the future only where queries and keys are the same tokens.
+        Plain attention skips future tokens only if queries and keys are the same tokens.
         """
         tokens, found = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
@@ -510,12 +514,12 @@ class Sizes:
         return scored_pairs(tokens, by_blocks=in_blocks) // context
 
     def context_method(self, scores: Scores) -> ContextMethod:
-        """How attention reaches tokens of other devices."""
+        """Return how attention exchanges keys and values with other devices."""
         sizes = self.axes["context"], self.tensor, self.contiguous_tokens
         return choose_context_method(self.config.mesh, self.model, scores, *sizes)
 
     def remote_key_elements(self, part: Part) -> float:
-        """Keys and values of other devices' tokens that attention holds, in elements."""
+        """Return the size of keys and values received from other devices, in elements."""
         return sum(
             self.context_method(each).remote * sum(map(self.activation_elements, each.keys))
             for each in part.operations
@@ -523,7 +527,7 @@ class Sizes:
         )
 
     def products(self, part: Part) -> float:
-        """Multiply-adds of activations with each other, scores left out."""
+        """Return the multiply-adds between activations, without attention scores."""
         return self.tokens * sum(
             each.computed * -(-each.heads // self.share(each.axis))
             for each in part.operations
@@ -531,7 +535,7 @@ class Sizes:
         )
 
     def stored_scores(self, part: Part) -> int:
-        """Of `scores`, those that stand in memory."""
+        """Return the number of attention scores that are stored in memory."""
         found, tokens = 0, self.config.train.sequence_length
         for each in part.operations:
             if isinstance(each, Scores):
@@ -544,7 +548,7 @@ class Sizes:
         return self.microbatch_size * found
 
     def declared_bytes(self, part: Part, held: Held) -> float:
-        """Bytes of what a part declares."""
+        """Return the bytes of the arrays that a part declares in `held`."""
         size = BYTES[self.config.model.compute_dtype]
         narrow, wide, other = held.pairs
         found = (wide * 4 + narrow * size + other) * self.stored_scores(part)
@@ -564,7 +568,7 @@ class Sizes:
 
     @cached_property
     def saved_activation_names(self) -> frozenset[str]:
-        """Names of activations that are kept for a layer's backward, on the device or the host."""
+        """Names of activations saved for a layer's backward pass, on device or host."""
         pipeline = self.config.pipeline
         return frozenset(self._activations(*pipeline.saved_names, *pipeline.offloaded_names))
 
@@ -572,14 +576,14 @@ class Sizes:
         return activations(names, self.config.model)
 
     def saves_all(self, part: Part) -> bool:
-        """Whether all named activations of a part are kept for its backward."""
+        """Whether all named activations of a part are saved for its backward pass."""
         remat = self.config.pipeline.remat
         return remat == "none" or (
             remat == "names" and self.saved_activation_names >= {*part.activations}
         )
 
     def saved_activation_bytes(self, kind: str) -> tuple[float, float]:
-        """(on the device, on the host) kept by one layer, or by a chunk with `chunk`."""
+        """Return the (device, host) bytes saved per layer, or per chunk with `remat=chunk`."""
         return self._saved_activation_bytes[kind]
 
     @cached_property
@@ -604,7 +608,7 @@ class Sizes:
         return self.model.layer_types.items()
 
     def _residual_bytes(self, kind: Kind) -> float:
-        """All that a layer's differentiation keeps."""
+        """Return the bytes of all residuals of a layer."""
         parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
         declared = sum(self.declared_bytes(part, part.residuals) for part in parts)
         declared += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
@@ -615,7 +619,7 @@ class Sizes:
         )
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
-        """Losses and statistics of this number of layers of each kind."""
+        """Return the bytes of losses and statistics of these numbers of layers by type."""
         kinds = {name: self.model.layer_types[name] for name in layers}
         scalars = len({loss for kind in kinds.values() for loss in kind.losses})
         entries = sum(
@@ -626,7 +630,7 @@ class Sizes:
         return 4.0 * (scalars + entries)
 
     def deferred_bytes(self, kind: str) -> float:
-        """What one layer's weight gradients wait for."""
+        """Return the bytes that one layer saves for its deferred weight gradients."""
         return self._deferred_bytes[kind]
 
     @cached_property
@@ -644,10 +648,10 @@ class Sizes:
                         held = part.deferred(recomputed=recomputed, normed=normed)
                         found += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
-                    found += size * self.activation  # cotangent of a norm's output
+                    found += size * self.activation  # cotangent of the norm output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
-            if kind.adapters:  # of some the gradients themselves
+            if kind.adapters:  # for some adapters, the gradients themselves are saved
                 params = filter(self.trained.includes, kind.params.values())
                 found += size * sum(self.elements(each.dims, whole=True) for each in params)
             return found
@@ -655,12 +659,12 @@ class Sizes:
         return {name: waiting(kind) for name, kind in self._kinds}
 
 
-# A search asks for the same cuts again and again.
+# A search computes the same layer partitions many times.
 _balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 
 def build_schedule(config: Config) -> Schedule:
-    """The table of a config whose mesh is resolved."""
+    """Return the schedule table of a config whose mesh is resolved."""
     pipeline = config.pipeline
     return make_schedule(
         pipeline.schedule,

@@ -1,4 +1,4 @@
-"""The smallest changes of a config after which it fits. No jax."""
+"""Suggest the smallest config changes after which a run fits in memory; without jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Single changes, then pairs, after which the run fits; the fastest first."""
+    """Return single changes, or else pairs, after which the run fits; the fastest first."""
     limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):
@@ -44,7 +44,7 @@ def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
                 (
                     other.cost.seconds,
                     f"{text}: {other.memory.total / 2**30:.1f} GiB, "
-                    f"{other.cost.seconds:.3g} s a step",
+                    f"{other.cost.seconds:.3g} s per step",
                 )
             )
     return [text for _, text in sorted(hits)[:3]]

@@ -1,14 +1,12 @@
-"""Names of groups of devices, such as `v5p:4x4x4`, and their devices.
+"""Parse topologies such as `v5p:4x4x4`, and create their devices for compilation.
 
-Parsing needs no jax. TPU devices come from libtpu, which describes chips that this machine does
-not have, and GPUs that are not here from jax's CUDA plugin; CPU devices are virtual.
+Parsing does not import jax. libtpu describes absent TPU chips, and jax's CUDA plugin describes
+absent GPUs; CPU devices are virtual.
 
-What XLA's compiler has to know of NVIDIA GPUs that are not there: a target config, as text.
-
-No jax. The facts are those that NVIDIA's driver reports of a card, as XLA's own target configs
-(openxla/xla, `xla/backends/gpu/target_config/specs`), NVIDIA's CUDA programming guide (limits of
-each compute capability) and its data sheets have them. Memory and its rate are those of
-`configs/hardware`.
+Absent GPUs require a target config for XLA. Its values are those that NVIDIA's driver reports for a
+card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`), NVIDIA's
+CUDA programming guide (limits by compute capability) and data sheets. Memory size and bandwidth
+come from `configs/hardware`.
 """
 
 from __future__ import annotations
@@ -40,36 +38,36 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""For XLA: kernels are chosen without running any. Matmuls are cuBLAS' then, as a run's large ones
-mostly are; Triton's need a tiling that only measurements give."""
+"""XLA options to select kernels without running them. Matmuls then use cuBLAS, as most large
+matmuls of a run do; Triton matmuls need a tiling that only measurements can determine."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
-"""Packages that hold the compiler."""
+"""Packages that contain the compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 INSTALL = "pip install 'maxpipe[gpu-aot]'"
 _CUDA, _CUDNN = (12, 8), (9, 10)
-"""Versions that a run is taken to have."""
+"""Assumed versions of CUDA and cuDNN in a run."""
 _KIB = 1024
 _PER_BLOCK = 48 * _KIB
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One kind of GPU."""
+    """Properties of a GPU model."""
 
     name: str
-    """As the driver has it."""
+    """Name reported by the driver."""
     capability: tuple[int, int]
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     clock_ghz: float
-    """Highest."""
+    """Maximum clock rate."""
     l2_bytes: int
     shared_bytes: int = 228 * _KIB
-    """Of a core."""
+    """Shared memory per streaming multiprocessor."""
     lanes: int = 128
-    """Float32 units of a core."""
+    """Float32 units per streaming multiprocessor."""
     threads: int = 2048
-    """Of a core."""
+    """Maximum threads per streaming multiprocessor."""
 
 
 GPU_SPECS: Mapping[str, GpuSpec] = {
@@ -82,15 +80,15 @@ GPU_SPECS: Mapping[str, GpuSpec] = {
     "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
     "gb200": GpuSpec("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
 }
-"""By the name that topologies begin with."""
+"""GPU properties by device name of topologies."""
 
 
 def target_config(hardware: Hardware) -> str:
-    """A `stream_executor.GpuTargetConfigProto` in text format; the card must be in `CARDS`."""
+    """Return a `stream_executor.GpuTargetConfigProto` in text format for a GPU in `GPU_SPECS`."""
     card = GPU_SPECS[hardware.topology]
     major, minor = card.capability
     capability: dict[str, Any] = {"major": major, "minor": minor}
-    if major >= 9:  # instructions that only this generation has, as on the card itself
+    if major >= 9:  # enable the architecture-specific instructions of the card
         capability["feature_extension"] = "ACCELERATED_FEATURES"
     info = {
         "threads_per_block_limit": 1024,
@@ -124,7 +122,7 @@ def target_config(hardware: Hardware) -> str:
 
 
 def _text(fields: Mapping[str, Any]) -> str:
-    """Protocol buffers' text format."""
+    """Format fields in the text format of Protocol Buffers."""
     parts = (
         f"{name} {{ {_text(value)} }}" if isinstance(value, Mapping) else f"{name}: {value}"
         for name, value in fields.items()
@@ -133,32 +131,34 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def missing_compiler() -> tuple[str, str] | None:
-    """(what is wrong, the action) where XLA's compiler for GPUs cannot be used here.
+    """Return (problem, action) if XLA's GPU compiler cannot be used; otherwise None.
 
-    A compiler of another version than jaxlib's must not be called: it would end the process.
+    A compiler whose version differs from jaxlib must not be called, because it would abort the
+    process.
     """
     jax = importlib.metadata.version("jax")
     found = {name: version for name in PLUGINS if (version := _version(name))}
     if not found:
-        return "needs XLA's compiler for GPUs, which is not installed (no GPU is needed)", INSTALL
+        reason = "requires XLA's GPU compiler, which is not installed (no GPU is required)"
+        return reason, INSTALL
     wanted = _required_plugin_version(jax)
     for name, version in found.items():
         if wanted and version != wanted:
             plugin = name.replace("-pjrt", "-plugin")
-            reason = f"needs a compiler made for jax {jax}, and {name} {version} is installed"
+            reason = f"requires the compiler for jax {jax}, but {name} {version} is installed"
             return reason, f"pip install '{plugin}=={wanted}'"
     return None
 
 
 def _required_plugin_version(jax: str) -> str:
-    """The version of the compiler that this jax names, its own if it names none."""
+    """Return the compiler version that this jax requires (default: the version of jax)."""
     needed = importlib.metadata.requires("jax") or ()
     found = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", each) for each in needed)
     return next((each[1] for each in found if each), jax)
 
 
 def has_cudnn() -> bool:
-    """Whether the library is installed that fused attention is compiled with."""
+    """Whether cuDNN, which fused attention requires, is installed."""
     return any(_version(name) for name in CUDNN)
 
 
@@ -172,49 +172,49 @@ def _version(package: str) -> str:
 TOPOLOGY_OPTION = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""Accelerator types of these count cores; of later ones, chips."""
+"""TPU types whose accelerator names count cores; later types count chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
-"""Generic names, and a kind for each."""
+"""Device types suggested for generic names."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
-"""Both cores of a chip are one jax device unless one asks otherwise; libtpu's default is two."""
+"""Options of libtpu. jax uses both cores of a v4 chip as one device; libtpu's default is two."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Slices of like devices."""
+    """Slices of identical devices."""
 
     hardware: Hardware
     dims: tuple[int, ...]
-    """Chips of one slice along each dim of its torus; of CPUs and GPUs, one number."""
+    """Chips of a slice along each torus dimension; for CPUs and GPUs, the number of devices."""
     num_slices: int = 1
     option: str = "--topology"
-    """What of a command or config says how many there are."""
+    """The option or config key that determines the number of devices."""
 
     @property
     def name(self) -> str:
-        """Of one slice, as given: `v5p:2x4x4`."""
+        """Name of one slice: `v5p:2x4x4`."""
         return f"{self.hardware.topology}:{'x'.join(map(str, self.dims))}"
 
     @property
     def platform(self) -> str:
-        """jax's name of the backend."""
+        """The JAX name of the backend."""
         return self.hardware.platform
 
     @property
     def devices_per_slice(self) -> int:
-        """jax devices of one slice."""
+        """Number of JAX devices in one slice."""
         return math.prod(self.dims) * _DEVICES_PER_CHIP.get(self.hardware.topology, 1)
 
     @property
     def num_devices(self) -> int:
-        """jax devices of all slices."""
+        """Number of JAX devices in all slices."""
         return self.devices_per_slice * self.num_slices
 
     @property
     def accelerator(self) -> str:
-        """Google Cloud's name of a TPU slice: `v5p-64`."""
+        """Google Cloud accelerator name of a TPU slice: `v5p-64`."""
         kind = self.hardware.topology
         count = math.prod(self.dims) * _CORES_PER_CHIP.get(kind, 1)
         return f"{_ACCELERATORS.get(kind, kind)}-{count}"
@@ -225,39 +225,39 @@ class Topology:
 
 
 def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION) -> Topology:
-    """The topology that `KIND:AxBxC` names; `where` is what gave the name.
+    """Parse a topology `KIND:AxBxC`; `where` names the option that contains the text.
 
     Raises:
-        ConfigError: no such kind, or not a size that it can have.
+        ConfigError: the device type is unknown, or the size is not valid.
     """
     kind, _, sizes = text.partition(":")
     kinds = known_hardware()
     if kind not in kinds:
-        rule = f"is not a kind of device: the kinds are {', '.join(kinds)}."
+        rule = f"must name a device type: {', '.join(kinds)}."
         raise ConfigError.one(where, text, rule, f"Did you mean {_suggest_topology(text, kinds)}?")
     hardware = kinds[kind]
     example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
-        rule = "must be a kind of device, a colon and its size."
+        rule = "must be a device type, a colon and a size."
         raise ConfigError.one(where, text, rule, f"Write {kind}:{example}.")
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
-        rule = f"must have {shape}, as {hardware.name} devices are joined."
+        rule = f"must have {shape} as the size of {hardware.name} slices."
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
     found = Topology(hardware, dims, num_slices)
     if found.devices_per_slice > hardware.largest_slice:
-        rule = f"is {pluralize(found.devices_per_slice, 'device')}; the links of {hardware.name} "
-        rule += f"join at most {hardware.largest_slice}."
-        action = f"Name a smaller slice, such as {kind}:{example}, and more than one of them."
+        rule = f"has {pluralize(found.devices_per_slice, 'device')}; a slice of {hardware.name} "
+        rule += f"has at most {hardware.largest_slice}."
+        action = f"Use several smaller slices, such as {kind}:{example}."
         raise ConfigError.one(where, text, rule, action)
     return found
 
 
 def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
-    """The topology that is meant: `h100x8`, `8xH100` and `v5p-64` are ways to write one."""
+    """Guess the intended topology from other notations, such as `h100x8`, `8xH100` or `v5p-64`."""
     name = text.lower().replace("v5litepod", "v5e").removeprefix("tpu-")
     if first := re.fullmatch(r"(\d+)[ x*-]*(\D.*)", name):
         name = f"{first[2]}:{first[1]}"
@@ -271,32 +271,32 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
     sizes = [size for size in sizes if size]
     if sizes and len(sizes) == kinds[kind].torus_dims and math.prod(sizes) <= _most(kinds[kind]):
         return f"{kind}:{'x'.join(map(str, sizes))}"
-    # Google Cloud's names of accelerators, such as v5p-64, count cores.
+    # Google Cloud accelerator names such as v5p-64 count cores.
     cores = _CORES_PER_CHIP.get(kind, 1) if name.startswith(f"{kind}-") else 1
     return _topology_name(kinds[kind], math.prod(sizes) // cores if sizes else 8)
 
 
 def _topology_name(hardware: Hardware, count: int) -> str:
-    """`count` devices in the shape of their torus, at most the largest slice."""
+    """Return the topology name of `count` devices, limited to the largest slice."""
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
 
 
 def _most(hardware: Hardware) -> int:
-    """Chips of the largest slice."""
+    """Return the number of chips in the largest slice."""
     return hardware.largest_slice // _DEVICES_PER_CHIP.get(hardware.topology, 1)
 
 
 def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
-    """`count` devices like those of this machine, or all that it has, in one slice. Starts jax.
+    """Return one slice of `count` devices like the local devices; starts jax.
 
     Args:
-        runtime: of the process.
-        cpu_devices: virtual ones, where this machine has no others.
-        count: of devices.
+        runtime: runtime settings of the process.
+        cpu_devices: number of virtual CPU devices, if the machine has no accelerators.
+        count: number of devices (default: all local devices).
 
     Raises:
-        ConfigError: there are none, or no figures for their kind.
+        ConfigError: there are no devices, or no hardware figures for their type.
     """
     from maxpipe.distributed import runtime as process
 
@@ -307,31 +307,31 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
     kind = present[0].device_kind
     hardware = hardware_of_device(kind)
     if hardware is None:
-        rule = "has no file in configs/hardware, and plans need its peak, memory and links."
-        raise ConfigError.one("command line", kind, rule, "Name a kind with --topology.")
+        rule = "must have a file in configs/hardware with its peak FLOP/s, memory and links."
+        raise ConfigError.one("command line", kind, rule, "Name a device type with --topology.")
     dims = _cube(count or len(present), max(1, hardware.torus_dims))
     return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)
 
 
 def local_devices(topology: Topology) -> Sequence[Any]:
-    """jax's devices of this machine, as many as the topology has.
+    """Return the local JAX devices.
 
     Raises:
-        ConfigError: there are more or fewer.
+        ConfigError: their number differs from the topology.
     """
     import jax
 
     present = jax.devices()
     if len(present) != topology.num_devices or jax.process_count() > 1:
-        rule = f"must be the {len(present)} of this machine to be run on."
+        rule = f"must be {len(present)}, the number of devices of this machine, for --measure."
         raise ConfigError.one(
-            "command line: --devices", topology.num_devices, rule, "Leave --measure out."
+            "command line: --devices", topology.num_devices, rule, "Remove --measure."
         )
     return present
 
 
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
-    """The sides, as equal as possible, of a block of `count` devices; the smallest first."""
+    """Factor `count` into sides that are as equal as possible, in ascending order."""
     if num_dims == 1:
         return (count,)
     root = round(count ** (1 / num_dims))
@@ -340,13 +340,13 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
 
 
 def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
-    """The action for a mesh that does not use all devices of a topology."""
+    """Return the action for a mesh that does not match the devices of a topology."""
     others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # without ici_data
     if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
-        return "Set mesh.ici_data=-1 to use what is left, or another size for an axis."
-    here = f"they multiply to {topology.num_devices}"
+        return "Set mesh.ici_data=-1 to use the remaining devices, or change the size of an axis."
+    here = f"their product is {topology.num_devices}"
     if topology.num_slices > 1:
-        here += f", the product of mesh.dcn_* being {topology.num_slices}"
+        here += f" and the product of mesh.dcn_* is {topology.num_slices}"
     wanted, kind = sizes.num_devices, topology.hardware.topology
     if topology.option != "--topology":
         is_asked = topology.platform == "cpu" or topology.option != CPU_DEVICES
@@ -356,24 +356,28 @@ def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
     else:
         each = wanted // topology.num_slices
         other = f"cpu:{each}" if kind == "cpu" else f"a topology of {pluralize(each, 'device')}"
-        other = f", or name {other}"
-    return f"Set sizes of axes so that {here}{other}."
+        other = f", or use {other}"
+    return f"Set axis sizes so that {here}{other}."
 
 
 def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
-    """The config with its mesh resolved for a topology."""
+    """Return the config with its mesh resolved for a topology.
+
+    Raises:
+        ConfigError: the mesh does not match the topology.
+    """
     mesh = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
     config = dataclasses.replace(loaded.config, mesh=mesh)
     sizes = Sizes(config)
-    # On other devices than TPUs ici sizes may ignore where slices end.
+    # On devices other than TPUs, ici sizes may span several slices.
     slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
     if sizes.num_devices != topology.num_devices or sizes.num_slices not in slices:
         wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
         raise ConfigError.one(
             "mesh",
             wanted or "one device",
-            f"must multiply to the devices of the topology: it is {sizes.num_devices} in "
-            f"{pluralize(sizes.num_slices, 'slice')}, and there are {topology}.",
+            f"must multiply to the devices of the topology: the mesh has {sizes.num_devices} in "
+            f"{pluralize(sizes.num_slices, 'slice')}, and the topology is {topology}.",
             _mesh_advice(mesh, sizes, topology),
         )
     problems = check(config, loaded.origins)
@@ -383,13 +387,13 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
 
 
 def prepare(topology: Topology) -> None:
-    """Settings before jax is imported or initialises devices.
+    """Set environment variables before jax is imported and devices are initialized.
 
     Raises:
-        ConfigError: this machine has neither such GPUs nor a compiler for them.
+        ConfigError: this machine has neither GPUs of the topology nor a compiler for them.
     """
     if topology.platform == "cuda":
-        # Else the compiler reports what it tries.
+        # Otherwise, the compiler logs every attempt.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)
@@ -400,18 +404,18 @@ def prepare(topology: Topology) -> None:
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Other processes may be compiling for TPUs, too: none is held.
+    # Other processes may also be compiling for TPUs; no TPU is in use.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # Its messages about missing hosts matter only for runs on TPUs.
+    # Messages of libtpu about missing hosts matter only for runs on TPUs.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
-    """jax's devices of the topology; those that are not here can be compiled for, not run on.
+    """Return the JAX devices of the topology; absent devices only support compilation.
 
     Raises:
-        ConfigError: this machine cannot describe them.
+        ConfigError: no compiler for the devices is installed.
     """
     import jax
 
@@ -425,14 +429,14 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
 
 
 def are_local(found: Sequence[Any]) -> bool:
-    """Whether programs can be run on these devices."""
+    """Whether the devices are local and can run programs."""
     import jax
 
     return found[0].client is jax.devices()[0].client
 
 
 def _local_gpus(topology: Topology) -> Sequence[Any]:
-    """As many of this machine's GPUs, if they are of the kind; none otherwise."""
+    """Return local GPUs for the topology; empty if the type or number does not match."""
     import jax
 
     if not gpus():
@@ -448,7 +452,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
 
 
 def _compile_only_devices(topology: Topology) -> Sequence[Any]:
-    """Devices that a compiler describes, which need not be there."""
+    """Return devices that only support compilation and may be absent."""
     import jax
     from jax.experimental import topologies
 
@@ -461,7 +465,8 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
             options["num_slices"] = topology.num_slices
     else:
         _check_compiler(topology)
-        # Slices, processes of each, and devices of a process: slices are told apart by processes.
+        # The format is slices x processes per slice x devices per process. One process per slice
+        # distinguishes the slices.
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:
@@ -475,9 +480,9 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
 def _check_compiler(topology: Topology) -> None:
     kind = topology.hardware.topology
     if kind not in GPU_SPECS:
-        rule = "is not a kind of GPU whose compiler settings are known: these are "
-        action = "Name one of them, or compile where such GPUs are."
-        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, rule + ", ".join(GPU_SPECS), action)
+        rule = f"must be a GPU type with known compiler settings: {', '.join(GPU_SPECS)}."
+        action = "Use one of these types, or compile on a machine with these GPUs."
+        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
     if missing := missing_compiler():
         reason, command = missing
         raise ConfigError.one(TOPOLOGY_OPTION, topology.name, f"{reason}.", f"Run: {command}.")
@@ -485,9 +490,9 @@ def _check_compiler(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def _suppress_stderr() -> Iterator[None]:
-    """Keeps off stderr that there is no driver, as the CUDA plugin reports whenever it is loaded.
+    """Suppress the message about a missing driver that the CUDA plugin prints when loaded.
 
-    It does so before any level of messages applies.
+    The plugin prints the message before log levels apply.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -501,7 +506,7 @@ def _suppress_stderr() -> Iterator[None]:
 
 
 def compiler_version_error(topology: Topology, error: Exception) -> ConfigError | None:
-    """What to say of a failed compilation if the compiler is not one that this jax was made for."""
+    """Return the error for a failed compilation if libtpu has the wrong version; otherwise None."""
     if topology.platform != "tpu":
         return None
     needed = [each.partition(";")[0].strip() for each in importlib.metadata.requires("jax") or ()]
@@ -516,9 +521,9 @@ def compiler_version_error(topology: Topology, error: Exception) -> ConfigError 
     return ConfigError.one(
         TOPOLOGY_OPTION,
         topology.name,
-        f"cannot be compiled for: jax {importlib.metadata.version('jax')} was made for libtpu "
-        f"{pattern}, and this is {version}. It said: {reason}",
-        f"Install the one that fits: pip install 'libtpu=={pattern}'.",
+        f"cannot be compiled for: jax {importlib.metadata.version('jax')} requires libtpu "
+        f"{pattern}, but {version} is installed. libtpu reported: {reason}",
+        f"Run: pip install 'libtpu=={pattern}'.",
     )
 
 
@@ -529,5 +534,5 @@ def _topology_error(topology: Topology, error: Exception) -> ConfigError:
         TOPOLOGY_OPTION,
         topology.name,
         f"cannot be compiled for on this machine: {reason}",
-        f"Install the compiler, pip install 'maxpipe[{extra}]', or name a size that exists.",
+        f"Install the compiler with pip install 'maxpipe[{extra}]', or use an existing size.",
     )

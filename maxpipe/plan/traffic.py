@@ -1,7 +1,8 @@
-"""What a device sends in a step, byte by byte: of weights, gradients, messages, tokens and rows.
+"""Compute the bytes that a device sends in a step.
 
-The same collectives as in `pipeline` and `model`, and as many: held against compiled programs.
-Sums of losses and of statistics are left out. No jax.
+The number and type of collectives match those of `pipeline` and `nn`, and are tested against
+compiled programs. Reductions of losses and statistics are not included. This module does not
+import jax.
 """
 
 from __future__ import annotations
@@ -23,40 +24,42 @@ from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
 INTEGER = 4
-"""Bytes of a token, of an expert's number, and of a number in float32."""
+"""Bytes of a token id or an expert index."""
 FLOAT32_BYTES = 4
 
 
 class CommVolume(NamedTuple):
-    """By one device, along mesh axes that are more than one device together."""
+    """Bytes that one device sends to the other devices along the given mesh axes."""
 
     axes: tuple[str, ...]
     num_bytes: float
     num_collectives: float = 1
-    """Collectives."""
+    """Number of collectives."""
     is_all_reduce: bool = False
-    """Whether they are all-reduces, which compilers merge: their number is not known."""
+    """Whether the collectives are all-reduces, whose number is unknown because compilers merge
+    them."""
     is_all_to_all: bool = False
-    """Whether each device gets something else from each other one: all-to-all."""
+    """Whether the collectives are all-to-alls."""
     of_tokens: bool = False
-    """Whether they are split tokens, along a dim that is not the first: to gather or to sum."""
+    """Whether the collectives gather or reduce-scatter tokens, along a dimension after the first.
+    """
 
     def __mul__(self, times: float) -> CommVolume:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
 
 
 class TokenExchange(NamedTuple):
-    """What a layer sends of its tokens, on the way to others and back."""
+    """Token exchange of a layer, to other devices and back."""
 
     forward: CommVolume
     recompute: CommVolume
-    """Of a forward that is run again for a backward, which does not need all of it."""
+    """Exchange in a recomputed forward, which may skip parts."""
     backward: CommVolume
     overlaps: bool = False
-    """Whether it travels behind the work that it is for."""
+    """Whether the exchange overlaps with its own compute."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
-        """In a slot of a schedule: `F`, `B`, `I` or `W`."""
+        """Return the exchanges in a slot of type `F`, `B`, `I` or `W`."""
         if action in "FW":
             return [self.forward] if action == "F" else []
         recomputed = {"none": [], "chunk": [self.forward, self.recompute]}.get(
@@ -67,7 +70,7 @@ class TokenExchange(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Of one layer of a kind, on a microbatch."""
+    """Communication of one layer for one microbatch."""
 
     sizes: Sizes
     name: str
@@ -78,22 +81,22 @@ class LayerTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """For its weights."""
+        """All-gathers of the layer's weights."""
         return _gather_traffic(self.sizes, self._params)
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
-        """To sum its gradient, as shards."""
+        """Reduce-scatters of the layer's gradient."""
         return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """To sum its gradient at the end of a step over what is left."""
+        """Reductions of the layer's gradient over the remaining axes at the end of a step."""
         return _reduction_traffic(self.sizes.trained, self._params)
 
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
-        """Of its parts."""
+        """Token exchanges of attention and experts."""
         found = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
@@ -105,7 +108,7 @@ class LayerTraffic:
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
-    """What goes along the same axes at once."""
+    """Merge volumes along the same axes."""
     found: dict[tuple[str, ...], float] = defaultdict(float)
     for each in sent:
         found[each.axes] += each.num_bytes
@@ -113,7 +116,7 @@ def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
 
 
 def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
-    """To gather shards of parameters, or to scatter whole ones; those with the same axes as one."""
+    """Return the gathers or reduce-scatters of parameters, merged by axes."""
     found: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
         if sizes.includes(param) and (axes := sizes.gathered_over(param.dims)):
@@ -126,7 +129,7 @@ def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tup
 
 
 def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
-    """To sum gradients, each over the axes that its shards leave."""
+    """Return the reductions of gradients over the axes that do not shard them."""
     return tuple(
         sent for param in filter(sizes.includes, params) for sent in _param_reductions(sizes, param)
     )
@@ -136,7 +139,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     axes, size = sizes.reduced_over(param.dims), gradient_itemsize(sizes)
     elements, data = sizes.elements(param.dims), sizes.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
-        # To the part that a device updates; what is updated goes to all.
+        # Reduce-scatter to the shard that a device updates, then all-gather the parameters.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
         yield CommVolume(data, sizes.ring_share(data) * size * elements)
@@ -148,7 +151,10 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Of Muon's matrices, to whole ones and back; their number may be padded (`optim.muon`)."""
+    """Yield the all-to-alls that unshard Muon's matrices and shard them again.
+
+    The number of matrices may be padded (`optim.muon`).
+    """
     matrix, table = matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
     dim, data = zero1_dim(sizes, param), sizes.nontrivial_axes(["data"])
@@ -161,11 +167,11 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
-    """Of an entry of a gradient on its way to be summed."""
+    """Return the bytes of a gradient element in reductions."""
     return BYTES[sizes.config.optim.reduce_dtype]
 
 
-# Tokens of rows that are divided over the context axis.
+# Sequences sharded over the context axis.
 
 
 def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
@@ -181,7 +187,7 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         once = CommVolume(axes, sizes.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
     elif found.method == "ring":
-        # Gradients go around with keys and values, in float32.
+        # Gradients are sent around the ring with keys and values, in float32.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
@@ -195,13 +201,13 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         yield TokenExchange(once, once, once)
 
 
-# Rows of experts that are divided over the expert axis.
+# Experts divided over the expert axis.
 
 
 def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
     context = sizes.nontrivial_axes(["context"])
     if part.capacity and context:
-        # Who has room follows from whole rows.
+        # The capacity of experts is allocated over complete sequences.
         choices = INTEGER * sizes.tokens * part.per_token
         places = CommVolume(context, (sizes.axes["context"] - 1) * choices)
         yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
@@ -209,12 +215,12 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         return
     size, around = BYTES[sizes.config.model.compute_dtype], sizes.ring_share(axes)
     if part.permutes_tokens:
-        # Padded, or on TPUs only what is in use.
+        # Padded buffers, or on TPUs only the used part.
         rows = sizes.tokens * (
             part.per_token if sizes.platform == "tpu" else part.rows_received or 0.0
         )
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
-        # How many are sent is known where not all are, and kept where everything is.
+        # The forward exchanges token counts for ragged transfers, or to save them for the backward.
         ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
@@ -223,18 +229,18 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
             CommVolume(axes, 2 * width + routes, 3, is_all_to_all=True),
         )
         return
-    # All tokens of the axis through all experts: gathered, and what becomes of them summed.
+    # All-gather the tokens of the axis, and reduce-scatter the expert outputs.
     width = around * size * sizes.axes["expert"] * sizes.whole_activation
     weights = around * FLOAT32_BYTES * sizes.tokens * part.num_experts
     once = CommVolume(axes, 2 * width + weights, 3)
     yield TokenExchange(once, CommVolume(axes, width + weights, 2), once)
 
 
-# Tokens split over the tensor axis, or what is summed over it.
+# Tensor parallelism.
 
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
-    """Of a layer's forward: of each branch's output, or to gather and scatter its tokens."""
+    """Return the tensor-parallel reductions of a layer's forward, or its token gathers."""
     axes = sizes.nontrivial_axes(["tensor"])
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
     branches = len(sizes.model.layer_types[kind].branches)
@@ -244,9 +250,9 @@ def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
 
 
 def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) -> CommVolume:
-    """To gather split tokens again, in a slot of this kind, for weight gradients.
+    """Return the additional token gathers for weight gradients in a slot of this type.
 
-    A whole backward gathers cotangents once, and inputs with the forward that it runs again.
+    An unsplit backward gathers cotangents once, and gathers inputs in its recomputed forward.
     """
     sums = tensor_sums(sizes, kind)
     if sizes.token_shards == 1 or action not in "BW":
@@ -254,16 +260,16 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
     return sums * (1.0 if action == "W" else 0.5 * max(0.0, 1.0 - recomputed))
 
 
-# The two ends of the network, and messages between stages.
+# Embedding, loss head, and messages between stages.
 
 
 def message(sizes: Sizes) -> float:
-    """Bytes of what a stage hands to the next."""
+    """Return the bytes of a message between two stages."""
     return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Of a microbatch's embedding, and of its gradient."""
+    """Return the communication of a microbatch's embedding lookup and its gradient."""
     stage, columns = (
         sizes.nontrivial_axes(["stage"]),
         sizes.gathered_over(sizes.model.ends.embedding.dims),
@@ -275,7 +281,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     once = [ids, travelled, summed]
     if (
         sizes.prologue_layers
-    ):  # each stage looks up its own microbatch, and hands it on when its turn comes
+    ):  # every stage looks up its own microbatch and sends it to the pipeline later
         part = 1 / sizes.stages
         own = CommVolume(stage, sizes.ring_share(stage) * rows, part)
         once = [
@@ -288,7 +294,10 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 
 
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
-    """Of a microbatch's loss head: output, cotangent in float32 and three sums over logits."""
+    """Return the all-reduces of a microbatch's loss head.
+
+    They include the output, the float32 cotangent and three reductions over logits.
+    """
     stage, size = sizes.nontrivial_axes(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.mtp_heads) * sizes.tokens
     sent = (size + FLOAT32_BYTES) * sizes.activation + numbers
@@ -299,9 +308,9 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Of the output projection, and of the matrices of heads ahead; once gathered, once scattered.
+    """Communication of the output projection and the MTP matrices for one gather and one scatter.
 
-    What those have in layers is not among it.
+    Matrices inside MTP layers are not included.
     """
 
     sizes: Sizes
@@ -315,43 +324,43 @@ class HeadTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """For weights."""
+        """All-gathers of the weights."""
         return _gather_traffic(self.sizes, self._params)
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
-        """To sum gradients, as shards."""
+        """Reduce-scatters of the gradients."""
         return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """To sum gradients at the end of a step over what is left: with the embedding's."""
+        """Reductions of gradients at the end of a step, including those of embedding and norm."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
         embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
         return _reduction_traffic(sizes, (*self._params, embedding, *norms))
 
 
-# All of a step.
+# Complete step.
 
 
 class LayerExecutions(NamedTuple):
-    """How often a device does something with a layer of each kind in a step."""
+    """Executions per device and step by layer type."""
 
     run: Mapping[str, float]
-    """Layers of a microbatch, forward and backward, on the average stage."""
+    """Layer executions (forward and backward of a microbatch) on the average stage."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """How often the output projection is gathered, and its gradient scattered."""
+    """Number of gathers of the output projection, and of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
-    """In how many gathers, and scatters, that happens; None: each layer by itself."""
+    """Number of collectives for gathers and for scatters; None if every layer has its own."""
 
 
 def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
-    """By the mode in which weights are gathered."""
+    """Return the layer executions for `pipeline.weight_gather`."""
     pipeline = sizes.config.pipeline
-    # Every stage runs the heads ahead of all microbatches.
+    # Every stage runs the MTP layers of all microbatches.
     ahead = {kind: count * sizes.stages for kind, count in sizes.mtp_layers.items()}
     each = sizes.microbatches / sizes.stages
     layers = sizes.ring_layers + sizes.prologue_layers + Counter(ahead)
@@ -375,7 +384,7 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
 
 
 def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
-    """To sum gradients over the devices that still have parts of them."""
+    """Yield the reductions of gradients at the end of a step."""
     held = Counter(sizes.layer_slots) + sizes.prologue_layers + Counter(sizes.mtp_layers)
     for kind, count in held.items():
         yield from (sent * count for sent in LayerTraffic(sizes, kind).reduced)
@@ -388,12 +397,15 @@ def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
 
 
 def link(sizes: Sizes, axes: Iterable[str]) -> str:
-    """`dcn` if one of the axes crosses slices."""
+    """Return `dcn` if one of the axes spans slices; otherwise `ici`."""
     return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
 
 
 def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
-    """How many a device takes part in in a step, by axes (`fsdp+context`); all-reduces left out."""
+    """Return the number of collectives per device and step by axes, without all-reduces.
+
+    Keys have the form `fsdp+context`.
+    """
     found: dict[str, float] = defaultdict(float)
     for sent, times, together in _all_traffic(sizes, schedule, recomputed):
         if sent.axes and sent.num_bytes and not sent.is_all_reduce:
@@ -406,9 +418,9 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Bytes that a device sends in a step, by axes (`fsdp+context`) and link.
+    """Return the bytes that a device sends in a step, by axes (`fsdp+context`) and link.
 
-    `recomputed` are the forwards that a backward runs again.
+    `recomputed` is the number of forwards that a backward recomputes.
     """
     found = merge_by_axes(
         sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed)
@@ -423,7 +435,7 @@ def step_traffic(
 def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
-    """What is sent at once, how often, and in how many collectives if not in as many."""
+    """Yield volumes, their number per step, and the number of merged collectives or None."""
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.layer_types:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)

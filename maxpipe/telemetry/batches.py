@@ -1,7 +1,7 @@
-"""Which batch a step of a run took, and of which sources its rows are, from `events.jsonl` alone.
+"""Map a step of a run to its batch and its data sources, based on `events.jsonl` only.
 
-Steps are counted from 1 and batches from 0: a run that never went back takes batch s - 1 at step s.
-Each roll back leaves out batches, and a start returns to what held at the step of its checkpoint.
+Steps are numbered from 1 and batches from 0: without rollbacks, step s uses batch s - 1. Every
+rollback skips batches, and a start restores the mapping at the step of its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _BatchEvent(TypedDict):
 
 
 def batch_of(run_dir: str | Path, step: int) -> int:
-    """The number of the batch that a step took, or will take, by what is known now.
+    """Return the index of the batch of a past or future step, according to the recorded events.
 
     Raises:
         StorageError: the records cannot be read.
@@ -33,7 +33,7 @@ def batch_of(run_dir: str | Path, step: int) -> int:
 
 
 def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
-    """The sources of a run's mixture, and how samples are dealt out to them since its newest start.
+    """Return the sources of a run's mixture and their sampling schedule since the newest start.
 
     Raises:
         StorageError: the records cannot be read.
@@ -43,7 +43,7 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
 
 
 def _events(run_dir: str | Path) -> list[_BatchEvent]:
-    """All records; none of a run that has not begun."""
+    """Return all records; empty if the run has not started."""
     path = expand_path(run_dir) / EVENTS_FILE
     try:
         return list(read_json_lines(path, _BatchEvent))
@@ -52,13 +52,13 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
         ) from error
 
 
 def offset(events: Iterable[_BatchEvent], step: int) -> int:
-    """The batches left out before a step."""
-    # (step, offset of the steps behind it), in the order of steps.
+    """Return the number of batches skipped before a step."""
+    # Pairs (step, offset of the following steps), sorted by step.
     found = [(0, 0)]
     for each in events:
         at = each.get("step", 0)

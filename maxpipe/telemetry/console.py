@@ -1,6 +1,6 @@
-"""The console of a run: all text for the user.
+"""The console of a run, which prints all text for the user.
 
-It takes numbers, and cannot stop a run: a closed terminal loses lines, never steps.
+The console cannot stop a run: if the terminal is closed, output is lost but no steps are.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("maxpipe")
 
-# Rates are averaged over the last logged steps: long enough to be steady, short
-# enough that a run which slows down shows it.
+# Rates are averaged over this number of logged steps: enough for a stable value, and few enough to
+# show a slowdown soon.
 _RATE_WINDOW = 20
 
 
 class Console:
-    """All text for the user during a run.
+    """Prints all text for the user during a run.
 
-    `live` draws a view that is updated in place, `plain` prints lines, `auto`
-    takes `live` on a terminal only. Process 0 speaks; of the others only
-    warnings are shown, with the process named. While it is open it also shows log
-    records: maxpipe's own from INFO, those of libraries from WARNING.
+    `live` draws a view that is updated in place, `plain` prints lines, and `auto` selects `live` on
+    a terminal. Process 0 prints everything; other processes print only warnings, with their process
+    index. While the console is open, it also prints log records: those of maxpipe from level INFO,
+    those of libraries from level WARNING.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Console:
         self._restore_logs = _show_logs(self)
 
     def banner(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print the facts of the run, one `(name, value)` per line."""
+        """Print the properties of the run, one `(name, value)` per line."""
         width = max((len(name) for name, _ in rows), default=0)
         self._print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show that `name`, e.g. "compiling train step", goes on, and how long it took."""
+        """Show the running task `name`, e.g. "compiling train step", and then its duration."""
         start, name = time.monotonic(), redact.redact_text(name)
         if self._view is not None:
             self._view.stage = (name, start)
@@ -76,17 +76,17 @@ class Console:
             self._print(f"{name}: {outcome}{duration(time.monotonic() - start)}")
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Start progress: `step` of `total_steps` are done. Call it once compiling is over."""
+        """Start the progress bar after compilation; `step` of `total_steps` are done."""
         self._progress = _Progress(step, total_steps)
         if self._view is not None:
             self._view.progress = self._progress
             self._view.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one logged step, by the tags of `metrics.jsonl`."""
+        """Show the metrics of one logged step; keys are the tags of `metrics.jsonl`."""
         self._progress.advance(step)
         if self._view is not None:
-            # A new dict: another thread may be drawing the old one.
+            # Create a new dict, because another thread may be drawing the old one.
             latest = {tag: float(value) for tag, value in metrics.items()}
             self._view.metrics = self._view.metrics | latest
         else:
@@ -121,12 +121,12 @@ class Console:
         if self._process_index != 0 and not every_process:
             return
         text = redact.redact_for_terminal(text)
-        # A terminal that went away (EIO, EPIPE, a closed stream) must not end the run.
+        # A closed terminal (EIO, EPIPE or a closed stream) must not end the run.
         with contextlib.suppress(OSError, ValueError):
             if self._view is not None:
                 self._view.print(text)
             else:
-                # One write: another thread's line must not come before this one's end.
+                # Use one write, so that lines of several threads are not interleaved.
                 print(f"{text}\n", end="", file=self._stream, flush=True)
 
 
@@ -135,8 +135,8 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _show_logs(console: Console) -> Callable[[], None]:
-    """Send log records to `console`; returns the undo."""
-    # Imported first, or absl would put its own handler back when jax or orbax import it.
+    """Send log records to `console`, and return a function that restores the previous handlers."""
+    # Import absl first; otherwise it would add its handler again when jax or orbax import it.
     from absl import logging as absl_logging
 
     handler = _ConsoleHandler(console)
@@ -184,7 +184,7 @@ class _Progress:
         self._marks.append((step, time.monotonic()))
 
     def eta_seconds(self) -> float | None:
-        """Time to the last step; None before two steps were seen or without a known end."""
+        """Return the estimated time to the last step in seconds; None if it is unknown."""
         (first, start), (last, end) = self._marks[0], self._marks[-1]
         if last <= first or self.total_steps <= 0:
             return None
@@ -201,7 +201,7 @@ class _Progress:
 
 
 def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The main numbers, as (tag, text), where `metrics` has them."""
+    """Yield the main metrics that `metrics` contains, as (tag, text)."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "rollout/reward": lambda value: f"reward {value:.3f}",
@@ -237,7 +237,7 @@ def _number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as text: `1m05s`."""
+    """Format a duration: `1m05s`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -267,7 +267,7 @@ class _LiveView:
         from rich.live import Live
 
         if self._live is None:
-            # Reads the fields above at every redraw, so setting them is enough.
+            # Every redraw reads the attributes above, so it is sufficient to set them.
             self._live = Live(console=self._console, get_renderable=self._draw)
             with contextlib.suppress(OSError, ValueError):
                 self._live.start()
@@ -297,7 +297,7 @@ class _LiveView:
         return Group(*parts)
 
     def _draw_metrics(self) -> ConsoleRenderable:
-        """Every tag of a prefix in one column: train, perf, pipe, eval."""
+        """Draw a table with one column per tag prefix: train, perf, pipe, eval."""
         from rich import box
         from rich.table import Table
 

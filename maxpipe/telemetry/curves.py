@@ -1,11 +1,11 @@
-"""Curves of runs as a picture: what `metrics.jsonl` has of some tags, by step.
+"""Draw metric curves of runs, and compute their goodput.
 
-Tags that end alike, as `train/loss` and `eval/loss`, share a panel.
+Curves show values of `metrics.jsonl` by step. Tags with the same last part, such as `train/loss`
+and `eval/loss`, share a panel.
 
-Goodput: the share of a run's time in steps that count, and the use of the rest.
-
-Read from `events.jsonl` alone: durations inside an attempt are those of a monotonic clock,
-the time between attempts is that of the calendar. The measure is Google's ML goodput.
+Goodput is the fraction of wall time spent on productive steps. It is computed from `events.jsonl`
+only: durations within an attempt come from a monotonic clock, and the time between attempts from
+the wall clock. The definition follows Google's ML goodput.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maxpipe.telemetry.console import duration
 
 FORMS = (".svg", ".png")
 MAX_VALUE = 1e300
-"""Magnitude of a value above which no axis is drawn: no run records it, damaged records do."""
+"""Largest magnitude of a drawn value; only damaged records contain larger values."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
@@ -44,14 +44,14 @@ Curve = list[tuple[int, float]]
 
 
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
-    """The curve of each of the tags that a run has.
+    """Read the curves of the given tags from a run.
 
-    Values that cannot be drawn (NaN, infinite, above `LARGEST`) are left out with a warning, and so
-    are lines that are not JSON.
+    Values that cannot be drawn (NaN, infinite or above `MAX_VALUE`) and lines that are not JSON are
+    skipped with a warning.
 
     Raises:
-        ConfigError: the run has none of them.
-        StorageError: its records cannot be read.
+        ConfigError: the run has none of the tags.
+        StorageError: the records cannot be read.
     """
     path = expand_path(run_dir) / METRICS_FILE
     found: dict[str, Curve] = {tag: [] for tag in tags}
@@ -69,7 +69,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
             for tag, curve in found.items():
                 step, value = record.get("step"), record.get(tag)
                 if not (_is_number(step) and _is_number(value)):
-                    continue  # null: the run recorded a value that was not finite
+                    continue  # null marks a value that was not finite
                 if _is_step(step) and -MAX_VALUE <= value <= MAX_VALUE:
                     curve.append((step, float(value)))
                 else:
@@ -77,16 +77,16 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
         ) from error
     if damaged:
         what = pluralize(damaged, "line")
-        _log.warning("%s: left out %s that cannot be read as JSON", path, what)
+        _log.warning("%s: skipped %s that are not valid JSON", path, what)
     for tag, count in left_out.items():
         if count:
             _log.warning(
                 "%s: %s has %s that cannot be drawn: a value must be finite and at most %g, "
-                "and its step a whole number from 0 to 2**63 - 1",
+                "and its step an integer from 0 to 2**63 - 1",
                 *(path, tag, pluralize(count, "record"), MAX_VALUE),
             )
     found = {tag: curve for tag, curve in found.items() if curve}
@@ -95,8 +95,8 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
         names = [name[:80] for name in sorted(known)[:_SHOWN_NAMES]] or ["none"]
         if (more := len(known) - _SHOWN_NAMES) > 0:
             names.append(f"and {more} more")
-        rule = f"has no number by that name: it has {', '.join(names)}."
-        raise ConfigError.one(str(path), ", ".join(tags), rule, f"Take --tags {guess}.")
+        rule = f"must be a recorded metric; recorded are {', '.join(names)}."
+        raise ConfigError.one(str(path), ", ".join(tags), rule, f"Use --tags {guess}.")
     return found
 
 
@@ -112,7 +112,7 @@ def _is_step(value: object) -> TypeGuard[int]:
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
-    """The curves of some runs by name, one panel below the other."""
+    """Draw the curves of several runs, with one panel below the other."""
     canvas = Canvas()
     ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
     for end in ends:
@@ -155,7 +155,7 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
         canvas.labels.append(Label(x + 20, y, name, 12, _INK, "l"))
         width = max(width, x + 20 + text_width(name, 12))
         canvas.curves.append(Line([place(*point) for point in curve], colour, _LINE))
-        if len(curve) == 1:  # a point alone is a small square
+        if len(curve) == 1:  # draw a single point as a small square
             u, v = place(*curve[0])
             canvas.boxes.append(Box(u - 3, v - 3, 6, 6, colour))
     canvas.width, canvas.height = round(width + 20), round(bottom + _BELOW)
@@ -163,16 +163,16 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """A little more than all values."""
+    """Return the range of the values with a margin."""
     low, high = min(values), max(values)
     spread = high - low
-    # The logarithm of a step between ticks is not defined near the smallest double.
+    # Near the smallest double, the logarithm of the tick distance is not defined.
     room = 0.05 * spread if spread > 1 / MAX_VALUE else max(abs(high), 1.0) * 0.05
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers in between, about five."""
+    """Return about five round values within a range."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
@@ -182,27 +182,25 @@ def _ticks(low: float, high: float) -> list[float]:
 
 PRODUCTIVE, REDONE, DOWN, UNKNOWN = "productive", "redone", "down", "unknown"
 CAUSES = {
-    PRODUCTIVE: "steps that count",
-    REDONE: "steps that were done again after a restart",
+    PRODUCTIVE: "productive steps",
+    REDONE: "steps repeated after a restart",
     DATA: "waiting for data",
     EVAL: "evaluation",
     SAVE: "waiting for checkpoints",
-    **dict(
-        zip(SET_UP, ("start of the process", "opening data", "restoring", "compiling"), strict=True)
-    ),
-    DOWN: "between attempts",
-    UNKNOWN: "unknown: after the last record of an attempt that was killed",
+    **dict(zip(SET_UP, ("process start", "opening data", "restoring", "compiling"), strict=True)),
+    DOWN: "time between attempts",
+    UNKNOWN: "unknown: time after the last record of a killed attempt",
 }
 
 
 _STEP_PHASES = (STEP, LOOP, ROLLOUT)
-"""Phases of steps: what a step trains on may be drawn for it."""
+"""Phases of a step, including the sampling of completions for it."""
 _MAX_DURATION_SECONDS = 1e10
-"""Three hundred years, a limit for damaged records."""
+"""Maximum duration of a valid record: three hundred years."""
 
 
 class EventRecord(TypedDict):
-    """A line of `events.jsonl`; which of the last three it has depends on the event."""
+    """A line of `events.jsonl`; the last three fields depend on the event."""
 
     time: str
     event: str
@@ -214,38 +212,38 @@ class EventRecord(TypedDict):
 
 @dataclass
 class StepInterval:
-    """Steps and their time, from one record."""
+    """Consecutive steps and their time, from one record."""
 
     first: int
-    """Done before it."""
+    """Number of steps done before the interval."""
     last: int
     seconds: dict[str, float]
 
 
 @dataclass
 class Attempt:
-    """One start of the run."""
+    """An attempt of the run, from its start to its end."""
 
     begin: datetime
     end: datetime
-    """Of the last record."""
+    """Time of the last record."""
     first: int | None = None
-    """The step it resumed from; None if it ended before."""
+    """Step from which the attempt resumed; None if it ended before."""
     last: int = 0
     ended: str = "killed"
     uptime: float = 0.0
-    """Seconds to the last record."""
+    """Seconds from the start to the last record."""
     set_up: dict[str, float] = field(default_factory=dict)
     stretches: list[StepInterval] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """A run's time by cause."""
+    """Wall time of a run by cause."""
 
     attempts: list[Attempt]
     seconds: dict[str, float]
-    """By the names of `CAUSES`."""
+    """Seconds by the keys of `CAUSES`."""
 
     @property
     def total(self) -> float:
@@ -254,16 +252,16 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the time, that went into steps that count."""
+        """Fraction of the time spent on productive steps."""
         return self.seconds.get(PRODUCTIVE, 0.0) / self.total if self.total else 0.0
 
 
 def read_goodput(run_dir: str | Path) -> Goodput:
-    """The time of a run.
+    """Compute the goodput of a run from its events.
 
     Raises:
-        ConfigError: there are no records.
-        StorageError: they cannot be read.
+        ConfigError: the run has no records.
+        StorageError: the records cannot be read.
     """
     path, attempts = expand_path(run_dir) / EVENTS_FILE, []
     try:
@@ -273,14 +271,14 @@ def read_goodput(run_dir: str | Path) -> Goodput:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run, by default runs/<run.name>, as `maxpipe train` left it."
+            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
         ) from error
     if not attempts:
         raise ConfigError.one(
             f"run folder {run_dir}",
             None,
-            f"must hold an {EVENTS_FILE} that `maxpipe train` wrote.",
-            "Give the folder of a run, by default runs/<run.name>.",
+            f"must contain the file {EVENTS_FILE}, which `maxpipe train` writes.",
+            "Give the folder of a run (default: runs/<run.name>).",
         )
     return Goodput(attempts, _by_cause(attempts))
 
@@ -290,16 +288,16 @@ def _attempts(found: Iterable[EventRecord]) -> list[Attempt]:
     for record in found:
         try:
             _add(record, attempts)
-        except (ValueError, OverflowError):  # no record of ours
+        except (ValueError, OverflowError):  # not a record of maxpipe
             continue
     return attempts
 
 
 def _add(record: EventRecord, attempts: list[Attempt]) -> None:
-    """Adds a record to the attempt that it is of.
+    """Add a record to its attempt.
 
     Raises:
-        ValueError, OverflowError: it is not one that a run writes.
+        ValueError, OverflowError: the record is not valid.
     """
     time, uptime = datetime.fromisoformat(record["time"]), record.get("uptime", 0.0)
     if time.tzinfo is None:
@@ -330,7 +328,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    # From the last to the first: a step after the start of a later stretch was done again.
+    # From last to first: a step after the start of a later interval was repeated.
     begun_later = math.inf
     for number in reversed(range(len(attempts))):
         attempt, told = attempts[number], 0.0
@@ -345,7 +343,7 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
             for phase, seconds in stretch.seconds.items():
                 told += seconds
                 if phase in _STEP_PHASES and attempt.first == attempt.last:
-                    total[SET_UP[0]] += seconds  # a finished run was started again
+                    total[SET_UP[0]] += seconds  # a restart of a finished run
                 elif phase in _STEP_PHASES:
                     total[PRODUCTIVE] += share * seconds
                     total[REDONE] += (1 - share) * seconds
@@ -361,7 +359,7 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
 
 
 def goodput_to_dict(found: Goodput) -> dict[str, Any]:
-    """Plain values."""
+    """Return goodput as JSON-compatible values."""
     return {
         "seconds": found.total,
         "productive_share": found.share,
@@ -380,11 +378,11 @@ def goodput_to_dict(found: Goodput) -> dict[str, Any]:
 
 
 def format_goodput(found: Goodput) -> str:
-    """The same for a terminal."""
+    """Format goodput for a terminal."""
     count = len(found.attempts)
     lines = [
         f"{duration(found.total)} in {count} attempt{'s' * (count > 1)}, "
-        f"{found.share:.1%} of them in steps that count",
+        f"{found.share:.1%} of the time in productive steps",
         "",
     ]
     ordered = sorted(found.seconds.items(), key=lambda item: -item[1])

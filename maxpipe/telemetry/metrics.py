@@ -1,7 +1,7 @@
-"""Declarations of every number that a run writes: tag, unit, meaning and when it is written.
+"""Declarations of all metrics of a run: tag, unit, meaning and condition.
 
-The page docs/metrics.md, TensorBoard's groups of charts and the test of what runs write are made
-from this table. Numbers that layers return are declared by `maxpipe.models.layers`.
+docs/metrics.md, the TensorBoard charts and a test of the written metrics are based on this table.
+`maxpipe.models.layers` declares the metrics that layers return.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from maxpipe.models.registry import summaries
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of `metrics.jsonl` and TensorBoard."""
+    """A metric in `metrics.jsonl` and TensorBoard."""
 
     tag: str
     unit: str
@@ -28,20 +28,24 @@ _PREFERENCE = "with `train.objective=preference`"
 _PREFERENCE_METRICS = {
     "reward_chosen": (
         "",
-        "What the chosen response gained beside the reference, times `preference.beta`; of `orpo` "
-        "its log-probability, times `preference.odds_weight`. As all of these a mean over pairs.",
+        "Implicit reward of the chosen response: the log-ratio of policy and reference times "
+        "`preference.beta`; with `orpo`, the log-probability times `preference.odds_weight`. All "
+        "preference metrics are means over pairs.",
     ),
-    "reward_rejected": ("", "The same of the rejected response."),
-    "margin": ("", "The first less the second."),
-    "accuracy": ("fraction", "Pairs whose chosen response has the larger reward."),
-    "nats_chosen": ("nats per token", "Cross-entropy of the chosen response, the mean of each."),
-    "nats_rejected": ("nats per token", "The same of the rejected response."),
+    "reward_rejected": ("", "Implicit reward of the rejected response."),
+    "margin": ("", "`reward_chosen` minus `reward_rejected`."),
+    "accuracy": ("fraction", "Fraction of pairs whose chosen response has the larger reward."),
+    "nats_chosen": ("nats per token", "Cross-entropy of the chosen responses, averaged per pair."),
+    "nats_rejected": (
+        "nats per token",
+        "Cross-entropy of the rejected responses, averaged per pair.",
+    ),
 }
-"""What preferences report: unit and meaning."""
+"""Unit and meaning of the preference metrics."""
 
 
 def source_tag(name: str, what: str) -> str:
-    """The tag of a number that each source of a mixture has."""
+    """Return the tag of a metric of one source of a mixture."""
     return f"source/{name}/{what}"
 
 
@@ -49,34 +53,39 @@ METRICS = (
     Metric(
         "train/loss",
         "nats per token",
-        "Cross-entropy of the step's batch, before its update, over all tokens that are predicted. "
-        "Losses that layers and heads ahead add to the objective are not in it. Of preferences it "
-        "is what `preference.loss` says, the mean over pairs, and so in evaluations; with "
-        "`train.objective=grpo` the loss of the policy, in no unit, and with "
-        "`train.objective=distill` the mean with the divergence from the teacher.",
+        "Cross-entropy of the step's batch before its update, over all target tokens. Auxiliary "
+        "losses of layers and MTP heads are not included. With `train.objective=preference`, the "
+        "mean of `preference.loss` over pairs, also in evaluations; with `train.objective=grpo`, "
+        "the policy loss, which has no unit; with `train.objective=distill`, the weighted mean of "
+        "cross-entropy and divergence from the teacher.",
     ),
     Metric(
         "train/loss_ahead_1",
         "nats per token",
-        "Cross-entropy of the first head ahead, the sum over the tokens that it predicts divided "
-        "by the number of those of `train/loss`. `train/loss_ahead_2` is that of the second. With "
-        "`model.mtp_kind=layer` their layers count in the numbers of layers below, each for the "
-        "tokens that it has a target for.",
+        "Cross-entropy of the first MTP head: the sum over its target tokens divided by the number "
+        "of target tokens of `train/loss`. `train/loss_ahead_2` is the loss of the second head. "
+        "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, over the tokens "
+        "for which an MTP layer has a target.",
         "with `model.mtp_heads`",
     ),
     Metric(
         "train/grad_norm",
         "",
-        "Norm of the whole gradient over all stages, before clipping by `optim.clip_norm`.",
+        "Global norm of the gradient over all stages, before clipping by `optim.clip_norm`.",
     ),
     Metric("train/lr", "", "Learning rate of the step."),
-    Metric("train/tokens", "tokens", "Tokens in all steps up to this one, padding included."),
-    Metric("train/batch_size", "rows", "Rows of the step's batch.", "with `train.batch_ramp`"),
-    Metric("train/skipped", "steps", "Updates left out so far, see `guard.bad_steps`."),
+    Metric("train/tokens", "tokens", "Tokens in all steps up to this one, including padding."),
+    Metric(
+        "train/batch_size",
+        "sequences",
+        "Sequences in the step's batch.",
+        "with `train.batch_ramp`",
+    ),
+    Metric("train/skipped", "steps", "Updates skipped so far, see `guard.bad_steps`."),
     Metric(
         "train/spikes",
         "steps",
-        "Spikes of loss or gradient norm so far.",
+        "Number of spikes of loss or gradient norm so far.",
         "with `guard.spike_sigmas`",
     ),
     Metric(
@@ -88,162 +97,169 @@ METRICS = (
     Metric(
         "train/divergence",
         "nats per token",
-        "Divergence of student and teacher, times `distill.temperature` squared: the other part.",
+        "Divergence of student and teacher times the square of `distill.temperature`, the second "
+        "part of `train/loss`.",
         _DISTILLED,
     ),
     Metric(
         "distill/teacher_wait_s",
         "seconds",
-        "Part of a step's time that waited for the teacher; it is in `perf/data_wait_s`, too.",
+        "Part of a step's time spent waiting for the teacher; included in `perf/data_wait_s`.",
         f"{_DISTILLED} and `distill.teacher`",
     ),
     Metric(
         "distill/transfer_bytes",
         "bytes",
-        "What a step sends between devices of teacher and student: batch one way, answers the "
-        "other.",
+        "Bytes sent per step between teacher and student devices: the batch and the teacher "
+        "logits.",
         f"{_DISTILLED} and `distill.teacher`",
     ),
     Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
     Metric(
         "eval/nats_per_byte",
         "nats per byte",
-        "The same per byte of text, which compares across tokenizers.",
+        "Cross-entropy per byte of text, which is comparable across tokenizers.",
         _EVALUATED,
     ),
     Metric(
         "rollout/reward",
         "",
-        "Mean reward of the completions that the step is trained on.",
+        "Mean reward of the completions of the step.",
         _GRPO,
     ),
-    Metric("rollout/reward_std", "", "Standard deviation of these rewards.", _GRPO),
+    Metric("rollout/reward_std", "", "Standard deviation of the rewards of the step.", _GRPO),
     Metric(
         "rollout/flat_groups",
         "fraction",
-        "Groups of them whose rewards are all the same, which say nothing.",
+        "Fraction of groups with equal rewards, which contribute no gradient.",
         _GRPO,
     ),
-    Metric("rollout/tokens", "tokens", "Mean length of these completions.", _GRPO),
+    Metric("rollout/tokens", "tokens", "Mean length of the completions of the step.", _GRPO),
     Metric(
         "rollout/cut",
         "fraction",
-        "These completions that were ended by `grpo.max_tokens`.",
+        "Fraction of completions truncated by `grpo.max_tokens`.",
         _GRPO,
     ),
     Metric(
         "train/entropy",
         "nats per token",
-        "Entropy of the policy, estimated from the tokens that were drawn: of `train/loss`, its "
-        "kind of mean.",
+        "Entropy of the policy, estimated from the sampled tokens, with the same averaging as "
+        "`train/loss`.",
         _GRPO,
     ),
     Metric(
         "train/clipped",
         "fraction",
-        "Tokens that `grpo.clip_ratio` keeps from being learned from; 0 in the first step of a rollout.",
+        "Fraction of tokens without gradient because of `grpo.clip`; 0 in the first step of a "
+        "rollout.",
         _GRPO,
     ),
     Metric(
         "train/kl",
         "nats per token",
-        "Divergence from the reference, estimated from the tokens that were drawn.",
+        "KL divergence from the reference, estimated from the sampled tokens.",
         "with `grpo.kl_coef`",
     ),
     *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _PREFERENCE_METRICS.items()),
     *(
-        Metric(f"eval/{name}", unit, f"`train/{name}` of validation documents.", _PREFERENCE)
+        Metric(f"eval/{name}", unit, f"`train/{name}` on validation documents.", _PREFERENCE)
         for name, (unit, _) in _PREFERENCE_METRICS.items()
     ),
-    Metric("train/epochs", "", "How often the documents were read.", "without `data.mixture`"),
+    Metric("train/epochs", "", "Number of passes over the documents.", "without `data.mixture`"),
     Metric(
         "source/NAME/loss",
         "nats per token",
-        "Cross-entropy of the source NAME, over its tokens that were predicted since the record "
-        "before; not there if there were none. With `log.every` 1 the losses of all sources, "
-        "weighted by `source/NAME/targets`, add up to `train/loss`.",
+        "Cross-entropy of the source NAME, over its target tokens since the previous record; "
+        "missing if there were none. With `log.every=1`, the mean of all sources weighted by "
+        "`source/NAME/targets` equals `train/loss`.",
         _MIXED,
     ),
-    Metric("source/NAME/targets", "tokens", "These tokens of the source.", _MIXED),
+    Metric(
+        "source/NAME/targets",
+        "tokens",
+        "Target tokens of the source since the previous record.",
+        _MIXED,
+    ),
     Metric(
         "source/NAME/tokens",
         "tokens",
-        "Tokens in all rows of the source up to this step. They add up to `train/tokens`, but for "
-        "batches that were left out after bad steps, which are counted here.",
+        "Tokens in all sequences of the source up to this step. The sum over sources equals "
+        "`train/tokens` plus the tokens of batches skipped after bad steps.",
         _MIXED,
     ),
-    Metric("source/NAME/epochs", "", "How often the source was read.", _MIXED),
+    Metric("source/NAME/epochs", "", "Number of passes over the source.", _MIXED),
     Metric(
         "source/NAME/eval_loss",
         "nats per token",
-        "Cross-entropy of validation documents of the source.",
+        "Cross-entropy of the validation documents of the source.",
         f"{_EVALUATED}, {_MIXED}",
     ),
     Metric(
         "source/NAME/eval_nats_per_byte",
         "nats per byte",
-        "The same per byte of text.",
+        "Cross-entropy of the validation documents of the source, per byte of text.",
         f"{_EVALUATED}, {_MIXED}",
     ),
     Metric(
         "eval/NAME/loss",
         "nats per token",
-        "Cross-entropy of a set of documents that has this name in `data.validation`. If nothing "
-        "is held out of the training's own documents, `eval/loss` is that of all sets together.",
+        "Cross-entropy of the validation set NAME in `data.validation`. If no training documents "
+        "are held out for validation, `eval/loss` is the loss over all validation sets.",
         "after an evaluation, with `data.validation`",
     ),
     Metric(
         "eval/NAME/nats_per_byte",
         "nats per byte",
-        "The same per byte of text.",
+        "Cross-entropy of the validation set NAME, per byte of text.",
         "after an evaluation, with `data.validation`",
     ),
     Metric(
         "eval/NAME/accuracy",
         "",
-        "Share of the questions of the task NAME in `eval.tasks` whose most likely choice is the "
-        "answer.",
+        "Accuracy of the multiple-choice task NAME in `eval.tasks`, where the prediction is the "
+        "most likely choice.",
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
         "eval/NAME/accuracy_by_bytes",
         "",
-        "The same with likelihoods by byte of the choice.",
+        "Accuracy with log-likelihoods normalized by the byte length of each choice.",
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
         "perf/step_s",
         "seconds",
-        "Mean time of a step since the record before, without evaluations and saves.",
+        "Mean time of a step since the previous record, without evaluations and saves.",
     ),
-    Metric("perf/tokens_per_s", "tokens per second", "Tokens of all devices in that time."),
+    Metric("perf/tokens_per_s", "tokens per second", "Throughput of all devices together."),
     Metric(
         "perf/tflops_per_device",
-        "10^12 operations per second",
-        "What the model needs, without recomputation, in that time on each device.",
+        "TFLOP/s",
+        "Model FLOP/s per device, without recomputation.",
     ),
     Metric(
         "perf/mfu",
         "fraction",
-        "The same as a fraction of the device's peak.",
+        "Model FLOPs utilization: model FLOP/s as a fraction of the device's peak.",
         "on devices with a file in `configs/hardware`",
     ),
     Metric(
         "perf/rollout_s",
         "seconds",
-        "Time for each step, beside `perf/step_s`, in which completions were drawn and rewarded.",
+        "Time per step to sample completions and compute rewards; not included in `perf/step_s`.",
         _GRPO,
     ),
-    Metric("perf/data_wait_s", "seconds", "Part of a step's time that waited for its batch."),
+    Metric("perf/data_wait_s", "seconds", "Part of a step's time spent waiting for its batch."),
     Metric(
         "pipe/bubble_pct",
         "percent",
-        "Slots of the schedule in which a stage has no work, `maxpipe schedule` draws them.",
+        "Share of idle slots in the pipeline schedule; see `maxpipe schedule`.",
     ),
     Metric(
         "memory/device_peak_bytes",
         "bytes",
-        "Most memory in use so far, of the device of process 0 that used most.",
+        "Peak memory so far, of the device of process 0 that used the most.",
         "on TPU and GPU",
     ),
     Metric("memory/host_bytes", "bytes", "Resident memory of process 0.", "on Linux"),
@@ -257,23 +273,23 @@ CHARTS = (
     ("loss", ("train/loss", "eval/loss")),
     ("distillation", ("train/cross_entropy", "train/divergence")),
     ("reward", ("rollout/reward",)),
-    ("loss of sources", ("source/NAME/loss", "source/NAME/eval_loss")),
-    ("loss of validation sets", ("eval/NAME/loss",)),
-    ("accuracy of tasks", ("eval/NAME/accuracy",)),
-    ("margin of rewards", ("train/margin", "eval/margin")),
-    ("accuracy of rewards", ("train/accuracy", "eval/accuracy")),
+    ("source loss", ("source/NAME/loss", "source/NAME/eval_loss")),
+    ("validation set loss", ("eval/NAME/loss",)),
+    ("task accuracy", ("eval/NAME/accuracy",)),
+    ("reward margin", ("train/margin", "eval/margin")),
+    ("reward accuracy", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
     ("MFU", ("perf/mfu",)),
     ("learning rate", ("train/lr",)),
     ("gradient norm", ("train/grad_norm",)),
-    ("time of a step", ("perf/step_s", "perf/data_wait_s")),
+    ("step time", ("perf/step_s", "perf/data_wait_s")),
     ("memory", ("memory/device_peak_bytes", "memory/host_bytes")),
 )
-"""Title and tags of TensorBoard's custom charts, the most important first. NAME is any name."""
+"""Title and tags of the custom charts in TensorBoard, most important first. NAME is any name."""
 
 
 def table() -> str:
-    """The rows of docs/metrics.md."""
+    """Return the table of docs/metrics.md."""
     lines = ["| tag | unit | meaning | written |", "|---|---|---|---|"]
     for each in METRICS:
         lines.append(f"| `{each.tag}` | {each.unit} | {each.meaning} | {each.when} |")

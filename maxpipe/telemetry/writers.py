@@ -1,13 +1,12 @@
-"""Writers of the records in a run's folder: metrics, events, samples and TensorBoard's.
+"""Write the records of a run: metrics, events, samples and TensorBoard files.
 
-Nothing here may stop a run: a full disk loses records, never steps. The run's folder is made by
-the code that starts the run, never here. `ours` is called before each record: where the
-folder is no longer the run's, nothing is written.
+A failed write never stops a run: if the disk is full, records are lost but steps are not. The code
+that starts the run creates its folder. `ours` is called before every record; if it returns false,
+the run has lost the lock of its folder and nothing is written.
 
-Summaries for TensorBoard beyond scalars, made without TensorFlow.
-
-Each function returns `Summary` protocol buffers, which `telemetry.MetricWriter` puts into the
-run's event file. tensorboard is imported inside: it takes half a second.
+The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
+`MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
+takes half a second.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from maxpipe.schedule.draw import Canvas
 from maxpipe.telemetry.metrics import CHARTS
 
 _SCALE = 3
-"""Pixels of a PNG for each pixel of its drawing: sharp at full size."""
+"""PNG pixels per pixel of the drawing, for a sharp image at full size."""
 
 
 def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
-    """Titles of the charts of `CHARTS` that have data in a run with these tags."""
+    """Return the titles of the charts in `CHARTS` for which a run with these tags has data."""
     tags = set(tags)
     return tuple(
         title
@@ -52,10 +51,10 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def charts(chosen: Collection[str]) -> Any:
-    """The charts of `CHARTS` with these titles, for the tab "Custom Scalars".
+    """Return the layout of the charts with these titles, for the tab "Custom Scalars".
 
-    TensorBoard uses the newest layout of a run, and joins those of several runs. A chart keeps
-    tags that have no data yet, so that it is the same chart in every run.
+    TensorBoard uses the newest layout of a run and merges the layouts of several runs. A chart also
+    lists tags without data, so that it is the same in every run.
     """
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
@@ -70,19 +69,19 @@ def charts(chosen: Collection[str]) -> Any:
 
 
 def _pattern(tag: str) -> str:
-    """The regular expression of a tag, in which NAME is any name."""
+    """Return the regular expression of a tag in which NAME matches any name."""
     return tag.replace("NAME", "[^/]+")
 
 
 def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
-    """The session of a run for the tab "HParams"."""
+    """Return the hyperparameters of a run for the tab "HParams"."""
     from tensorboard.plugins.hparams import summary_v2
 
     return summary_v2.hparams_pb(dict(values), trial_id=run)
 
 
 def image(tag: str, drawing: Canvas, description: str = "") -> Any:
-    """A picture for the tab "Images"; TensorBoard shows its description next to the tag."""
+    """Return a picture for the tab "Images", where the description is shown next to the tag."""
     from tensorboard.plugins.image import metadata
 
     file = BytesIO()
@@ -117,11 +116,11 @@ def _always() -> bool:
 
 
 class _SafeFile:
-    """An append-only file whose failures are warnings, one per minute.
+    """An append-only file whose failures are warnings, at most one per minute.
 
-    The file is opened for each record, so that a network file system may come
-    back. A record that fails half-way is cut off again: what was written before
-    and what is written later stays readable. Threads may write one after another.
+    The file is opened for every record, so that writing resumes after a network file system was
+    unavailable. A partly written record is truncated, so that earlier and later records stay
+    readable. Writes are thread-safe.
     """
 
     def __init__(self, path: Path, ours: OwnershipCheck = _always):
@@ -129,9 +128,9 @@ class _SafeFile:
         self._warned_at = -math.inf
 
     def append(self, data: bytes, at: int | None = None) -> int:
-        """Write `data` at offset `at`, or at the end; returns the offset, -1 after a failure.
+        """Write `data` at offset `at` (default: the end), and return the offset; -1 on failure.
 
-        With `at`, everything behind that offset is replaced.
+        With `at`, everything after that offset is replaced.
         """
         if not self._is_owned():
             return -1
@@ -145,7 +144,7 @@ class _SafeFile:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn an OSError of the body into at most one warning per minute."""
+        """Convert OSErrors inside to warnings, at most one per minute."""
         try:
             yield
         except OSError as error:
@@ -153,7 +152,7 @@ class _SafeFile:
             if now - self._warned_at >= _WARN_EVERY_SECONDS:
                 self._warned_at = now
                 _log.warning(
-                    "cannot write %s: %s. Training goes on without these records.",
+                    "cannot write %s: %s. Training continues without these records.",
                     self.path,
                     error.strerror or error,
                 )
@@ -169,7 +168,7 @@ def _write_at(descriptor: int, data: bytes, at: int | None) -> int:
         if start + written < end:
             os.ftruncate(descriptor, start + written)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # report only the first error
             os.ftruncate(descriptor, start)
         raise
     return start
@@ -180,7 +179,7 @@ def _json_line(record: Mapping[str, object]) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    # JSON has no NaN; a record that other tools cannot parse is worth less than a null.
+    # JSON has no NaN, and other tools could not parse it; write null instead.
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -189,10 +188,10 @@ def _json_value(value: object) -> object:
 
 
 class EventLog:
-    """`events.jsonl`: the events of a run, over all its restarts.
+    """Writes `events.jsonl`, the events of a run over all its restarts.
 
-    Records are `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and never removed;
-    `uptime` is of a monotonic clock from `since`, by default when the log was opened.
+    Records have the form `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and are
+    never removed. `uptime` is the monotonic time since `since` (default: when the log was opened).
     Only process 0 writes.
     """
 
@@ -209,7 +208,7 @@ class EventLog:
             self._file.append(b"\n")
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one event. Fields that JSON has no form for are written as text."""
+        """Append one event; values that JSON cannot represent are written as text."""
         if self._file is not None:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
@@ -217,7 +216,7 @@ class EventLog:
 
 
 def _now() -> str:
-    """UTC in ISO 8601."""
+    """Return the current UTC time in ISO 8601 format."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -231,12 +230,10 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """`metrics.jsonl`, one object with its time per logged step, `samples.jsonl`, which is alike,
-    and what TensorBoard shows.
+    """Writes `metrics.jsonl` and `samples.jsonl`, with one object per logged step, and TensorBoard.
 
-    Records of steps after `resume_step`, the last step in the restored
-    checkpoint, are dropped: they are about to be made again. Numbers that are
-    not finite are `null` in the JSON file. Only process 0 writes.
+    Records of steps after `resume_step`, the step of the restored checkpoint, are removed because
+    the steps are repeated. Values that are not finite are `null` in JSON. Only process 0 writes.
     """
 
     def __init__(
@@ -255,7 +252,7 @@ class MetricWriter:
             return
         self._tags: set[str] = set()
         self._charts: tuple[str, ...] = ()
-        """Titles of the charts in TensorBoard's layout."""
+        """Titles of the charts in the current TensorBoard layout."""
         self._file = _SafeFile(run_dir / METRICS_FILE, ours)
         with self._file.guard():
             if not ours():
@@ -266,7 +263,7 @@ class MetricWriter:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`; a second call for the same step adds to its record."""
+        """Record `metrics` of `step`; another call for the same step adds to its record."""
         if self._file is None:
             return
         values = {tag: float(value) for tag, value in metrics.items()}
@@ -283,7 +280,7 @@ class MetricWriter:
             self._update_charts(step, values)
 
     def _update_charts(self, step: int, values: Mapping[str, float]) -> None:
-        """Write TensorBoard's layout again when a chart has its first number."""
+        """Write the TensorBoard layout again when a chart gets its first value."""
         if self._events is None or (self._charts and self._tags.issuperset(values)):
             return
         self._tags.update(values)
@@ -293,14 +290,14 @@ class MetricWriter:
             self._events.summary(charts(titles), step)
 
     def samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
-        """Record what the model made of prompts after `step`, each with `prompt` and `text`."""
+        """Record sampled completions after `step`, as objects with `prompt` and `text`."""
         if self._file is None:
             return
         record = {"step": step, "time": _now(), "samples": [*samples]}
         self._samples.append(_json_line(redact.redact_value(record)))
         for number, each in enumerate(samples):
             both = f"{each['prompt']}{each['text']}"
-            # Indented it is shown as it is, whatever of Markdown it has.
+            # Indented text is shown without Markdown formatting.
             shown = "\n".join(f"    {line}" for line in both.splitlines())
             self.text(f"samples/{number}", shown, step)
 
@@ -310,13 +307,13 @@ class MetricWriter:
             self._events.text(tag, redact.redact_text(markdown), step)
 
     def show(self, summary: Callable[[], Any]) -> None:
-        """Show the result of `make` in TensorBoard; without TensorBoard it is not called."""
+        """Add the result of `summary` to TensorBoard; without TensorBoard, it is not called."""
         events = self._events
         if events is not None:
             events.summary(summary())
 
     def close(self) -> None:
-        """Nothing is buffered: safe to skip when a process dies."""
+        """Close the writer; nothing is buffered, so this may be skipped if a process dies."""
         self._file = self._events = None
 
 
@@ -329,13 +326,13 @@ class _MetricRecord(TypedDict):
 def _truncate_after_step(
     path: Path, step: int, tags: set[str] | None = None
 ) -> tuple[int, int, dict[str, object]] | None:
-    """Replace the file by one without later steps, doubled steps and torn lines.
+    """Remove records of later steps, duplicate steps and incomplete lines from a file.
 
-    Adds the tags of the records that are left to `tags`, and returns step, offset and content of
-    the last of them.
+    Adds the tags of the remaining records to `tags`, and returns step, offset and content of the
+    last record.
     """
     kept: dict[int, tuple[int, int]] = {}
-    """Where the newest record of each step begins and ends."""
+    """Start and end of the newest record of each step."""
     size = 0
     try:
         for offset, line in files.read_lines(path):
@@ -360,7 +357,7 @@ def _truncate_after_step(
 
 
 def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Replace the file by these parts of it, in this order; returns where they are then."""
+    """Replace a file by the given spans of it, and return their new positions."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
         open(files.open_regular(path), "rb") as old,
@@ -375,19 +372,19 @@ def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[i
 
 
 class _TensorBoardFile:
-    """One TensorBoard event file, written without TensorFlow and without a thread.
+    """A TensorBoard event file that is written without TensorFlow and without a thread.
 
-    TensorBoard's `RecordWriter` frames the records. Its `EventFileWriter` is not
-    used: the thread inside dies on a full disk and takes all later records with
-    it, and it imports TensorFlow where that is installed.
+    The records are framed by TensorBoard's `RecordWriter`. Its `EventFileWriter` is not used: its
+    thread dies on a full disk, which loses all later records, and it imports TensorFlow if that is
+    installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
-        # 0.4 s to import: paid by a run that writes, not by the command line.
+        # The import needs 0.4 s, so commands that write no events do not import tensorboard.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # The generated modules define their names at run time; type checkers see none.
+        # The generated modules define their names at run time, which type checkers cannot see.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
         self._tensor: Any = tensor_pb2
@@ -399,7 +396,7 @@ class _TensorBoardFile:
             folder.mkdir(exist_ok=True)
         self._write(file_version="brain.Event:2")
         if resume_step > 0:
-            # Tells TensorBoard to forget what earlier files say from this step on.
+            # TensorBoard then ignores later steps in earlier event files.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
 

@@ -80,11 +80,11 @@ def test_names_that_hold_an_at_sign(here: Path):
     assert where == "command line: quick@120"
     assert rule == "is both the folder runs/quick@120 and step 120 of runs/quick."
     for address, wanted in zip(
-        action.removeprefix("Write ").removesuffix(".").split(" for the first, "),
+        action.removeprefix("Write ").removesuffix(".").split(" to select the folder, or "),
         [("runs/quick@120", "newest", ""), ("runs/quick", 120, "runs/quick")],
         strict=True,
     ):
-        written = address.removesuffix(" for the second")
+        written = address.removesuffix(" to select the step")
         assert named(written if "/" not in written else f"runs/{written}") == wanted
     assert named("quick@120@7") == ("runs/quick@120", 7, "")
     assert named("./runs/quick@120@best") == ("runs/quick@120", "best", "")
@@ -95,7 +95,7 @@ def test_names_that_hold_an_at_sign(here: Path):
 def test_two_runs_of_one_name(here: Path):
     (here / "quick/checkpoints").mkdir(parents=True)
     _, rule, action = refused("quick@7")
-    assert rule == "could be the run in quick or the one in runs/quick."
+    assert rule.startswith("is ambiguous: quick and runs/quick ")
     assert action == "Write ./quick or runs/quick."
     assert named("./quick") == ("quick", None, "")
     (here / "empty").mkdir()
@@ -118,13 +118,13 @@ def test_a_run_whose_name_is_a_number_or_checkpoints(here: Path):
 def test_unknown_runs_are_guessed(here: Path):
     where, rule, action = refused("quikc@120")
     assert where == "command line: quikc@120"
-    assert rule == "is no run: there is no folder quikc, and no runs/quikc."
+    assert rule.startswith("is not a run: ") and "runs/quikc" in rule
     assert action == "Did you mean quick?"
     assert refused("runs/slw")[2] == "Did you mean runs/slow?"
     assert refused("zzz")[2] == "The runs in runs are quick, slow."
     (here / "runs/refused/checkpoints").mkdir(parents=True)  # what a start that failed leaves
     assert refused("zzz")[2] == "The runs in runs are quick, slow."
-    assert refused("nowhere/zzz")[2] == "Give the folder of a run, by default runs/<run.name>."
+    assert refused("nowhere/zzz")[2].startswith("Give the folder of a run")
     where, _, action = refused("qick", "my.yml:3: checkpoint.restore_from", "runs")
     assert where == "my.yml:3: checkpoint.restore_from = qick" and action == "Did you mean quick?"
     for number in range(20):
@@ -138,7 +138,7 @@ def test_unknown_runs_are_guessed(here: Path):
     [
         ("", "must name a run."),
         ("  ", "must name a run."),
-        ("@5", "is no run"),
+        ("@5", "is not a run"),
         ("quick@", "must be RUN@STEP"),
         ("quick@oldest", "must be RUN@STEP"),
         ("quick@-1", "must be RUN@STEP"),
@@ -148,7 +148,7 @@ def test_unknown_runs_are_guessed(here: Path):
         ("runs/quick/checkpoints/120@7", "names a step twice."),
         ("gs://b/a/checkpoints/120@7", "names a step twice."),
         ("quick\0", "must name a run."),
-        ("x" * 5000, "is no run"),
+        ("x" * 5000, "is not a run"),
         ("~nobody-here/run", "home folder"),
         ("runs/quick/config.yml", "is a file"),
     ],
@@ -161,7 +161,7 @@ def test_what_names_nothing(text: str, rule: str, here: Path):
 def test_some_commands_take_a_whole_run():
     assert parse_run_address("quick").run_dir == "runs/quick"
     for text in ("quick@120", "runs/quick/checkpoints/120"):
-        with pytest.raises(ConfigError, match=r"takes a whole run.\n  Give runs/quick\."):
+        with pytest.raises(ConfigError, match=r"names a step.*\n  Give runs/quick\."):
             parse_run_address(text)
 
 
@@ -204,5 +204,5 @@ def test_nothing_is_written_among_checkpoints(
         else:
             assert main(given) == 2
             told = capsys.readouterr().err
-        assert f"must be outside of {folder}, which is for checkpoints only." in told, told
+        assert f"must be outside {folder}, " in told, told
     assert sorted(folder.rglob("*")) == before

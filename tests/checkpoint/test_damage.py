@@ -85,4 +85,4 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
     assert root_cause_text(caught.value) == reason
     for path in (link, link / "checkpoints"):
         assert f"Create the target of {link}," in remedy(path, "run.dir")
-    assert "Free space" in remedy(tmp_path / "new", "run.dir")
+    assert "Free disk space" in remedy(tmp_path / "new", "run.dir")

@@ -243,7 +243,7 @@ def test_prune_stays_in_the_folder_that_was_named(
     lead(copy, other)
     for dry in ([], ["--dry-run"]):
         said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
-        assert f"they are in {other / CHECKPOINTS_FOLDER}" in said and "add --elsewhere" in said
+        assert f"are in {other / CHECKPOINTS_FOLDER}" in said and "add --elsewhere" in said
     assert sorted(os.listdir(other / CHECKPOINTS_FOLDER)) == ["3", "6"]
     run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
     assert os.listdir(other / CHECKPOINTS_FOLDER) == ["6"]
@@ -286,7 +286,7 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     bad = b"".join(text.rstrip(b"\n") + b"\n" for text in TEXTS.values())
     (tmp_path / "events.jsonl").write_bytes(bad.join(lines))
     assert curves.goodput_to_dict(curves.read_goodput(tmp_path)) == expected
-    assert re.search(r"steps that count", curves.format_goodput(curves.read_goodput(tmp_path)))
+    assert re.search(r"productive steps", curves.format_goodput(curves.read_goodput(tmp_path)))
 
 
 def test_a_year_of_records_takes_seconds(tmp_path: Path):

@@ -166,7 +166,7 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
         copy, record=lambda event, **f: told.append(str(f.get("reason")))
     ) as some:
         put(some, 9, last=True)
-    assert told == ["array params.embedding has other content than was saved", "None"]
+    assert told == ["array params.embedding differs from the saved content", "None"]
     assert resume(copy) == (9, [])
 
 
@@ -221,7 +221,7 @@ def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, capl
     step = copy / CHECKPOINTS_FOLDER / "6"
     (step / "manifest.json").unlink()
     assert resume(copy) == (6, [])
-    assert "it was read completely, and is what its run had in memory" in caplog.text
+    assert "matches its recorded digests" in caplog.text
     assert manifest.has_manifest(CheckpointFolder(copy / CHECKPOINTS_FOLDER) / 6)
     for harm in ("flipped", "facts", "digests"):
         shutil.copytree(step, copy / "kept")
@@ -252,10 +252,10 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
         return state
 
     monkeypatch.setattr(CheckpointFolder, "arrays", read)
-    reason = "array optimizer.mu.embedding has other content than was saved"
+    reason = "array optimizer.mu.embedding differs from the saved content"
     if times == 1:
         assert resume(copy) == (6, []) and names(copy) == ["3", "6"]
-        assert f"6: {reason} at first, but not when it was read again" in caplog.text
+        assert f"6: the first read failed ({reason})" in caplog.text
     else:
         assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
 
@@ -384,8 +384,8 @@ def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, cop
         checkpoints.wait()
     assert refused.value.exit_code == ExitCode.CONFIG
     where, rule, _ = str(refused.value).splitlines()
-    assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: is not saved"
-    assert "array optimizer.nu.layers.scale holds 1 values that are NaN or infinite" in rule
+    assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: was not saved"
+    assert "array optimizer.nu.layers.scale contains 1 values that are NaN or infinite" in rule
     assert names(copy) == ["3", "6"] and resume(copy) == (6, [])
 
 
@@ -401,9 +401,11 @@ def test_a_checkpoint_that_is_not_finite_is_damaged(
     if release == "older":
         as_version_1(copy / CHECKPOINTS_FOLDER / "9")
     (found,) = (line for line in collected(copy) if "damaged" in line)
-    assert found.startswith("         9  damaged: array optimizer.nu.layers.scale holds 1 values")
+    assert found.startswith(
+        "         9  damaged: array optimizer.nu.layers.scale contains 1 values"
+    )
     step, (told,) = resume(copy)
-    assert step == 6 and "array optimizer.nu.layers.scale holds 1 values" in told
+    assert step == 6 and "array optimizer.nu.layers.scale contains 1 values" in told
     assert names(copy) == ["3", "6", "9.corrupt"]
 
 
@@ -438,9 +440,9 @@ def test_verify_decodes_and_names_the_array(copy: Path):
     assert listed and not manifest.write(folder, 6, manifest.digest_files(folder), listed)
     assert manifest.verify_files(folder, 6) == [], "the files are what the manifest says"
     found = collected(copy)
-    assert found[0].startswith("         3  as it was saved")
+    assert found[0].startswith("         3  intact")
     assert found[1:] == [
-        f"         6  damaged: array {name} has other content than was saved"
+        f"         6  damaged: array {name} differs from the saved content"
         for name in sorted(listed)
     ]
 

@@ -69,9 +69,9 @@ def test_a_step_that_its_run_deletes_meanwhile(six: Path):
     lines = [next(found)]
     shutil.rmtree(six / CHECKPOINTS_FOLDER / "3")
     (six / CHECKPOINTS_FOLDER / "4" / "facts" / "metadata").unlink()
-    with pytest.raises(StorageError, match="1 of 5 damaged"):
+    with pytest.raises(StorageError, match="1 of 5 checkpoints are damaged"):
         lines += found
-    assert "as it was saved" in lines[0]
+    assert "intact" in lines[0]
 
 
 # --- list and show ---------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def test_list_has_a_line_for_each_step(six: Path, capsys: Capture):
     (six / CHECKPOINTS_FOLDER / "8").mkdir()
     lines = run(capsys, "list", six)
     assert re.search(r"MiB  no +3.5000$", lines[-4])
-    assert lines[-3] == "5.corrupt: was found damaged and is not used"
+    assert lines[-3] == "5.corrupt: damaged, not used"
     assert lines[-2] == "7.orbax-checkpoint-tmp: unfinished"
-    assert lines[-1].endswith("8: is ignored, it holds no complete checkpoint")
+    assert "8: is ignored" in lines[-1]
 
 
 def test_list_says_why_each_stays(six: Path, capsys: Capture):
@@ -140,7 +140,7 @@ def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
     assert any(tree_digest(tree(3)["params"]) in line for line in run(capsys, "show", f"{saved}@3"))
     where, rule, action = run(capsys, "show", f"{saved}@4", code=2)
     assert where == f"command line: {saved}@4" and "3, 6" in rule
-    assert action.startswith(f"  Take {saved}@6")
+    assert action.startswith(f"  Use {saved}@6")
 
 
 # --- verify ----------------------------------------------------------------------------------
@@ -148,17 +148,17 @@ def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
 
 def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
     lines = run(capsys, "verify", six)
-    assert [line.split("  as it was")[0].strip() for line in lines] == list("123456")
+    assert [line.split("  intact")[0].strip() for line in lines] == list("123456")
     damage(six, 4)
     (six / CHECKPOINTS_FOLDER / "4" / "commit_success.txt").unlink()
     (six / CHECKPOINTS_FOLDER / "2" / "manifest.json").unlink()
     lines = run(capsys, "verify", six, code=74)
-    assert lines[1] == f"{2:>10}  unknown: it has no manifest.json"
+    assert lines[1] == f"{2:>10}  unknown: there is no manifest.json"
     assert lines[3] == f"{4:>10}  damaged: commit_success.txt is missing"
-    assert re.fullmatch(r" +4  damaged: facts/metadata has 2 bytes, not the \d+ that.*", lines[4])
-    assert lines[-3] == f"{six / CHECKPOINTS_FOLDER}: 1 of 6 damaged"
+    assert re.fullmatch(r" +4  damaged: facts/metadata has 2 bytes instead of \d+", lines[4])
+    assert lines[-3] == f"{six / CHECKPOINTS_FOLDER}: 1 of 6 checkpoints are damaged"
     assert len(run(capsys, "verify", f"{six}@5")) == 1
-    assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 damaged")
+    assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 checkpoints are damaged")
     run(capsys, "verify", f"{six}@40", code=2)
     assert steps(six) == list("123456"), "verify changes nothing"
 
@@ -180,7 +180,7 @@ def test_prune_applies_given_rules(six: Path, capsys: Capture):
 def test_prune_keeps_the_newest_that_verifies(six: Path, capsys: Capture):
     damage(six, 6)
     lines = run(capsys, "prune", six, "--keep", 1)
-    assert "         5  stays: newest that is as it was saved" in lines
+    assert "         5  kept: newest intact checkpoint" in lines
     assert steps(six) == ["5", "6"]
 
 
@@ -211,10 +211,10 @@ def test_delete_takes_one_step_away(six: Path, capsys: Capture):
 
 def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     where, rule, action = run(capsys, "delete", f"{six}@6", code=2)
-    assert where == f"command line: {six}@6" and "the newest checkpoint" in rule
+    assert where == f"command line: {six}@6" and "the newest intact checkpoint" in rule
     assert "--force" in action
     damage(six, 6)
-    assert "the newest checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
+    assert "the newest intact checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
     run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
     (six / CHECKPOINTS_FOLDER / "5" / "manifest.json").unlink()
     run(capsys, "delete", f"{six}@5", code=2)  # may be good: it is unknown
@@ -222,7 +222,7 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     run(capsys, "delete", f"{six}@5", "--force")
     for step in (1, 2, 3):
         run(capsys, "delete", f"{six}@{step}")
-    assert "the only checkpoint" in run(capsys, "delete", f"{six}@4", code=2)[1]
+    assert "the only intact checkpoint" in run(capsys, "delete", f"{six}@4", code=2)[1]
     run(capsys, "delete", f"{six}@4", "--force")
     assert steps(six) == []
 
@@ -258,20 +258,20 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert found == {"checkpoint": f"{six}@4", "step": 4, "metric": "eval/loss", "value": 1.5}
     assert run(capsys, "show", found["checkpoint"]) == run(capsys, "show", f"{six}@best")
     _, rule, action = run(capsys, "best", six, "--metric", "eval/los", code=2)
-    assert "no checkpoint with a metric eval/los; they have eval/loss." in rule
-    assert action == "  Take --metric eval/loss."
+    assert "no checkpoint with metric eval/los; recorded are eval/loss." in rule
+    assert action == "  Use --metric eval/loss."
     damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
     _, rule, action = run(capsys, "best", saved, code=2)
-    assert "no checkpoint that was evaluated" in rule
-    assert "eval.every=0 evaluates the last step only" in action
-    assert "no checkpoint that was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
+    assert "no saved step was evaluated" in rule
+    assert "eval.every=0 evaluates only the last step" in action
+    assert "no saved step was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
 
 
 def test_a_step_that_was_found_damaged_is_said_to_be(six: Path, capsys: Capture):
     (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
     _, rule, action = run(capsys, "verify", f"{six}@5", code=2)
-    assert "was found damaged, and is 5.corrupt now" in rule and f"{six}@6" in action
+    assert "renamed to 5.corrupt" in rule and f"{six}@6" in action
 
 
 def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: Capture):

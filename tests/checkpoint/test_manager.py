@@ -157,7 +157,7 @@ def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
     assert unfinished.exists(), "a reader changes nothing"
     save(copy, 9)
     assert not unfinished.exists()
-    assert f"{unfinished} is removed: it was never finished" in caplog.messages
+    assert f"{unfinished} was removed" in caplog.text
     assert tree_digest(restore(copy, 9)) == tree_digest(tree(9))
 
 
@@ -169,7 +169,7 @@ def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert capsys.readouterr().err == ""
     for missing in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(ConfigError, match="one checkpoint is complete"):
+        with pytest.raises(ConfigError, match="one complete checkpoint"):
             open_run(missing)
     assert list(tmp_path.iterdir()) == []
 
@@ -198,7 +198,7 @@ def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
 def test_oldest_checkpoint_damaged(tmp_path: Path):
     save(tmp_path, 2)
     shutil.rmtree(tmp_path / CHECKPOINTS_FOLDER / "2" / "state")
-    with pytest.raises(StorageError, match="It is the oldest"):
+    with pytest.raises(StorageError, match="the oldest checkpoint"):
         restore(tmp_path, 2)
 
 
@@ -210,7 +210,7 @@ def test_other_shape_than_saved(copy: Path):
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
         checkpoints.restore_newest(wanted)
     assert "params.embedding is 30 x 8 in the checkpoint, not 30 x 16" in str(refused.value)
-    assert "optimizer.nu.embedding is in the checkpoint only" in str(refused.value)
+    assert "optimizer.nu.embedding is only in the checkpoint" in str(refused.value)
     assert names(copy) == ["3", "6"]
 
 
@@ -276,7 +276,7 @@ def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pyte
     fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 1000)
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as told:
         checkpoints.restore_newest(abstract())
-    assert "6: cannot be reached\n  Stale file handle. It is left as it is." in str(told.value)
+    assert "6: cannot be reached\n  Stale file handle." in str(told.value)
     assert names(copy) == ["3", "6"]
 
 
@@ -307,7 +307,7 @@ def test_damaged_step_is_quarantined_and_the_one_before_taken(copy: Path, caplog
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 4
     arrays.write_bytes(content)
-    reason = f"state/d/{arrays.name} has other content than was saved"
+    reason = f"state/d/{arrays.name} differs from the saved content"
     assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
     assert (
         f"{copy / CHECKPOINTS_FOLDER}/6 is skipped, renamed 6.corrupt: {reason}" in caplog.messages
@@ -368,28 +368,31 @@ def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
 def test_step_under_another_number_is_damaged(copy: Path):
     (copy / CHECKPOINTS_FOLDER / "6").rename(copy / CHECKPOINTS_FOLDER / "9")
     step, (told,) = resume(copy)
-    assert step == 3 and "checkpoint_skipped 9: manifest.json cannot be used: it is of st" in told
+    assert (
+        step == 3
+        and "checkpoint_skipped 9: manifest.json cannot be used: the manifest belongs to st" in told
+    )
     # Without a manifest its facts tell, and without those the state.
     (copy / CHECKPOINTS_FOLDER / "9.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     (copy / CHECKPOINTS_FOLDER / "8" / "manifest.json").unlink()
     step, (told,) = resume(copy)
-    assert step == 3 and "8: it holds step 6: the folder's name must be the step inside" in told
+    assert step == 3 and "8: the metadata is for step 6" in told
     facts = copy / CHECKPOINTS_FOLDER / "8.corrupt" / "facts" / "metadata"
     facts.write_text(facts.read_text().replace('"step": 6', '"step": 8'))
     (copy / CHECKPOINTS_FOLDER / "8.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     step, (told,) = resume(copy)
-    assert step == 3 and "8: digests/0.json is of step 6" in told
+    assert step == 3 and "8: digests/0.json belongs to step 6" in told
     shutil.rmtree(copy / CHECKPOINTS_FOLDER / "8.corrupt" / "digests")
     (copy / CHECKPOINTS_FOLDER / "8.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     step, (told,) = resume(copy)
-    assert step == 3 and "8: its state is that of step 6" in told
+    assert step == 3 and "8: the saved state belongs to step 6" in told
 
 
 def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplog: Logs):
     """A kill between orbax's commit and ours."""
     (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     assert resume(copy) == (6, [])
-    assert any("6 has no manifest.json: it was read completely" in line for line in caplog.messages)
+    assert any("6 has no manifest.json: " in line for line in caplog.messages)
     assert manifest.has_manifest(CheckpointFolder(copy / CHECKPOINTS_FOLDER) / 6)
     caplog.clear()
     assert resume(copy) == (6, []) and caplog.messages == []
@@ -410,7 +413,7 @@ def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
     (folder / "40" / "notes" / "a.txt").write_text("mine")
     assert resume(copy) == (6, [])
     for odd in (30, 40, 60):
-        assert f"{folder / str(odd)}: is ignored, it holds no complete" in caplog.text
+        assert f"{folder / str(odd)}: is ignored" in caplog.text
     assert names(copy) == ["007", "3", "30", "40", "6", "60", "best"]
     # When the run comes by, its own checkpoint takes the place, and nothing is lost.
     save(copy, 30, 40)
@@ -426,7 +429,7 @@ def test_processes_agree_with_the_one_that_finds_damage(copy: Path):
     def agree(text: str) -> str:
         asked.append(text)
         # Twice: what looks damaged is read again.
-        return "state/x has other content than was saved" if len(asked) in (3, 5) else text
+        return "state/x differs from the saved content" if len(asked) in (3, 5) else text
 
     with CheckpointManager(copy, agree=agree) as checkpoints:
         found = checkpoints.restore_newest(abstract())
@@ -496,7 +499,7 @@ def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
     assert (
         where == f"{tmp_path / CHECKPOINTS_FOLDER}: was moved or deleted while the run was using it"
     )
-    assert action == "  Put the folder back, then start the same command again."
+    assert "start the same command again" in action
     assert (tmp_path / "away" / "4").is_dir()
 
 
@@ -508,7 +511,7 @@ def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any
             checkpoints.poll()
     where, rule, action = str(refused.value).splitlines()
     assert where == f"{tmp_path / CHECKPOINTS_FOLDER / '4'}: cannot be written"
-    assert rule == "  No space left on device." and action.startswith("  Free space")
+    assert rule == "  No space left on device." and action.startswith("  Free disk space")
 
 
 @pytest.mark.fault("F6", "F18")
@@ -643,7 +646,7 @@ def test_too_little_space_is_known_before_anything_is_written(
     needed = sum(array.nbytes for _, array in iter_named_arrays(tree(9)))
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
         put(checkpoints, 9, last=True)
-    assert f"({needed:,} bytes) and 0.0 MiB (1,000) are free." in str(refused.value)
+    assert f"({needed:,} bytes), but only 0.0 MiB (1,000 bytes) are free." in str(refused.value)
     assert "resumes from step 6." in str(refused.value)
     assert names(copy) == ["3", "6"]
 
@@ -685,7 +688,7 @@ def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
     with RunLock(tmp_path) as lock, CheckpointManager(tmp_path, locks=[lock]) as checkpoints:
         put(checkpoints, 1, last=True)
         lock.path.write_text("{}")
-        with pytest.raises(StorageError, match="was taken over"):
+        with pytest.raises(StorageError, match="lock of another run"):
             put(checkpoints, 2, last=True)
         lock.path.unlink()
     assert names(tmp_path) == ["1"]

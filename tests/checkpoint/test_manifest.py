@@ -69,7 +69,7 @@ def test_every_flipped_bit_is_noticed(step: Path):
         place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
         content[place] ^= bit
         path.write_bytes(content)
-        assert faults(step) == [f"{path.relative_to(step)} has other content than was saved"]
+        assert faults(step) == [f"{path.relative_to(step)} differs from the saved content"]
         content[place] ^= bit
         path.write_bytes(content)
     assert faults(step) == []
@@ -92,7 +92,7 @@ def test_flipped_bits_of_the_manifest_itself_are_noticed_or_harmless(step: Path)
 
 
 def test_a_step_has_to_be_where_it_was_saved(step: Path):
-    assert faults(step, 7) == ["manifest.json cannot be used: it is of step 6"]
+    assert faults(step, 7) == ["manifest.json cannot be used: the manifest belongs to step 6"]
 
 
 def test_shares_of_several_readers_are_the_whole(step: Path):
@@ -125,8 +125,8 @@ Cut = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("cut", "told"),
     [
-        (lambda content: content.pop("arrays"), "it lists no arrays"),
-        (lambda content: content["arrays"].clear(), "it lists no arrays"),
+        (lambda content: content.pop("arrays"), "lists no arrays"),
+        (lambda content: content["arrays"].clear(), "lists no arrays"),
         (lambda content: content["arrays"].pop("params.embedding"), None),
         (lambda content: content["files"].pop("facts/metadata"), "does not list facts/metadata"),
         (lambda content: content["files"].pop("state/_METADATA"), "does not list state/_METADATA"),
@@ -149,7 +149,7 @@ def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step
     if told is None:  # only who knows the arrays can say
         expected = contents.read_expected_digests(epath.Path(step), STEP)
         found = contents.verify_arrays(epath.Path(step), STEP, expected)
-        told = "array params.embedding was never saved"
+        told = "array params.embedding was not saved"
     assert len(found) == 1 and told in found[0]
 
 
@@ -161,5 +161,5 @@ def test_a_manifest_of_a_later_release_is_no_damage(step: Path):
     content = json.loads((step / "manifest.json").read_text()) | {"version": 3}
     del content["sha256"]
     (step / "manifest.json").write_text(dump_checksummed(content))
-    with pytest.raises(StorageError, match="Use the release of maxpipe that has saved it"):
+    with pytest.raises(StorageError, match="Use the release of maxpipe that saved"):
         faults(step)

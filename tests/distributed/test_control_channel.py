@@ -37,7 +37,7 @@ SECRET = "0123456789" * 4
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), protocol.VARIABLE: SECRET}
 MEMBER = """
 import sys, time
-from maxpipe.distributed import wire
+from maxpipe.distributed import protocol
 from maxpipe.errors import Preemption
 from maxpipe.distributed.coordinator import Timeouts
 from maxpipe.distributed.control_channel import ControlChannel
@@ -68,7 +68,7 @@ try:
         print("linked", flush=True)
         if count > 1:
             address, own = ("127.0.0.1", port), {{"train.steps": facts}}
-            trouble = link.gather(address, own, wire.secret_from_environment)
+            trouble = link.gather(address, own, protocol.secret_from_environment)
             if trouble:
                 print(trouble.text, file=sys.stderr)
                 sys.exit(71 if trouble.late else 2)
@@ -208,7 +208,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         codes, _, errors = ends([process])
-    assert codes == [75] and "asked twice" in errors[0]
+    assert codes == [75] and "second stop request" in errors[0]
 
 
 @pytest.mark.fault("H5")
@@ -222,7 +222,7 @@ def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: 
         codes, printed, errors = ends(processes)
     assert codes == [code, code], errors
     assert len({re.search(r"stopped at (\d+)", text)[1] for text in printed}) == 1  # type: ignore[index]
-    assert errors[1].startswith("stopping after this step, and saving; ")
+    assert errors[1].startswith("stopping after this step and saving; ")
     assert ("Ctrl-C again" in errors[1]) == (code == 130)
 
 
@@ -237,7 +237,7 @@ def test_ctrl_c_twice_leaves_at_once() -> None:
         process.send_signal(signal.SIGINT)
         codes, _, errors = ends([process])
     assert codes == [130] and time.monotonic() - begin < 5
-    assert "asked twice" in errors[0] and "Traceback" not in errors[0]
+    assert "second stop request" in errors[0] and "Traceback" not in errors[0]
 
 
 @pytest.mark.fault("H5")
@@ -276,7 +276,7 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
             time.sleep(0.2)
         codes, printed, errors = ends([process])
     assert codes == [75], errors
-    assert "stopped at" in printed[0] and "asked twice" not in errors[0]
+    assert "stopped at" in printed[0] and "second stop request" not in errors[0]
 
 
 @pytest.mark.fault("F8")
@@ -286,7 +286,7 @@ def test_the_grace_ends() -> None:
         wait_for(process, "hangs")
         process.send_signal(signal.SIGTERM)
         codes, _, errors = ends([process])
-    assert codes == [75] and "time to save is over" in errors[0]
+    assert codes == [75] and "time limit for saving" in errors[0]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -300,7 +300,7 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
         assert time.monotonic() - begin < 5
     del codes[victim], errors[victim]
     assert codes == [71, 71]
-    assert all(re.search(rf"process {victim}\b.* is gone", text) for text in errors)
+    assert all(re.search(rf"process {victim}\b.* disconnected", text) for text in errors)
     if victim:
         assert all("It was in" in text and f"pid {processes[1].pid}" in text for text in errors)
 
@@ -323,7 +323,7 @@ steps(link, 1000, step_of)
             processes[0].kill()
         codes, _, errors = ends(processes)
     if killed:
-        assert codes == [-signal.SIGKILL, 71] and "process 0 is gone" in errors[1]
+        assert codes == [-signal.SIGKILL, 71] and "process 0 disconnected" in errors[1]
     else:
         assert codes == [71, -signal.SIGABRT] and "process 1 " in errors[0]
 
@@ -337,7 +337,7 @@ def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
         processes[victim].send_signal(signal.SIGSTOP)
         codes, _, errors = ends(processes[:victim] + processes[victim + 1 :])
     assert codes == [71, 71]
-    assert all(f"process {victim}" in text and "did not answer for 2 s" in text for text in errors)
+    assert all(f"process {victim}" in text and "did not respond for 2 s" in text for text in errors)
 
 
 @pytest.mark.fault("F10")
@@ -370,7 +370,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
     for index, text in enumerate(errors):
         assert f"process {index} on " in text and "most recent call first" in text
         what, who, _ = text.splitlines()[-3:]
-        assert "nothing moved for 2 s" in what and "has been in data for" in who
+        assert "no progress for 2 s" in what and "has been in data for" in who
         assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid})" in who
         assert "process 2" not in who
 
@@ -446,7 +446,7 @@ link.same("data", "x")
     assert codes == [71, 71, 71]
     for text in errors:
         what, who, _ = text.splitlines()[-3:]
-        assert "nothing moved for 1 s" in what and "has been in data set-up for" in who
+        assert "no progress for 1 s" in what and "has been in data set-up for" in who
         assert "process 1 (" in who and ";" not in who
 
 
@@ -485,7 +485,7 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
     with members(body) as processes:
         codes, _, errors = ends(processes)
     assert codes == [0, 0, 0]
-    found = re.search(r"^process 2 \(.*\) holds the others up: (\d+) ms", errors[0], re.M)
+    found = re.search(r"^process 2 \(.*\) delays the others: (\d+) ms", errors[0], re.M)
     assert found and 35 <= int(found[1]) <= 90
 
 
@@ -502,7 +502,7 @@ steps(link, 5 if index == 1 else 1000, wait)
         codes, _, errors = ends(processes)
     assert codes == [71, 0, 71]
     for text in (errors[0], errors[2]):
-        assert re.search(r"process 1 ended \d s ago, and processes 0, 2 did not", text)
+        assert re.search(r"process 1 ended \d s ago, but processes 0, 2 did not", text)
 
 
 @pytest.mark.parametrize(
@@ -573,14 +573,14 @@ def test_those_who_did_not_come_are_named() -> None:
     with members("pass", count=4, started=2, limits=limits) as processes:
         codes, _, errors = ends(processes)
     assert codes == [71, 71]  # hosts may come late: another start may find them
-    assert all("processes 2, 3 of 4 did not come within 2 s" in text for text in errors)
+    assert all("processes 2, 3 of 4 did not join within 2 s" in text for text in errors)
 
 
 def test_a_hub_that_did_not_come() -> None:
     with members("pass", count=2, limits="init_seconds=1") as processes:
         processes[0].kill()
         codes, _, errors = ends(processes)
-    assert codes[1] == 71 and "process 0 was not found at 127.0.0.1:" in errors[1]
+    assert codes[1] == 71 and "process 0 was not reachable at 127.0.0.1:" in errors[1]
 
 
 def test_an_unknown_host_name_is_no_matter_of_the_secret(
@@ -596,7 +596,7 @@ def test_an_unknown_host_name_is_no_matter_of_the_secret(
     with ControlChannel(Phases(), Timeouts(init_seconds=0.5), index=1, count=2) as link:
         trouble = link.connect(("host0", 1), {}, lambda: next(found, None))
     assert trouble is not None and trouble.late and not trouble.action
-    assert "no address is known here for that name: Name or service not known" in trouble.text
+    assert "cannot resolve the name: Name or service not known" in trouble.text
 
 
 def test_other_facts_are_refused_by_name() -> None:
@@ -612,10 +612,10 @@ def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
         time.sleep(1.5)  # the first process 1 has come
         second = again(processes[1], 1)
         codes, _, errors = ends([second])
-        assert codes == [2] and "has the number of process 1" in errors[0]
+        assert codes == [2] and "has the same process_id as process 1" in errors[0]
         codes, _, errors = ends([*processes, again(processes[1], 2)])
     assert codes == [0, 0, 0]
-    assert "refused: process 1 (" in errors[0]
+    assert "rejected: process 1 (" in errors[0]
 
 
 @pytest.mark.long
@@ -625,8 +625,8 @@ def test_another_count_is_refused_and_named_at_the_end() -> None:
     with members("pass", count=2, started=1, limits=limits) as (first,):
         codes, _, errors = ends([again(first, 1, count=3), first])
     assert codes == [2, 71]
-    assert all("has num_processes=3, process 0 has 2" in text for text in errors)
-    assert "process 1 of 2 did not come within 4 s; process 1 (" in errors[1]
+    assert all("has num_processes=3, but process 0 has 2" in text for text in errors)
+    assert "process 1 of 2 did not join within 4 s; process 1 (" in errors[1]
 
 
 @pytest.mark.fault("F10")
@@ -657,7 +657,7 @@ def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
         begin = time.monotonic()
         codes, _, errors = ends([first])
         assert time.monotonic() - begin < 20
-    assert codes == [71] and "process 1 (far, pid 1) did not answer for 1 s" in errors[0]
+    assert codes == [71] and "process 1 (far, pid 1) did not respond for 1 s" in errors[0]
 
 
 def test_the_port_is_free_when_all_are_welcome() -> None:

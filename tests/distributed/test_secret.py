@@ -42,7 +42,7 @@ def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.Mon
     for mode in (0o640, 0o604, 0o620, 0o666):
         path.chmod(mode)
         said = refused(named)
-        assert f"its mode is {mode:o}" in said and "chmod 600" in said
+        assert f"the file mode is {mode:o}" in said and "chmod 600" in said
     path.chmod(0o600)
     assert protocol.secret_from_environment(named) == GOOD.encode()
     assert (
@@ -52,11 +52,11 @@ def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.Mon
     for text in ("", "short", "x" * 5000):
         path.write_text(text)
         said = refused(named)
-        assert "it must hold 32 to 1024 bytes" in said and "openssl rand -hex 32 > FILE" in said
+        assert "must have 32 to 1024 bytes" in said and "openssl rand -hex 32 > FILE" in said
     me = os.geteuid()
     path.write_text(GOOD)
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert "it belongs to another user" in refused(named)
+    assert "belongs to another user" in refused(named)
     path.unlink()
     os.mkfifo(path, 0o600)
     assert "not a regular file" in refused(named)
@@ -102,13 +102,13 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
         return descriptor
 
     monkeypatch.setattr(os, "open", open_for_all)
-    rule = "and no other: its mode is 666"
+    rule = "the file mode is 666"
     with pytest.raises(ConfigError, match=rule) as caught, protocol.publish_secret(tmp_path, 1):
         pass
     assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
     protocol.secret_path(tmp_path, 1).write_text(GOOD)
     protocol.secret_path(tmp_path, 1).chmod(0o644)
-    with pytest.raises(ConfigError, match="its mode is 644"):
+    with pytest.raises(ConfigError, match="the file mode is 644"):
         protocol.read_published_secret(tmp_path, 1)
 
 

@@ -49,11 +49,11 @@ BROKEN = {
     '{"context": "a", "choices": ["b", "c"]': "must be a JSON object",
     '{"question": "a", "choices": ["b", "c"], "answer": 0}': "must have one text `context`",
     '{"context": "a", "prompt": "a", "choices": ["b", "c"], "answer": 0}': "must have one text",
-    '{"context": "a", "choices": "bc", "answer": 0}': "must have a list of texts `choices`",
+    '{"context": "a", "choices": "bc", "answer": 0}': "a list of texts",
     '{"context": "a", "choices": ["b"], "answer": 0}': "at least 2 `choices`",
-    '{"context": "a", "choices": ["b", "b"], "answer": 0}': "none of them empty or there twice",
-    '{"context": "a", "choices": ["b", "c"], "answer": 2}': "a number from 0 to 1",
-    '{"context": "a", "choices": ["b", "c"], "answer": true}': "a number from 0 to 1",
+    '{"context": "a", "choices": ["b", "b"], "answer": 0}': "all different and none of them empty",
+    '{"context": "a", "choices": ["b", "c"], "answer": 2}': "an index from 0 to 1",
+    '{"context": "a", "choices": ["b", "c"], "answer": true}': "an index from 0 to 1",
     '{"context": "a", "choices": ["b", "c"], "answer": "d"}': "or one of the choices",
     '{"context": "a", "choices": ["b", "\\ud800"], "answer": 0}': "surrogates not allowed",
 }
@@ -73,7 +73,7 @@ def test_every_line_that_is_no_question_is_named(
         assert rule in rest.partition("\n")[0], where
     Path("q.jsonl").write_text("\n")
     assert main(["eval", ".", "--choices", "q.jsonl"]) == 2
-    assert "holds no question" in capsys.readouterr().err
+    assert "at least one question" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_summary() -> None:
 def test_a_question_longer_than_a_row_is_refused(tmp_path: Path) -> None:
     exam = MultipleChoice([Question(7, "0123456789", ("abc", "defgh"), 0)])
     exam.check(ScoringTokenizer(BYTES, 16), "q.jsonl")
-    with pytest.raises(ConfigError, match=r"q.jsonl:7\n  has 16 tokens, and a row has 15"):
+    with pytest.raises(ConfigError, match=r"q.jsonl:7\n  has 16 tokens, but at most 15 fit"):
         exam.check(ScoringTokenizer(BYTES, 15), "q.jsonl")
 
 
@@ -156,7 +156,7 @@ def test_results_replace_results_alone(tmp_path: Path) -> None:
     for content in (json.dumps(LINES[0]), "run: {name: x}\n", "\n", "[" * 99, "x" * (1 << 25)):
         path.write_text(content)
         with (
-            pytest.raises(ConfigError, match="is there already"),
+            pytest.raises(ConfigError, match="must be a new file"),
             result_writer(str(path), "--jsonl") as write,
         ):
             write(result)

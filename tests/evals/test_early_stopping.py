@@ -51,7 +51,7 @@ def test_what_is_no_number_is_no_gain() -> None:
     assert waited(counting([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
     assert waited(counting([math.nan, math.inf])) == (2, 0, None)
     assert counting([math.nan] * 3).should_stop
-    assert "never a number" in counting([math.nan] * 3).message()
+    assert "no evaluation returned a finite value" in counting([math.nan] * 3).message()
 
 
 def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
@@ -100,8 +100,8 @@ def test_a_run_ends_and_stays_ended(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     folder, output = stopped
-    assert "stopped early after step 6: eval/loss has not become better by more than 9" in output
-    assert "done: 6 steps" in output and "the best was" in output
+    assert "stopped early after step 6: eval/loss did not improve by more than 9" in output
+    assert "done: 6 steps" in output and "the best value was" in output
     assert events(folder, "early_stop", "done") == [("early_stop", 6), ("done", 6)]
     [event] = ledger(folder, "early_stop")
     metrics = records(folder)

@@ -75,7 +75,7 @@ def test_what_exceeds_a_row_is_cut_behind_the_begin_token(requests: LanguageMode
     texts = ScoringTokenizer(BYTES, 9)
     row = texts.truncate(texts.sequence("0123456789", "abcd"))
     assert row.context == [BYTES.begin_id, *b"56789"] and row.target == [*b"abcd"]
-    with pytest.raises(ConfigError, match="must fit into a row of 9 tokens"):
+    with pytest.raises(ConfigError, match="must fit into 9 tokens"):
         texts.truncate(texts.sequence("x", "0123456789"))
 
 
@@ -97,7 +97,10 @@ def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "rule"),
-    [({"num_beams": 3}, "has what is not known here"), ({"max_gen_toks": 64}, "from 1 to 63")],
+    [
+        ({"num_beams": 3}, "must be among the supported settings"),
+        ({"max_gen_toks": 64}, "from 1 to 63"),
+    ],
 )
 def test_settings_that_are_not_computed_are_refused(
     settings: dict[str, Any], rule: str, requests: LanguageModel

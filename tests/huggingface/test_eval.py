@@ -102,8 +102,8 @@ def test_loss_of_a_folder_on_named_text(
 
 
 MISTAKES = {
-    "hf": "must be named: hf has weights alone",
-    "imported": "must be named: ",
+    "hf": "must be given: hf contains only weights",
+    "imported": "must be given: ",
     "hf data.path=texts": "is ignored with data.source=corpus",
     "hf --data nowhere": "command line: --data = nowhere\n  must be a file, a folder or a glob",
     "hf --data .": "must contain files of one format",

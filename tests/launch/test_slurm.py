@@ -230,13 +230,13 @@ def test_submit_calls_sbatch(
     [
         ("launch.topology=", "launch.topology = ''", "must name the kind of device"),
         ("launch.topology=h100", "launch.topology = h100", "Write h100:8."),
-        ("launch.topology=v9:8", "launch.topology = v9:8", "is not a kind of device"),
+        ("launch.topology=v9:8", "launch.topology = v9:8", "must name a device type"),
         (
             "launch.topology=v5e:2x4 runtime.platform=auto",
             "launch.topology = v5e:2x4",
             "maxpipe launch gcloud",
         ),
-        ("launch.topology=h100:4", "mesh = stage 4 x fsdp 2", "it is 8 in 1 slice"),
+        ("launch.topology=h100:4", "mesh = stage 4 x fsdp 2", "the mesh has 8 in 1 slice"),
         ("launch.topology=gb200:6", "launch.topology = gb200:6", "a host of NVIDIA GB200 has 4"),
         ("runtime.platform=cpu", "runtime.platform = cpu", "must be cuda, the platform of h100:8"),
         ("launch.queue=-x", "launch.queue = -x", "must be a name of letters"),

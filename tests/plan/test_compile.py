@@ -143,7 +143,7 @@ def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(
     text = format_compile_report(replace(report, transfers=[moved], cycles=4e9, seconds=2.0))
     assert "to host" in text
     # 1 GiB in 0.02 s.
-    assert "to host: 1.00 GiB behind 0.02 s of work, hidden from 53.7 GB/s of link on" in text
+    assert "to host: 1.00 GiB overlapped with 0.02 s of compute, fully hidden at 53.7 GB/s" in text
     assert not report.unknown_loops
 
 
@@ -173,7 +173,7 @@ def test_kernels_are_said_to_be_assumed(report: CompileReport) -> None:
     text = format_compile_report(
         replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5)
     )
-    assert "kernels, for which it has none: 2 TFLOP, counted at 50% of the peak" in text
+    assert "kernels without estimate: 2 TFLOP, assumed to run at 50% of the peak" in text
 
 
 def test_layers_count_by_their_windows() -> None:
@@ -197,7 +197,7 @@ def test_what_is_beside_the_step_must_fit_as_well(report: CompileReport) -> None
     room = report.memory_bytes - report.total_bytes
     fits, too_much = (replace(report, beside_bytes=int(room) + more) for more in (0, 1))
     assert fits.fits and not too_much.fits
-    assert f"beside the step, by arithmetic: {gib(room)}" in format_compile_report(fits)
+    assert f"outside the step (calculated): {gib(room)}" in format_compile_report(fits)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
     pipeline = {"microbatches": 4, "repeats": 2, "remat": "names"}
     config = wide({"ici_stage": 4, "ici_fsdp": 4}, **pipeline)
     told = str(_out_of_memory_error(SHORT_MESSAGE, config, FakeSteps(), topology))  # type: ignore[arg-type]
-    assert "has 15.75 GiB on a device, and the step needs 57.86 GiB" in told
+    assert "has 15.75 GiB per device, and the step needs 57.86 GiB" in told
     assert TERMS["stash"].about in told
     action = told.splitlines()[-1]
     assert action.startswith("  Set ") and "pipeline." in action

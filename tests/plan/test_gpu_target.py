@@ -96,9 +96,9 @@ def test_without_the_compiler_the_way_to_get_it_is_named(absent: pytest.MonkeyPa
 def test_a_kind_of_gpu_without_a_card_is_refused(absent: pytest.MonkeyPatch) -> None:
     wanted = parse_topology("h100:8")
     wanted = replace(wanted, hardware=replace(wanted.hardware, topology="x100"))
-    with pytest.raises(ConfigError, match="x100:8\n  is not a kind of GPU") as caught:
+    with pytest.raises(ConfigError, match="x100:8\n  must be a GPU type") as caught:
         topology.topology_devices(wanted)
-    assert "Name one of them" in str(caught.value)
+    assert "Use one of these types" in str(caught.value)
 
 
 def test_a_step_for_absent_gpus_is_not_kept(

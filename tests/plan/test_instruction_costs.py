@@ -126,7 +126,7 @@ def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> N
     assert listed["sum.1"].location == "forward rotary"
     gather = listed["gather.1"]
     sent = 3 * 256 * 512 * 2 / (2 * V5P.link_gb_per_second * 1e9) + V5P.latency_us * 1e-6
-    assert gather.kind == "all-gather, waited for"
+    assert gather.kind == "all-gather, synchronous"
     assert gather.cycles == pytest.approx(10 * sent * V5P.clock_ghz * 1e9)
     assert list(listed) == sorted(listed, key=lambda name: -listed[name].cycles)
 
@@ -143,7 +143,7 @@ def test_sums_by_kind_lose_nothing(found: Profile) -> None:
 def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
     text = "\n".join(table(profile_lines(found, V5P), 2))
     sums, largest = text.split("largest entries:")
-    assert "all-gather, waited for" in sums and "forward attention" in sums and "mlp" not in sums
+    assert "all-gather, synchronous" in sums and "forward attention" in sums and "mlp" not in sums
     assert "kernel.1" in largest and "slice.1" not in largest
     assert len(largest.strip().splitlines()) == 1 + 2
 
@@ -151,7 +151,7 @@ def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
 def test_without_estimates_there_are_none(found: Profile) -> None:
     without = parse_hlo(PROGRAM.replace("estimated_cycles", "no_cycles"))
     assert profile_lines(profile_program(without), V5P) == []
-    assert "no cycles" in table([], 5)[0]
+    assert "no cycle estimates" in table([], 5)[0]
     line = profile_lines(found, V5P)[0]
     assert isinstance(line, ProfileLine)
 

@@ -143,7 +143,7 @@ def long_rows(rows: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("rows", "says"), [(16, "found no layout that fits"), (8, "found no layout to try")]
+    ("rows", "says"), [(16, "found no layout that fits"), (8, "found no valid layout")]
 )
 def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None:
     """Nothing fits otherwise, or there are fewer of them than devices."""
@@ -207,7 +207,7 @@ def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:
 
 
 def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
-    with pytest.raises(ConfigError, match="found no layout to try on 5 devices") as error:
+    with pytest.raises(ConfigError, match="found no valid layout on 5 devices") as error:
         odd(1, [], parse_topology("cpu:5"))
     assert "fits" not in str(error.value)
 
@@ -287,7 +287,9 @@ def test_nothing_fits() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="it is 32 in 1 slice, and there are v5p:2x2x2"):
+    with pytest.raises(
+        ConfigError, match="the mesh has 32 in 1 slice, and the topology is v5p:2x2x2"
+    ):
         forecast_layout(LoadedConfig(config_of(STAGED), {}), parse_topology("v5p:2x2x2"))
 
 

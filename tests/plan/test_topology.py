@@ -32,12 +32,12 @@ def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
 @pytest.mark.parametrize(
     ("text", "slices", "says"),
     [
-        ("v9:4", 1, "is not a kind of device"),
+        ("v9:4", 1, "must name a device type"),
         ("v5:2x2x2", 1, "Did you mean v5"),
         ("v5p", 1, "Write v5p:2x4x4."),
         ("v5p:4x4", 1, "must have 3 numbers"),
         ("v5e:2x2x2", 1, "must have 2 numbers"),
-        ("v5e:32x32", 1, "join at most 256"),
+        ("v5e:32x32", 1, "at most 256"),
         ("h100:4x2", 1, "must have one number"),
         ("cpu:0", 1, "Write cpu:8."),
     ],
@@ -79,7 +79,7 @@ def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
     try:
         parse_topology(text)
     except ConfigError as error:
-        named = re.search(r"([a-z0-9-]+:[0-9x]+)(?:, and more than one of them)?[.?]$", str(error))
+        named = re.search(r"([a-z0-9-]+:[0-9x]+)[.?]$", str(error))
         assert named, error
         parse_topology(named[1])
 
@@ -97,6 +97,9 @@ def test_a_compiler_that_does_not_fit_jax_is_named(
     assert (found is None) == fits
     if found is not None:
         told = str(found)
-        assert "this is 0.0.52. It said: INTERNAL: Continuation fusion is not supported" in told
+        assert (
+            "0.0.52 is installed. libtpu reported: INTERNAL: Continuation fusion is not supported"
+            in told
+        )
         assert told.endswith("pip install 'libtpu==0.0.42.*'.")
     assert compiler_version_error(parse_topology("cpu:8"), error) is None

@@ -211,12 +211,12 @@ def test_charts_without_data_are_not_in_the_layout(tmp_path: Path) -> None:
     writer.write(2, {"eval/loss": 1.0})
     writer.write(3, {"source/a/loss": 1.0, "train/lr": 1.0})
     begun = [(1, ["learning rate"]), (2, ["loss", "learning rate"])]
-    begun.append((3, ["loss", "loss of sources", "learning rate"]))
+    begun.append((3, ["loss", "source loss", "learning rate"]))
     assert layouts(tmp_path) == begun
     writer = MetricWriter(tmp_path, tensorboard=True, resume_step=2)
     writer.write(3, {"train/lr": 1.0})
     writer.write(4, {"eval/web/loss": 1.0, "eval/quiz/accuracy": 1.0})
-    both = ["loss", "loss of validation sets", "accuracy of tasks", "learning rate"]
+    both = ["loss", "validation set loss", "task accuracy", "learning rate"]
     assert layouts(tmp_path)[-2:] == [(3, ["loss", "learning rate"]), (4, both)]
 
 

@@ -66,7 +66,7 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
     [
         (["one", "--out", "a.pdf"], 2, "must end in .svg or .png"),
         (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a number"),
-        (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Take --tags train/loss."),
+        (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Use --tags train/loss."),
         (["three", "--out", "a.svg"], 2, "three"),
         (["one"], 2, "Add --out curves.svg."),
         (["one", "--out", "no/a.svg"], 74, "cannot be written"),
@@ -103,7 +103,7 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
     assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
     assert "train/loss has 8 records that cannot be drawn" in caplog.text
     # Numbers of 400 and 5000 digits, and the torn line of `runs`.
-    assert "left out 4 lines that cannot be read as JSON" in caplog.text
+    assert "skipped 4 lines that are not valid JSON" in caplog.text
     assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0
     assert "Traceback" not in capsys.readouterr().err
 

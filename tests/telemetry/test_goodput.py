@@ -112,14 +112,14 @@ def test_steps_before_a_roll_back_do_not_count(tmp_path: Path) -> None:
 def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(killed_once)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("5m58s in 2 attempts, 48.9% of them in steps that count")
+    assert text.startswith("5m58s in 2 attempts, 48.9% of the time in productive steps")
     assert "redone" in text and "15 to 20" in text
     assert main(["goodput", str(killed_once), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["productive_share"] == pytest.approx(175 / 358)
 
 
 def test_a_folder_without_records(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must hold an events.jsonl"):
+    with pytest.raises(ConfigError, match="must contain the file events.jsonl"):
         curves.read_goodput(tmp_path)
 
 

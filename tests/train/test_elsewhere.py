@@ -84,7 +84,7 @@ def test_killed_run_goes_on_alone_and_without_what_is_damaged(
     assert "4" in elsewhere.names() and newest_step(folder, elsewhere.dir) in (4, 8)
 
     output = run(*arguments, f"run.dir={folder.parent}")
-    assert f"{elsewhere.dir}/run/lock.json was left behind by run run on host" in output
+    assert f"{elsewhere.dir}/run/lock.json was left by run run on host" in output
     # The save of step 8 may have been under way.
     assert any(f"resuming {folder} after step {step}" in output for step in (4, 8))
     assert elsewhere.names() == {"4", "8", "12"} and not (folder / "checkpoints").exists()

@@ -32,7 +32,7 @@ def is_explained(text: str) -> None:
     """Where, what is needed and there, what is largest with its keys, and what to do."""
     where, rule, *terms, action = text.splitlines()
     assert where == "memory" and "GiB" in rule
-    assert len(terms) > 1 and all("smaller with " in each for each in terms)
+    assert len(terms) > 1 and all("reduce with " in each for each in terms)
     assert "Change one of these keys" in action
 
 
@@ -90,7 +90,7 @@ def test_a_forecast_that_is_near_only_warns(
         found = "stops"
         assert error.exit_code == 2
     assert found == outcome
-    assert all("may not fit" in text and "smaller with" in text for text in warnings)
+    assert all("may not fit" in text and "reduce with" in text for text in warnings)
 
 
 def test_the_compilers_word_is_taken_as_it_is(
@@ -215,7 +215,7 @@ def test_asked_to_stop_while_memory_is_filled(tiny: Path, start: Start, tmp_path
         output, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 75 and "asked to stop before the first step" in output
+    assert process.returncode == 75 and "stopped before the first step" in output
     assert time.monotonic() - begin < 5
 
 

@@ -98,7 +98,7 @@ def test_a_process_that_sees_another_folder_ends_both(
     with pair(start, *every, second=other) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
-    assert "process 1 on " in outputs[0] and "does not see that of process 0" in outputs[0]
+    assert "process 1 on " in outputs[0] and "does not see the folder of process 0" in outputs[0]
 
 
 @pytest.mark.faults
@@ -198,7 +198,7 @@ def test_killed_process_ends_the_other_and_the_run_resumes(
         outputs = ends(processes)
         assert time.monotonic() - begin < 60
     assert processes[0].returncode == 71, outputs
-    assert re.search(r"^process 1 \(.*\) is gone$", outputs[0], re.M)
+    assert re.search(r"^process 1 \(.*\) disconnected$", outputs[0], re.M)
     with pair(start, *every) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
