@@ -48,6 +48,8 @@ class Row:
     pairs, or `flex`."""
     documents: int = 1
     """In each row of the batch."""
+    model: str = MODEL
+    """The bundled model."""
 
 
 def kept(remat: str, **others: Any) -> Row:
@@ -157,7 +159,7 @@ def prepared(
     from maxpipe.plan.compile import build_steps
     from maxpipe.plan.search import evaluate
 
-    loaded = load([MODEL, *size, *row.keys])
+    loaded = load([row.model, *size, *row.keys])
     target = topology.local_topology(loaded.config.runtime, 1)
     config = topology.resolve_config(loaded, target)
     steps = build_steps(config, jax.devices())
@@ -249,7 +251,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
     from maxpipe.models.count import train_flops_per_token
     from maxpipe.models.registry import describe
 
-    config = load([MODEL, *size, *row.keys]).config
+    config = load([row.model, *size, *row.keys]).config
     model, rows, length = config.model, config.train.batch_size, config.train.sequence_length
     device = "cuda" if torch.cuda.is_available() else "cpu"
     numbers = segments(rows, length, row.documents)
