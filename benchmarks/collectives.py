@@ -82,7 +82,7 @@ RUNS = [
     Run("context, gather, window of 5", {"context": 2, "context_attention": "gather"}, WINDOWS),
     Run("expert, buffers for all tokens", {"expert": 4}, EXPERTS),
     Run(
-        "expert, exchange_factor 1.5",
+        "expert, all_to_all_capacity_factor 1.5",
         {"expert": 4},
         EXPERTS | {"moe": EXPERTS["moe"] | {"all_to_all_capacity_factor": 1.5}},
     ),

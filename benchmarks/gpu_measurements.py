@@ -27,7 +27,7 @@ TIMED = 10
 PEAK = "peak_bytes_in_use"
 TINY = [
     *("model.d_model=64", "model.d_mlp=128", "model.vocab_size=512", "model.num_layers=2"),
-    *("model.num_heads=4", "model.num_kv_heads=2", "model.head_size=16"),
+    *("model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=16"),
     *("train.sequence_length=128", "runtime.platform=cpu"),
 ]
 EXPERTS = {"d_model": 2048, "d_expert": 768, "num_experts": 128, "per_token": 8}
@@ -416,7 +416,7 @@ def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 num_hidden_layers=model.num_layers,
                 num_attention_heads=model.num_heads,
                 num_key_value_heads=model.num_kv_heads,
-                head_dim=model.head_size,
+                head_dim=model.head_dim,
                 vocab_size=model.vocab_size,
                 tie_word_embeddings=False,
                 max_position_embeddings=8192,

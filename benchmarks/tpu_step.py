@@ -227,7 +227,8 @@ work between start and done, relative to all bytes that a device sends.
   32-bit words.
 - Expert kernels were previously counted for the full buffer, which has four times the occupied
   rows. They now report the rows that they multiply. Unused rows still cost activations and copies.
-  A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens that exceed it.
+  A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens that
+  exceed it.
 - No operation reads the part of the buffer that the exchange does not write.
   `tests/pipeline/test_axes.py` runs the exchange with NaN in this part.
 - Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and

@@ -324,7 +324,7 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
         name, options = command, []
     assert main([*name.split(), "tiny", str(file), *options]) == 0
     out, err = capsys.readouterr()
-    warning = f"warning: {file}:2: model.rope_scaling = 2 was renamed to model.llama.rope_scaling."
+    warning = f"warning: {file}:2: model.rope_scaling = 2 was renamed to model.llama.rope_factor."
     assert err.count(warning) == err.count("warning: ") == 1 and "warning" not in out
     if "--json" in options:
         assert json.loads(out)["num_devices"] == 1

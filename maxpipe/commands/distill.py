@@ -21,7 +21,10 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with distill.teacher: it names the model that is asked."
-        action = "Set train.objective=distill and distill.teacher=RUN@newest, and no distill.teacher_logits"
+        action = (
+            "Set train.objective=distill and distill.teacher=RUN@newest, and no "
+            "distill.teacher_logits"
+        )
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
     from maxpipe.posttrain.prepare_teacher_logits import prepare_teacher_logits
 

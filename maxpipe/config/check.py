@@ -233,7 +233,8 @@ def _ramp_needs_no_executable(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "runtime.compiled_step",
             "contains one train step, but train.batch_ramp needs one for each batch size.",
-            "Set runtime.compiled_step='' to compile the steps in this run, or train.batch_ramp=[].",
+            "Set runtime.compiled_step='' to compile the steps in this run, or "
+            "train.batch_ramp=[].",
         )
 
 

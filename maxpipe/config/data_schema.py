@@ -44,9 +44,10 @@ class SourceConfig:
     """Name of the text column in records of `jsonl`, `parquet`, JSON `arrayrecord`, `huggingface`
     and `tfds`. `a.b` is the field `b` of the column `a`."""
     template: str = ""
-    """Text template over several columns, such as `'{title}\\n\\n{text}'`. Replaces `data.field`. A
-    column name in braces is replaced by the text or number in that column. `{{` and `}}` are
-    literal braces, `\\n` a line break and `\\t` a tab. There are no other escapes."""
+    """Text template over several columns, such as `'{title}\\n\\n{text}'`. Replaces
+    `data.text_field`. A column name in braces is replaced by the text or number in that column.
+    `{{` and `}}` are literal braces, `\\n` a line break and `\\t` a tab. There are no other
+    escapes."""
     bad_records: Literal["stop", "skip"] = dataclasses.field(
         default="stop", metadata=renamed_from("unreadable")
     )

@@ -20,14 +20,16 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "distill.teacher",
             "must be set to a teacher model with train.objective=distill.",
-            "Set distill.teacher=RUN@newest or hf:DIR, or set distill.teacher_logits to a folder written "
+            "Set distill.teacher=RUN@newest or hf:DIR, or set distill.teacher_logits to a folder "
+            "written "
             "by `maxpipe distill prepare`.",
         )
     elif own.teacher and own.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
             "must be empty with distill.teacher: teacher logits are computed or read, not both.",
-            "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to compute "
+            "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to "
+            "compute "
             "them.",
         )
 
@@ -76,5 +78,5 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 "distill.teacher_layout",
                 "must not contain mesh.cpu_devices, which applies to teacher and student together.",
-                "Set mesh.cpu_devices and distill.devices in the config of the run.",
+                "Set mesh.cpu_devices and distill.teacher_devices in the config of the run.",
             )

@@ -67,7 +67,8 @@ SAME_KEY = {
     "model.qwen3_next.linear_num_value_heads": "linear_num_value_heads gdn_num_value_heads",
     "model.qwen3_next.linear_key_head_dim": "linear_key_head_dim gdn_key_head_dim",
     "model.qwen3_next.linear_value_head_dim": "linear_value_head_dim gdn_value_head_dim",
-    "model.qwen3_next.linear_conv_kernel_dim": "linear_conv_kernel_dim conv_kernel conv_size gdn_conv_kernel_dim",
+    "model.qwen3_next.linear_conv_kernel_dim": "linear_conv_kernel_dim conv_kernel conv_size "
+    "gdn_conv_kernel_dim",
     "model.qwen3_next.d_shared_expert": "shared_expert_intermediate_size",
     "model.rope_theta": "rope_base rotary_base rope_max_timescale",
     "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon "

@@ -195,9 +195,7 @@ _RANGES = (
     Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
-    Bound(
-        "optim.ema_decay", 0.999, 0, 1, "1 would never change the average", high_is_inside=False
-    ),
+    Bound("optim.ema_decay", 0.999, 0, 1, "1 would never change the average", high_is_inside=False),
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
     Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; devices compute in float32"),
@@ -224,9 +222,7 @@ _RANGES = (
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
-    Bound(
-        "data.max_pairs_per_sequence", 16, 1, 4096, "every batch has this capacity"
-    ),
+    Bound("data.max_pairs_per_sequence", 16, 1, 4096, "every batch has this capacity"),
     Bound("data.max_bad_records", 100, 1),
     Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),

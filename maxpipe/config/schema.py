@@ -180,7 +180,7 @@ class OptimConfig:
     parameter, the last one applies."""
     weight_decays: list[str] = field(default_factory=list, hash=False)
     """Weight decay of selected parameters, such as `['embedding 0', '*norm* 0.01']`, in the form of
-    `optim.rate_factors`. Overrides `optim.weight_decay`, also for normalization scales and
+    `optim.lr_multipliers`. Overrides `optim.weight_decay`, also for normalization scales and
     biases."""
     clip_norm: float = 1.0
     """Maximum global gradient norm, over the parameters of all stages. 0 disables clipping."""

@@ -127,7 +127,8 @@ def check_order(ramp: BatchRamp) -> str:
     for small, large in itertools.pairwise(sizes):
         if small >= large:
             return (
-                f"must increase from stage to stage up to train.batch_size ({ramp.batch_size}), but "
+                f"must increase from stage to stage up to train.batch_size ({ramp.batch_size}), "
+                "but "
                 f"{small} is followed by {large}."
             )
     return ""

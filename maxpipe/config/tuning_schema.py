@@ -96,8 +96,8 @@ class GrpoConfig:
     """Lower clipping range: within one rollout, the probability ratio of a token is clipped at 1 -
     clip."""
     clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
-    """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_high. DAPO uses
-    0.28. 0 uses `grpo.clip_ratio`."""
+    """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
+    DAPO uses 0.28. 0 uses `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
     """Weight in the loss of the KL divergence from the reference, the weights at the start of the
     run. 0 disables the reference, which then needs no memory."""

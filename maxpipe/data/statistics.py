@@ -52,7 +52,8 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     notes = [f"{found.empty} empty"] if found.empty else []
     if found.num_with_replacement_character:
         notes.append(
-            f"{found.num_with_replacement_character} with bytes that are not UTF-8, replaced by U+FFFD"
+            f"{found.num_with_replacement_character} with bytes that are not UTF-8, replaced by "
+            "U+FFFD"
         )
     shown = [("source", found.name), ("documents", _append_notes(f"{count:,}", notes))]
     if found.unreadable:

@@ -483,7 +483,8 @@ class Coordinator:
             return
         there = f"{self._count - len(missing)}/{self._count}"
         text = (
-            f"waiting for {self._format_processes(missing)} ({there} joined): check that they are running and "
+            f"waiting for {self._format_processes(missing)} ({there} joined): check that they "
+            "are running and "
         )
         text += "can reach this host at runtime.coordinator."
         if strangers := self._describe_rejected():

@@ -246,9 +246,7 @@ class LanguageModel:
         chosen = {name: settings[name] for name in taken if name in settings}
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
         if not 1 <= most < self.texts.max_length:
-            rule = (
-                f"must be from 1 to {self.texts.max_length - 1}, below the sequence length."
-            )
+            rule = f"must be from 1 to {self.texts.max_length - 1}, below the sequence length."
             raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)

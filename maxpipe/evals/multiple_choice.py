@@ -210,7 +210,7 @@ class MultipleChoice:
             if longest > texts.max_length:
                 rule = (
                     f"has {longest} tokens, but at most {texts.max_length} fit "
-                rule += "(train.sequence_length)."
+                    "(train.sequence_length)."
                 )
                 action = f"Shorten the question, or set train.sequence_length={longest}."
                 problems.append(Problem(f"{path}:{question.line}", "", rule, action))

@@ -147,7 +147,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
         lines.append(f"left out, because this model does not use them: {names}{more}")
     if source.num_missing_mtp_layers:
         lines.append(
-            f"{FILE} declares {pluralize(source.num_missing_mtp_layers, 'multi-token prediction layer')}, "
+            f"{FILE} declares "
+            f"{pluralize(source.num_missing_mtp_layers, 'multi-token prediction layer')}, "
             "but the folder has none: the model starts without them (model.mtp_heads=0)"
         )
     lines += normalize_config.lines(source.description.differences)

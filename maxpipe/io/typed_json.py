@@ -193,7 +193,8 @@ def _child_path(where: str, name: object) -> str:
 
 
 def renamed_from(*names: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the metadata of a field that had another former names, and former values mapped to current ones.
+    """Return the metadata of a field that had another former names, and former values mapped to
+    current ones.
 
     A name without a dot belongs to the section in an earlier release.
     """

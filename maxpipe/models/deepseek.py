@@ -112,12 +112,12 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         )
     if own.qk_rope_head_dim % 2 or own.qk_rope_head_dim >= config.head_dim:
         largest = max(2, (config.head_dim - 1) // 2 * 2)
+        valid = min(largest, max(2, own.qk_rope_head_dim // 2 * 2))
         yield RuleViolation(
             "model.deepseek.qk_rope_head_dim",
             f"must be even and less than model.head_dim ({config.head_dim}), because only the "
             "last entries of a head are rotated, in pairs.",
-            f"Set model.deepseek.qk_rope_head_dim={min(largest, max(2, own.qk_rope_head_dim // 2 * 2))}, or a "
-            "larger model.head_dim.",
+            f"Set model.deepseek.qk_rope_head_dim={valid}, or a larger model.head_dim.",
         )
 
 

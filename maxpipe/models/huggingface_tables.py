@@ -22,7 +22,7 @@ def sizes(
 ) -> tuple[Row, ...]:
     """Return the keys of nearly all models with the defaults of a class of transformers.
 
-    `kv_heads` None uses the number of heads. `head_size` None divides the width by the heads.
+    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the heads.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),

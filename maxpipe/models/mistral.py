@@ -60,7 +60,13 @@ FAMILY = Family(
     MistralConfig,
     describe,
     bounds=(
-        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
+        Bound(
+            "sliding_window",
+            0,
+            0,
+            2**31 - 1,
+            "devices count tokens in int32, 0 disables the window",
+        ),
         *rope_config.BOUNDS,
     ),
     rules=_rules,

@@ -38,7 +38,7 @@ class RoutedConfig(MixtureConfig):
     """Normalize the scores of a token's experts to a sum of 1."""
     num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
     """Number of groups of experts, all of the same size. With several groups, each token is routed
-    to experts of `groups_per_token` groups only."""
+    to experts of `expert_groups_per_token` groups only."""
     expert_groups_per_token: int = field(default=1, metadata=renamed_from("groups_per_token"))
     """Number of groups per token, those with the largest group scores."""
     group_scores: Literal["max", "top2"] = "max"
@@ -116,7 +116,8 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a token's groups "
+            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a "
+            "token's groups "
             "are distinct.",
             f"Set {section}.expert_groups_per_token={own.num_expert_groups}.",
         )
@@ -124,7 +125,7 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
             f"must allow {section}.top_k={own.top_k} experts per token, but selects only "
-            f"{own.groups_per_token * size} of {own.num_experts} experts.",
+            f"{own.expert_groups_per_token * size} of {own.num_experts} experts.",
             f"Set {section}.expert_groups_per_token={-(-own.top_k // size)}.",
         )
     elif own.group_scores == "top2" and own.num_expert_groups > 1 and size < 2:
@@ -172,9 +173,7 @@ BOUNDS = (
     *moe_base.BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
-    Bound(
-        "routed_scaling_factor", 1.0, 0, LARGEST, "experts of weight 0 have no gradient", False
-    ),
+    Bound("routed_scaling_factor", 1.0, 0, LARGEST, "experts of weight 0 have no gradient", False),
     Bound("num_expert_groups", 1, 1),
     Bound("expert_groups_per_token", 1, 1),
     Bound("expert_bias_update_rate", 0.001, 0, 1, "0 keeps biases constant"),

@@ -27,7 +27,8 @@ class Phi3Config:
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
     """Factors of the wavelengths, one per pair, for sequences of at most
-    `model.phi3.original_max_position_embeddings` (LongRoPE, arXiv:2402.13753). An empty list uses 1."""
+    `model.phi3.original_max_position_embeddings` (LongRoPE, arXiv:2402.13753). An empty list uses
+    1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
@@ -167,7 +168,13 @@ FAMILY = Family(
     Phi3Config,
     describe,
     bounds=(
-        Bound("sliding_window", 0, 0, 2**31 - 1, "devices count tokens in int32, 0 disables the window"),
+        Bound(
+            "sliding_window",
+            0,
+            0,
+            2**31 - 1,
+            "devices count tokens in int32, 0 disables the window",
+        ),
         Bound("rope_size", 0, 0, why="0 rotates all entries"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 2),

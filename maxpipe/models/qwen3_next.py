@@ -123,7 +123,8 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
             "model.qwen3_next.linear_num_value_heads",
-            f"must be a multiple of model.qwen3_next.linear_num_key_heads ({own.linear_num_key_heads}), because "
+            f"must be a multiple of model.qwen3_next.linear_num_key_heads "
+            f"({own.linear_num_key_heads}), because "
             "value heads share key heads evenly.",
             f"Set model.qwen3_next.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )

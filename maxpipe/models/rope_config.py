@@ -24,8 +24,8 @@ class RopeConfig:
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
     """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
-    (NTK) raises the base for sequences longer than `original_max_position_embeddings`. `llama3` and `yarn`
-    multiply the wavelengths that do not fit the original context. `longrope` multiplies each
+    (NTK) raises the base for sequences longer than `original_max_position_embeddings`. `llama3` and
+    `yarn` multiply the wavelengths that do not fit the original context. `longrope` multiplies each
     wavelength by its own factor."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the context length to the original context length. 1 disables the scaling, except
@@ -41,8 +41,8 @@ class RopeConfig:
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factors of the wavelengths, one per pair, for sequences of at most `original_max_position_embeddings`.
-    Ignored unless `rope_type` is `longrope`."""
+    """Factors of the wavelengths, one per pair, for sequences of at most
+    `original_max_position_embeddings`. Ignored unless `rope_type` is `longrope`."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
@@ -52,8 +52,9 @@ class RopeConfig:
     """Rotations in `original_max_position_embeddings` from which a wavelength is kept (`beta_fast`,
     `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the full factor
-    (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the papers."""
+    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the
+    full factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the
+    papers."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 
@@ -125,7 +126,8 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             f"{section}.rope_beta_slow",
             f"must be less than {section}.rope_beta_fast ({fast:g}).",
-            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for the values of the paper.",
+            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for the values of the "
+            "paper.",
         )
     if own.rope_type == "longrope":
         yield from factor_rules(
@@ -146,7 +148,7 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "model.head_dim",
             f"must be at least 4 with {section}.rope_type=dynamic, whose formula divides by "
-            "head_size - 2.",
+            "head_dim - 2.",
             f"Set model.head_dim=4, or {section}.rope_type=linear.",
         )
 

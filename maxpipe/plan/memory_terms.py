@@ -88,8 +88,9 @@ TERMS: dict[str, Term] = {
         "more mesh.ici_tensor, more mesh.ici_context for long sequences, more (smaller) "
         "pipeline.microbatches, a shorter train.sequence_length",
     ),
-    "reference": Term("reference parameters for grpo.kl",
-        "grpo.kl_coef=0, or adapters (adapter.rank)"),
+    "reference": Term(
+        "reference parameters for grpo.kl_coef", "grpo.kl_coef=0, or adapters (adapter.rank)"
+    ),
     "batch": Term("token ids of a step", "a smaller train.batch_size"),
 }
 

@@ -140,7 +140,9 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
 
 def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedModel:
-    """Open the model with the student's batch shape, and mesh and pipeline of `distill.teacher_layout`."""
+    """Open the model with the student's batch shape, and mesh and pipeline of
+    `distill.teacher_layout`.
+    """
     config = loaded.config
 
     def section(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +189,9 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """Return the error with problems of the teacher's layout attributed to `distill.layout`."""
+    """Return the error with problems of the teacher's layout attributed to
+    `distill.teacher_layout`.
+    """
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]

@@ -61,7 +61,7 @@ class ReferenceParams:
                 where,
                 None,
                 "must point to the initial weights of this run, which are the reference "
-                "of grpo.kl; it now points to other weights.",
+                "of grpo.kl_coef; it now points to other weights.",
                 "Restore them, name their step with RUN@STEP, or set run.name to a new name.",
             )
 

@@ -216,9 +216,7 @@ def _read_folder_weights(
     wanted = to_dict(config)["model"]
     decided = {**WITHOUT_MTP, **source.description.section}
     if decided["mtp_heads"] and not config.model.mtp_heads:
-        console.note(
-            "model.mtp_heads=0: the folder's multi-token prediction layers are not loaded"
-        )
+        console.note("model.mtp_heads=0: the folder's multi-token prediction layers are not loaded")
         decided |= {**WITHOUT_MTP, "mtp_kind": config.model.mtp_kind}
     # config.json has no values for other keys, such as dropout.
     own = {

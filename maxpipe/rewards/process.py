@@ -71,7 +71,8 @@ class RewardFunction:
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
             rule = (
-                f"must return a finite number within {self._config.reward_timeout_seconds:g} seconds for "
+                f"must return a finite number within {self._config.reward_timeout_seconds:g} "
+                "seconds for "
                 f"each completion; for {where} and the completion {shown!r} {error}."
             )
             raise self._config_error(rule) from None

@@ -64,7 +64,8 @@ METRICS = (
         "nats per token",
         "Cross-entropy of the first MTP head: the sum over its target tokens divided by the number "
         "of target tokens of `train/loss`. `train/loss_ahead_2` is the loss of the second head. "
-        "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, over the tokens "
+        "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, over the "
+        "tokens "
         "for which an MTP layer has a target.",
         "with `model.mtp_heads`",
     ),
@@ -151,7 +152,8 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Fraction of tokens without gradient because of `grpo.clip`; 0 in the first step of a "
+        "Fraction of tokens without gradient because of `grpo.clip_ratio`; 0 in the first step of "
+        "a "
         "rollout.",
         _GRPO,
     ),

@@ -87,7 +87,9 @@ def _train_steps(run: Run) -> None:
     config, first = run.config, run.steps_done
     meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
-    if run.early_stopping.needs_evaluation(first) and first:  # the run was stopped before this evaluation
+    if (
+        run.early_stopping.needs_evaluation(first) and first
+    ):  # the run was stopped before this evaluation
         with meter.paused(EVAL):
             evaluated = run.evaluate(first)
     last = run.total_steps

@@ -38,7 +38,8 @@ from maxpipe.step.state import ParamLayout
 
 
 class SampleGenerator:
-    """Completes the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of held-out chats.
+    """Completes the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of held-out
+    chats.
 
     Raises:
         ConfigError: the file has no prompts, a prompt leaves no space for a token, or there is no

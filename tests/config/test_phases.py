@@ -52,5 +52,5 @@ def test_the_example_is_taken_and_what_it_replaces_is_not() -> None:
     load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}"])
     with pytest.raises(ConfigError, match="must be 0 with optim.lr_phases"):
         load(["tiny", "train.steps=50", f"optim.lr_phases={EXAMPLE}", "optim.warmup_steps=5"])
-    with pytest.raises(ConfigError, match="optim.phases"):
+    with pytest.raises(ConfigError, match="optim.lr_phases"):
         load(["tiny", "train.steps=50", "optim.lr_phases=['rest linear 0 -> 0']"])

@@ -42,9 +42,7 @@ def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=700"])
     message = str(caught.value)
-    assert (
-        "mesh.max_replicated_bytes = 700" in message and "_norm.scale (768 bytes)" in message
-    )
+    assert "mesh.max_replicated_bytes = 700" in message and "_norm.scale (768 bytes)" in message
     assert "Set mesh.max_replicated_bytes=768" in message
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=768"])
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=0"])

@@ -228,7 +228,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
     (
         ("distill.teacher_devices=8",),
-        "Set distill.teacher_devices=7, or mesh.cpu_devices=16, or distill.teacher_devices=0 to alternate",
+        "Set distill.teacher_devices=7, or mesh.cpu_devices=16, or distill.teacher_devices=0 to "
+        "alternate",
     ),
     (
         ("distill.teacher_devices=2", "distill.teacher_layout=[mesh.ici_stage=3]"),

@@ -70,7 +70,7 @@ def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
     told = go_on(name, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in told
-    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_scaling." in told
+    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
 
 
 @pytest.mark.slow

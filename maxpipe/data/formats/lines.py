@@ -237,7 +237,7 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
         "data.path",
         file.path,
         f"must have at most {most_bytes} bytes when unpacked, the remainder of "
-        "data.largest_unpacked_bytes.",
+        "data.max_decompressed_bytes.",
         "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or remove "
         "the file from data.path.",
     )

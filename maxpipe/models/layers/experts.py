@@ -101,7 +101,8 @@ class Experts(Part):
             "",
             "Balance loss without its coefficient, mean over layers with experts. It is 1 if all "
             "experts get equally many tokens of each sequence, or of the tokens that "
-            "`load_balance_scope` selects. It is the number of experts divided by `top_k` if all tokens "
+            "`load_balance_scope` selects. It is the number of experts divided by `top_k` if all "
+            "tokens "
             "select the same experts.",
         ),
         "moe/router_z_loss": Summary(
