@@ -310,7 +310,9 @@ def test_a_port_that_is_taken_is_a_mistake():
         ran = python(started(config))
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
-    assert "cannot be used here" in ran.stderr and "name another port" in ran.stderr
+    assert (
+        "cannot be used here" in ran.stderr and "another port in runtime.coordinator" in ran.stderr
+    )
 
 
 def test_compiler_options_are_for_tpus_only() -> None:

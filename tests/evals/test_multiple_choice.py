@@ -120,7 +120,7 @@ def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
 
 
 def test_what_users_say_needs_a_template(questions: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  needs a chat template"):
+    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  requires a chat template"):
         made(questions, MODEL, ["eval.tasks.q.chat=true"])
 
 
