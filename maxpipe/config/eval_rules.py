@@ -1,6 +1,4 @@
-"""Rules on evaluation during training: tasks, samples, best-checkpoint metric and early
-stopping.
-"""
+"""Rules of in-training evaluation: tasks, samples, best checkpoint and early stopping."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Translate config files of other trainers: one report of all keys, as lines of a
-maxpipe config.
-"""
+"""Translate config files of other trainers and report every key."""
 
 from __future__ import annotations
 
