@@ -141,7 +141,7 @@ class Case:
             dropout=self.dropout,
             tied_embeddings=self.tied,
             mtp_heads=self.ahead,
-            ahead=self.form,  # type: ignore[arg-type]
+            mtp_kind=self.form,  # type: ignore[arg-type]
             norm_epsilon=self.epsilon,
             compute_dtype=self.dtype,  # type: ignore[arg-type]
             param_dtype=self.stored,  # type: ignore[arg-type]

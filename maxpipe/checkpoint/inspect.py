@@ -329,8 +329,8 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
     left, right = found
     lines = diff_trees(left.state, right.state)
     for words, a, b in (
-        ("config", left.facts.config, right.facts.config),
-        ("data", left.facts.data, right.facts.data),
+        ("config", left.metadata.config, right.metadata.config),
+        ("data", left.metadata.data, right.metadata.data),
     ):
         before, now = dict(_flat(a)), dict(_flat(b))
         for key in sorted(before.keys() | now.keys()):

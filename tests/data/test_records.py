@@ -122,7 +122,7 @@ def test_records_that_cannot_be_read_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = broken_lines(tmp_path)
-    skipping = config(file, unreadable="skip", max_bad_records=6)
+    skipping = config(file, bad_records="skip", max_bad_records=6)
     with caplog.at_level(logging.WARNING):
         source = open_source(skipping, 0)
         texts = [source[i] for i in range(20)]
@@ -136,7 +136,7 @@ def test_records_that_cannot_be_read_are_skipped(
 
 def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
-    source = open_source(config(file, unreadable="skip", max_bad_records=5), 0)
+    source = open_source(config(file, bad_records="skip", max_bad_records=5), 0)
     for number in sorted(BROKEN)[:5]:
         assert source[number] == "" == source[number]
     with pytest.raises(ConfigError) as error:
@@ -149,7 +149,7 @@ def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
-    source = open_source(config(file, unreadable="skip"), 0)
+    source = open_source(config(file, bad_records="skip"), 0)
     file.write_bytes(file.read_bytes() + b"\n{}")
     with pytest.raises(ConfigError, match="must not change during reading"):
         source[0]
@@ -178,14 +178,14 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             run("tokens", **keys)
     # What is done is kept, and a limit is not another source.
-    assert "(6 unreadable, written as empty)" in run("tokens", unreadable="skip")
+    assert "(6 unreadable, written as empty)" in run("tokens", bad_records="skip")
     found = PreparedDocuments(str(tmp_path / "tokens"), ByteTokenizer())
     assert found.unreadable == 6
     empty = [i for i, length in enumerate(found.lengths.tolist()) if length == 2]
     assert empty == sorted(broken)
     assert found.byte_counts.any()
     with pytest.raises(ConfigError) as error:
-        run("tokens", unreadable="skip", max_bad_records=5)
+        run("tokens", bad_records="skip", max_bad_records=5)
     assert error.value.problems[0].where == "data.max_bad_records"
     with pytest.raises(ConfigError) as error:
         run("tokens")
@@ -195,7 +195,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
 def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     for _ in range(2):  # read, and from the cache
-        source = open_source(config(file, unreadable="skip"), 0)
+        source = open_source(config(file, bad_records="skip"), 0)
         index = build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
         assert index.unreadable.tolist() == sorted(BROKEN) == list(source.unreadable)
         assert index.lengths[sorted(BROKEN)].tolist() == [2] * len(BROKEN)
@@ -224,7 +224,7 @@ def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
             datasets.unreadable
         )
 
-    skipped, count = batches(config(file, unreadable="skip"))
+    skipped, count = batches(config(file, bad_records="skip"))
     assert count == len(BROKEN)
     assert (skipped, 0) == batches(config(other))
 
@@ -233,7 +233,7 @@ def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
     """It had text when it was indexed: as an empty document it would change what follows."""
     file = broken_lines(tmp_path)
     datasets = build_loaders(
-        config(file, unreadable="skip", validation_fraction=0.0),
+        config(file, bad_records="skip", validation_fraction=0.0),
         TokenizerConfig(),
         seed=0,
         batch_size=1,

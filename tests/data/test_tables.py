@@ -65,8 +65,8 @@ def test_rows_are_those_of_a_plain_loop(compression: str, dictionary: bool, tmp_
     assert [found.record(i) for i in order] == [ROWS[i] for i in order]
     assert found.where(39) == f"{tmp_path}/a.parquet: row 39"
     assert found.where(40) == f"{tmp_path}/b.parquet: row 0"
-    assert source(tmp_path, field="meta.title")[50] == "title 50"
-    assert source(tmp_path, field="raw")[96] == "bytes 96"
+    assert source(tmp_path, text_field="meta.title")[50] == "title 50"
+    assert source(tmp_path, text_field="raw")[96] == "bytes 96"
     template = source(tmp_path, template=r"{meta.title}\n{{{text}}}: {meta.score}")
     assert template[43] == f"title 43\n{{{ROWS[43]['text']}}}: 21.5"
     assert source(tmp_path).fingerprint() == found.fingerprint() != template.fingerprint()
@@ -84,7 +84,7 @@ def test_only_columns_that_are_needed_are_read(
         return whole(self, group, columns=columns, **options)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    found = source(tmp_path / "a.parquet", field="meta.title")
+    found = source(tmp_path / "a.parquet", text_field="meta.title")
     assert [found[i] for i in (0, 9, 55, 50)] == ["title 0", "title 9", "title 55", "title 50"]
     assert read == [(0, ["meta"]), (5, ["meta"])]
     assert found.record(51) == ROWS[51] and read[2:] == [(5, None)]
@@ -119,14 +119,14 @@ def test_threads_read_the_same_rows(tmp_path: Path) -> None:
 
 def test_columns_that_are_not_there(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
-    message = refusal(lambda: source(file, field="body")[12])
+    message = refusal(lambda: source(file, text_field="body")[12])
     assert f"{file}: row 12 = fields text, id, meta, messages, raw\n" in message
     assert (
         "data.text_field (body), which is missing" in message
         and "Set data.text_field=text." in message
     )
-    assert "which is of type int" in refusal(lambda: source(file, field="id")[0])
-    assert "(meta.no), which is missing" in refusal(lambda: source(file, field="meta.no")[0])
+    assert "which is of type int" in refusal(lambda: source(file, text_field="id")[0])
+    assert "(meta.no), which is missing" in refusal(lambda: source(file, text_field="meta.no")[0])
     message = refusal(lambda: source(file, template="{text}{title}")[3])
     assert f"{file}: row 3" in message and "column title of data.template" in message
     assert "of type list" in refusal(lambda: source(file, template="{messages}")[3])
@@ -193,7 +193,7 @@ def test_nested_columns_hold_texts_that_repeat_once(tmp_path: Path) -> None:
     pq.write_table(pa.table({"meta": inner, "messages": ones}), file, store_schema=False)
     assert file.stat().st_size < 1 << 21
     before = pa.default_memory_pool().bytes_allocated()
-    found = source(file, field="meta.content")
+    found = source(file, text_field="meta.content")
     assert found[MANY - 1] == SAME[0]
     assert found.record(7) == {
         "meta": {"content": SAME[0], "id": 7},
@@ -319,8 +319,8 @@ def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
     assert [found.record(i) for i in order] == [ROWS[i] for i in order]
     assert found.where(49) == f"{folder}/data-00000-of-00002.arrow: row 49"
     assert found.where(67) == f"{folder}/data-00001-of-00002.arrow: row 17"
-    assert source(folder, "huggingface", field="meta.title")[9] == "title 9"
-    assert "which is missing" in refusal(lambda: source(folder, "huggingface", field="b")[0])
+    assert source(folder, "huggingface", text_field="meta.title")[9] == "title 9"
+    assert "which is missing" in refusal(lambda: source(folder, "huggingface", text_field="b")[0])
     twice = DataConfig(source="huggingface", paths=[str(folder), str(save(tmp_path / "b", [ROWS]))])
     assert open_source(twice, 0)[100] == ROWS[3]["text"]
 

@@ -106,7 +106,7 @@ def test_a_run_ends_and_stays_ended(
     [event] = ledger(folder, "early_stop")
     metrics = records(folder)
     assert event["best_step"] == 2 and event["best"] == metrics[2]["eval/loss"]
-    assert saved(folder).facts.metrics == {
+    assert saved(folder).metadata.metrics == {
         tag: value for tag, value in metrics[6].items() if tag.startswith("eval/")
     }
     copy = Path(shutil.copytree(folder, tmp_path / "again" / "run"))

@@ -108,7 +108,7 @@ def _params(source: Any, decoder: Decoder) -> Any:
 
     def read(name: str, leaf: Any) -> Any:
         whole = [slice(None)] * leaf.ndim
-        return jnp.asarray(source.region(name, np.dtype(np.float32), whole))
+        return jnp.asarray(source.read_region(name, np.dtype(np.float32), whole))
 
     params = map_named_leaves(read, shapes)
     return params if len(kinds) > 1 else params | {"layers": {kinds[0]: params["layers"]}}

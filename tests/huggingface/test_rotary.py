@@ -178,7 +178,7 @@ def test_frequencies_are_those_of_transformers(
             context = LayerContext(inputs, jnp.asarray(layer), model.values)
             found = np.asarray(rotary_frequencies(part.rope, size, context))
             np.testing.assert_allclose(found, wanted["frequencies"], 1e-5, err_msg=name)
-            assert part.rope.length == pytest.approx(wanted["factor"], 1e-6), name
+            assert part.rope.attention_factor == pytest.approx(wanted["factor"], 1e-6), name
 
 
 @pytest.mark.oracle

@@ -144,7 +144,7 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
     # Of each value head and token the recurrence reads twice and writes once.
     states = 2 * 3 * 6 * 5 * 7
     without = describe(
-        replace(CONFIG, family="qwen3_next", own=replace(NEXT, value_size=8), num_layers=4)
+        replace(CONFIG, family="qwen3_next", own=replace(NEXT, linear_value_head_dim=8), num_layers=4)
     )
     part, wider = (each.layer_types["delta"].parts["delta"] for each in (model, without))
     products = [

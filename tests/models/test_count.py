@@ -209,7 +209,7 @@ def test_layers_ahead_count_as_layers() -> None:
     """Behind the network: three of them take what three layers more do, and their projections."""
     config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
     longer = describe(dataclasses.replace(config, num_layers=6))
-    one = dataclasses.replace(config, mtp_heads=1, ahead="layer")
+    one = dataclasses.replace(config, mtp_heads=1, mtp_kind="layer")
     tokens, width, vocab = 4096, config.d_model, config.vocab_size
 
     def more(frozen: list[str], counted: Callable[..., int], *arguments: int) -> int:
@@ -238,7 +238,7 @@ def test_layers_ahead_count_as_layers() -> None:
 
 def test_a_token_uses_some_experts_of_layers_ahead() -> None:
     config = published("tiny-moe")
-    one = dataclasses.replace(config, mtp_heads=2, ahead="layer")
+    one = dataclasses.replace(config, mtp_heads=2, mtp_kind="layer")
     unused = [
         count.num_params(model) - count.active_params(model)
         for model in (describe(config), describe(one))

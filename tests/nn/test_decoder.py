@@ -378,7 +378,7 @@ def test_heads_ahead_follow_their_formula() -> None:
 
 def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() -> None:
     plain, one, three = (
-        numpy_leaves(jax.jit(decoder_with(mtp_heads=heads, ahead="layer").init)(KEY))
+        numpy_leaves(jax.jit(decoder_with(mtp_heads=heads, mtp_kind="layer").init)(KEY))
         for heads in (0, 1, 3)
     )
     assert all(np.array_equal(three[name], leaf) for name, leaf in plain.items())
@@ -392,7 +392,7 @@ def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() ->
 
 def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
     """Two chained heads by loops over documents, each of which is a row of its own."""
-    decoder = decoder_with(mtp_heads=2, ahead="layer", mtp_loss_weight=0.6)
+    decoder = decoder_with(mtp_heads=2, mtp_kind="layer", mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch(1)
     batch["loss_mask"] = jnp.asarray([[1, 0, 1, 1, 1, 0, 1, 1]])
     losses = {"ahead_1": 0.0, "ahead_2": 0.0}

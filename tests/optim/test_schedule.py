@@ -87,18 +87,18 @@ def test_short_runs_have_finite_rates(schedule: str, total: int, warmup: int) ->
 
 def test_phases_follow_each_other() -> None:
     texts = ["10% linear 0 -> 1", "2 x 30 cosine 1 -> 0.1", "rest linear 0.5"]
-    got = rates(100, phases=texts)
+    got = rates(100, lr_phases=texts)
     bend = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 30)) / 2 for done in range(30)]
     tail = [0.1 + 0.4 * done / 30 for done in range(30)]
     wanted = [*(done / 10 for done in range(10)), *bend, *bend, *tail, 0.5]
     np.testing.assert_allclose(got, PEAK * np.array(wanted), rtol=1e-5)
     # Behind the last phase the rate stays; phases that are longer than the run are cut off.
-    short = rates(20, phases=["5 linear 0.2", "5 linear 0.2"])
+    short = rates(20, lr_phases=["5 linear 0.2", "5 linear 0.2"])
     np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
     np.testing.assert_allclose(
-        rates(10, phases=["100 cosine 0"]), rates(100, phases=["100 cosine 0"])[:11], rtol=1e-6
+        rates(10, lr_phases=["100 cosine 0"]), rates(100, lr_phases=["100 cosine 0"])[:11], rtol=1e-6
     )
-    rising = rates(10, phases=["rest cosine 0.5 -> 1"])
+    rising = rates(10, lr_phases=["rest cosine 0.5 -> 1"])
     assert (np.diff(rising) > 0).all() and rising[0] == pytest.approx(0.5 * PEAK)
 
 

@@ -63,7 +63,7 @@ V3 = DeepseekConfig(
     routed_scaling_factor=2.5,
     expert_bias=True,
 )
-V2 = replace(V3, q_lora_rank=0, scores="softmax", group_scores="max", router_bias=False)
+V2 = replace(V3, q_lora_rank=0, score_func="softmax", group_scores="max", expert_bias=False)
 MISTRAL = MistralConfig(sliding_window=3)
 QWEN2 = Qwen2Config(rope_factor=4.0, original_max_position_embeddings=64)
 QWEN3 = Qwen3Config(rope_factor=2.0)

@@ -90,7 +90,7 @@ def batch_for(case: Case) -> dict[str, np.ndarray]:
 
 def plain(steps: Any, objective: Objective, batch: Any) -> tuple[Any, list[float], Any]:
     """Parameters, means of the loss and reports, and gradients; row by row, in float64."""
-    decoder = steps.partition.decoder
+    decoder = steps.param_layout.decoder
 
     def total(params: Any, row: Any) -> tuple[Array, Any]:
         count = row[objective.normaliser].sum()

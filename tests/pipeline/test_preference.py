@@ -95,7 +95,7 @@ def sums_of(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
 def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> tuple[Any, ...]:
     """Parameters, the mean loss and reports, and gradients, of pairs whose halves are rows."""
     batch = alone(made, inside)
-    decoder = steps.partition.decoder
+    decoder = steps.param_layout.decoder
     one_each = type(objective)(**{**vars(objective), "most_pairs": 1})
 
     def mean(params: Any) -> tuple[Any, Any]:

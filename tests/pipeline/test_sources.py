@@ -37,7 +37,7 @@ def plain_sums(steps: Any, batch: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     params: Any = None
     nats, targets = np.zeros(steps.num_sources), np.zeros(steps.num_sources)
     decoder = replace(
-        steps.partition.decoder, config=replace(steps.partition.decoder.config, frozen=[])
+        steps.param_layout.decoder, config=replace(steps.param_layout.decoder.config, frozen=[])
     )
     for number, source in enumerate(batch["source_ids"].tolist()):
         row = {name: each[number : number + 1] for name, each in batch.items()}

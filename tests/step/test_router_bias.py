@@ -70,7 +70,7 @@ def run(number: int) -> tuple[list[Any], Any]:
 @pytest.mark.parametrize("number", keeping(range(len(CASES)), 0))
 def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
     case, (saved, steps) = CASES[number], run(number)
-    decoder, parts = steps.partition.decoder, steps.partition
+    decoder, parts = steps.param_layout.decoder, steps.param_layout
     plain, num_layers = jax.jit(decoder.run), case.layers - OWN.num_dense_layers
     for step in range(STEPS):
         batch = batch_of(ROWS, step, case)

@@ -117,7 +117,7 @@ def saved(folder: Path, step: int | None = None) -> Any:
 def saved_digest(folder: Path, step: int | None = None) -> str:
     """Of all that a checkpoint holds of the run's state and its place in the data."""
     found = saved(folder, step)
-    return tree_digest(found.state) + json.dumps(found.facts.data, sort_keys=True)
+    return tree_digest(found.state) + json.dumps(found.metadata.data, sort_keys=True)
 
 
 def forget_after(folder: Path, step: int) -> None:

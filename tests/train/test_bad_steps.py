@@ -178,7 +178,7 @@ def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
     assert [(each["step"], each["action"]) for each in skipped] == [
         (step, "skip") for step in (4, 10, 11, 24)
     ]
-    data = saved(here.folder).facts.data
+    data = saved(here.folder).metadata.data
     assert data["step"] == STEPS and data["guard"]["skipped"] == 4
 
 
@@ -199,7 +199,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
     assert tree_digest(saved(here.folder, 8).state) == tree_digest(saved(tmp_path / "run", 8).state)
-    assert saved(here.folder, 8).facts.data == saved(tmp_path / "run", 8).facts.data
+    assert saved(here.folder, 8).metadata.data == saved(tmp_path / "run", 8).metadata.data
 
 
 @pytest.mark.fault("N2")
@@ -241,7 +241,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
     spent = curves.read_goodput(here.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
-    data = saved(here.folder).facts.data
+    data = saved(here.folder).metadata.data
     assert data["step"] == STEPS + 2 + 4
     assert data["guard"] == {
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
@@ -264,7 +264,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
     here.train(*BACK, f"run.dir={unbroken}")
     found, wanted = saved(here.folder), saved(unbroken / "run")
     assert tree_digest(found.state) == tree_digest(wanted.state)
-    assert found.facts.data == wanted.facts.data
+    assert found.metadata.data == wanted.metadata.data
 
 
 def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
@@ -276,14 +276,14 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
     with pytest.raises(Preemption, match="stopped after step 8 of 24"):
         here.train(*BACK)
     assert saved_steps(here.folder) == [4, 8]
-    assert saved(here.folder, 8).facts.data["step"] == 8
+    assert saved(here.folder, 8).metadata.data["step"] == 8
 
 
 def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     here.bad = {2}
     here.train(*BACK, "checkpoint.every=0")
     assert [each["to"] for each in ledger(here.folder, "roll_back")] == [0]
-    assert saved(here.folder).facts.data["step"] == STEPS + 3
+    assert saved(here.folder).metadata.data["step"] == STEPS + 3
     assert int(saved(here.folder).state["step"]) == STEPS
 
 

@@ -43,7 +43,7 @@ def plain(
         ids = jnp.asarray([*each.prompt.ids, *each.tokens], jnp.int32)[None]
         positions = jnp.arange(ids.shape[1])[None]
         inputs = {"tokens": ids, "segment_ids": jnp.ones_like(ids), "positions": positions}
-        logits = steps.partition.decoder.run(params, inputs).logits[0] / config.temperature
+        logits = steps.param_layout.decoder.run(params, inputs).logits[0] / config.temperature
         loss = jnp.zeros(())
         for place in range(len(each.prompt.ids), ids.shape[1]):
             logp = jax.nn.log_softmax(logits[place - 1])[ids[0, place]]

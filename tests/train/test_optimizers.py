@@ -135,7 +135,7 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
         slopes = parts.select_trainable(jax.jit(parts.from_saved)(grown))
 
         def update(slopes: Any, state: Any, steps: Any = steps) -> Any:
-            params = steps.partition.trained(state.params)
+            params = steps.param_layout.select_trainable(state.params)
             params, optimizer = steps.optimizer.update(slopes, state.optimizer, params)
             return state._replace(params=params, optimizer=optimizer)
 
