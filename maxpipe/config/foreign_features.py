@@ -59,7 +59,7 @@ ABSENT_KEY = {
         "documents are always read from disk on demand.",
         "Leave it out; `jsonl` and `arrayrecord` files may be larger than memory.",
     ),
-    "z_loss z_loss_weight muon_lr": (
+    "z_loss muon_lr": (
         "is not supported.",
         "Leave it out.",
     ),
@@ -363,7 +363,7 @@ ABSENT_KEY = {
     "use_post_ffw_norm v_norm_with_scale qk_norm_with_scale use_qk_norm use_qk_norm_in_gdn "
     "nope_layer_interval use_untrainable_positional_embedding trainable_position_size "
     "rope_use_scale rope_min_timescale global_rope_* local_rope_proportion "
-    "max_position_embeddings beta_fast beta_slow rope_interleave rope_truncate "
+    "max_position_embeddings beta_fast beta_slow rope_interleave "
     "rope_attention_scaling rope_pairwise partial_rotary_factor qk_nope_head_dim "
     "moe_expert_input_dim hidden_act bos_token_id eos_token_id initializer_range use_cache": (
         "the model family defines the details of its layers.",

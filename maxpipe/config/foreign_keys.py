@@ -30,13 +30,13 @@ SAME_KEY = {
     "base_num_query_heads base_num_heads",
     "model.num_kv_heads": "n_kv_heads num_key_value_heads kv_heads num_query_groups "
     "base_num_kv_heads",
-    "model.head_dim": "head_dim d_head d_kv kv_channels",
+    "model.head_dim": "d_head d_kv kv_channels",
     "model.d_mlp": "intermediate_size ffn_hidden_size d_ff ffn_dim mlp_dim n_inner base_mlp_dim",
     "model.vocab_size": "vocab n_vocab padded_vocab_size",
     "model.tied_embeddings": "tie_word_embeddings tie_embeddings weight_tying share_embeddings "
     "logits_via_embedding",
     "model.mtp_heads": "num_nextn_predict_layers mtp_num_layers mtp_num_heads medusa_num_heads",
-    "model.mtp_loss_weight": "mtp_loss_scaling_factor mtp_loss_weight mtp_loss_coef",
+    "model.mtp_loss_weight": "mtp_loss_scaling_factor mtp_loss_coef",
     "model.moe.num_experts": "experts n_experts num_local_experts n_routed_experts "
     "num_moe_experts moe_num_experts",
     "model.moe.top_k": "num_experts_per_tok num_experts_per_token experts_per_token "
@@ -45,10 +45,9 @@ SAME_KEY = {
     "model.moe.d_expert": "moe_intermediate_size moe_ffn_hidden_size expert_dim moe_inter_dim "
     "base_moe_mlp_dim",
     "model.moe.load_balance_loss_weight": "router_aux_loss_coef aux_loss_coef moe_aux_loss_coeff "
-    "aux_loss_alpha load_balance_loss_weight",
-    "model.moe.norm_topk_prob": "norm_topk_prob moe_normalize_expert_weights",
+    "aux_loss_alpha",
+    "model.moe.norm_topk_prob": "moe_normalize_expert_weights",
     "model.moe.num_shared_experts": "n_shared_experts shared_experts",
-    "model.moe.routed_scaling_factor": "routed_scaling_factor",
     "model.moe.score_func": "scoring_func moe_router_score_function routed_score_func",
     "model.moe.num_expert_groups": "n_group n_expert_groups moe_router_num_groups n_routing_groups",
     "model.moe.expert_groups_per_token": "topk_group n_limited_groups moe_router_group_topk "
@@ -56,19 +55,14 @@ SAME_KEY = {
     "model.moe.expert_bias": "e_score_correction_bias moe_router_enable_expert_bias routed_bias",
     "model.moe.expert_bias_update_rate": "moe_router_bias_update_rate bias_update_speed "
     "routed_bias_update_rate",
-    "model.deepseek.kv_lora_rank": "kv_lora_rank",
-    "model.deepseek.q_lora_rank": "q_lora_rank",
-    "model.deepseek.qk_rope_head_dim": "qk_rope_head_dim qk_pos_emb_head_dim",
-    "model.deepseek.v_head_dim": "v_head_dim",
+    "model.deepseek.qk_rope_head_dim": "qk_pos_emb_head_dim",
     "model.moe.z_loss_weight": "router_z_loss_coef moe_z_loss_coeff",
     "model.moe.capacity_factor": "moe_expert_capacity_factor expert_capacity_factor",
-    "model.qwen3_next.full_attention_interval": "full_attention_interval",
-    "model.qwen3_next.linear_num_key_heads": "linear_num_key_heads gdn_num_key_heads",
-    "model.qwen3_next.linear_num_value_heads": "linear_num_value_heads gdn_num_value_heads",
-    "model.qwen3_next.linear_key_head_dim": "linear_key_head_dim gdn_key_head_dim",
-    "model.qwen3_next.linear_value_head_dim": "linear_value_head_dim gdn_value_head_dim",
-    "model.qwen3_next.linear_conv_kernel_dim": "linear_conv_kernel_dim conv_kernel conv_size "
-    "gdn_conv_kernel_dim",
+    "model.qwen3_next.linear_num_key_heads": "gdn_num_key_heads",
+    "model.qwen3_next.linear_num_value_heads": "gdn_num_value_heads",
+    "model.qwen3_next.linear_key_head_dim": "gdn_key_head_dim",
+    "model.qwen3_next.linear_value_head_dim": "gdn_value_head_dim",
+    "model.qwen3_next.linear_conv_kernel_dim": "conv_kernel conv_size gdn_conv_kernel_dim",
     "model.qwen3_next.d_shared_expert": "shared_expert_intermediate_size",
     "model.rope_theta": "rope_base rotary_base rope_max_timescale",
     "model.norm_epsilon": "rms_norm_eps norm_eps layer_norm_eps layernorm_epsilon "
@@ -133,13 +127,12 @@ SAME_KEY = {
     "optim.warmup_steps": "warmup num_warmup_steps warmup_num_steps "
     "warmup_iters lr_warmup_steps lr_warmup_iters",
     "optim.decay_fraction": "decay_ratio cooldown_fraction wsd_decay_steps_fraction",
-    "optim.min_lr_ratio": "min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction "
+    "optim.min_lr_ratio": "min_lr_factor cosine_learning_rate_final_fraction "
     "learning_rate_final_fraction cosine_min_lr_ratio",
     "optim.beta1": "adam_beta1 adam_b1 b1",
     "optim.beta2": "adam_beta2 adam_b2 b2",
     "optim.epsilon": "adam_epsilon adam_eps eps",
     "optim.weight_decay": "wd adam_weight_decay muon_weight_decay",
-    "optim.ema_decay": "ema_decay",
     "eval.patience": "early_stopping_patience",
     "optim.clip_norm": "grad_clip max_grad_norm clip_grad train_clip optim_clip "
     "gradient_clipping max_norm gradient_clip gradient_clip_val gradient_clipping_threshold "
@@ -147,7 +140,7 @@ SAME_KEY = {
     "data.source": "dataset_type dataset_format data_type grain_file_type",
     "data.path": "data_path data_dir data_files dataset dataset_name dataset_path train_data "
     "train_file train_files hf_train_files grain_train_files",
-    "data.text_field": "text_field text_column text_key dataset_text_field train_data_columns",
+    "data.text_field": "text_column text_key dataset_text_field train_data_columns",
     "data.messages_field": "messages_column conversation_column conversation_field",
     "data.prompt_field": "prompt_column instruction_field",
     "data.response_field": "response_column completion_field completion_column",
@@ -190,13 +183,11 @@ SAME_KEY = {
     "launch.slices": "num_slices compile_topology_num_slices",
     "launch.topology": "tpu_type accelerator_type compile_topology",
     "model.family": "decoder_block model_type",
-    "model.llama.rope_factor": "rope_factor rope_linear_scaling_factor",
-    "model.llama.original_max_position_embeddings": "original_max_position_embeddings",
-    "model.mistral.sliding_window": "sliding_window_size sliding_window",
-    "model.gemma2.attn_logit_softcapping": "attn_logits_soft_cap attn_logit_softcapping",
-    "model.gemma2.final_logit_softcapping": "final_logits_soft_cap final_logit_softcapping",
+    "model.llama.rope_factor": "rope_linear_scaling_factor",
+    "model.mistral.sliding_window": "sliding_window_size",
+    "model.gemma2.attn_logit_softcapping": "attn_logits_soft_cap",
+    "model.gemma2.final_logit_softcapping": "final_logits_soft_cap",
     "model.gemma3.local_rope_theta": "local_rope_max_timescale rope_local_base_freq",
-    "model.qwen3_next.gdn_chunk_size": "gdn_chunk_size",
     "model.qwen3_moe.moe_layer_interval": "interleave_moe_layer_step decoder_sparse_step",
     "mesh.context_attention": "context_parallel_strategy context_parallel_rotate_method",
     "mesh.collective_matmul": "enable_async_tensor_parallel",

@@ -144,7 +144,9 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
     # Of each value head and token the recurrence reads twice and writes once.
     states = 2 * 3 * 6 * 5 * 7
     without = describe(
-        replace(CONFIG, family="qwen3_next", own=replace(NEXT, linear_value_head_dim=8), num_layers=4)
+        replace(
+            CONFIG, family="qwen3_next", own=replace(NEXT, linear_value_head_dim=8), num_layers=4
+        )
     )
     part, wider = (each.layer_types["delta"].parts["delta"] for each in (model, without))
     products = [
@@ -158,12 +160,15 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("num_value_heads=24", "must be a multiple of model.qwen3_next.linear_num_key_heads (16)"),
-        ("rope_size=258", "must be even and at most model.head_dim (256)"),
-        ("rope_size=63", "must be even and at most model.head_dim (256)"),
-        ("chunk=48", "Set model.qwen3_next.gdn_chunk_size=32."),
-        ("kernel=1", "must be from 2 to 64."),
-        ("full_attention_interval=3", "Write model.qwen3_next.full_attention_interval=3."),
+        (
+            "linear_num_value_heads=24",
+            "must be a multiple of model.qwen3_next.linear_num_key_heads (16)",
+        ),
+        ("rotary_dim=258", "must be even and at most model.head_dim (256)"),
+        ("rotary_dim=63", "must be even and at most model.head_dim (256)"),
+        ("gdn_chunk_size=48", "Set model.qwen3_next.gdn_chunk_size=32."),
+        ("linear_conv_kernel_dim=1", "must be from 2 to 64."),
+        ("gdn_num_key_heads=8", "Write model.qwen3_next.linear_num_key_heads=8."),
     ],
 )
 def test_keys_of_states_are_checked(given: str, text: str) -> None:

@@ -96,7 +96,9 @@ def test_phases_follow_each_other() -> None:
     short = rates(20, lr_phases=["5 linear 0.2", "5 linear 0.2"])
     np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
     np.testing.assert_allclose(
-        rates(10, lr_phases=["100 cosine 0"]), rates(100, lr_phases=["100 cosine 0"])[:11], rtol=1e-6
+        rates(10, lr_phases=["100 cosine 0"]),
+        rates(100, lr_phases=["100 cosine 0"])[:11],
+        rtol=1e-6,
     )
     rising = rates(10, lr_phases=["rest cosine 0.5 -> 1"])
     assert (np.diff(rising) > 0).all() and rising[0] == pytest.approx(0.5 * PEAK)
