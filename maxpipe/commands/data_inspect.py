@@ -498,7 +498,7 @@ def _source_statistics(
         if isinstance(files, PreparedDocuments):
             found.unread.update(files.unread)
             found.marks.update(files.marks)
-        return dataclasses.replace(found, bad_records=files.unreadable)
+        return dataclasses.replace(found, unreadable=files.unreadable)
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )

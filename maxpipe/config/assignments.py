@@ -211,4 +211,5 @@ def rename_former_key(assignment: Assignment) -> Assignment:
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
     raw = str(value).lower() if isinstance(value, bool) else value
-    return dataclasses.replace(assignment, path=tuple(new.split(".")), raw=raw)
+    path = assignment.path if new == key else tuple(new.split("."))
+    return dataclasses.replace(assignment, path=path, raw=raw)
