@@ -1,4 +1,7 @@
-"""Llama 2 and 3: attention and a gated MLP with pre-norms."""
+"""Llama 2 and 3: attention and a gated MLP, with a norm before each.
+
+`maxpipe/nn/decoder.py` contains the forward pass. `docs/model.md` follows both files.
+"""
 
 from __future__ import annotations
 
