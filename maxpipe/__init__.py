@@ -1,7 +1,6 @@
-"""maxpipe: train decoder language models through a circular pipeline, on JAX.
+"""maxpipe: train decoder language models with a circular pipeline in JAX.
 
-Shape letters, one legend for the whole package (signatures, einsum strings and
-docstrings):
+Shape letters in signatures, einsum strings and docstrings of the package:
 
     B  examples of one microbatch on one device      V  vocabulary
     T  tokens (query side)                            M  microbatches
@@ -10,13 +9,13 @@ docstrings):
     N  query heads                                    L  layers per chunk
     G  key/value heads                                K  ticks
     H  head size
-    F  mlp width
+    F  MLP width
 
-A *chunk* is the run of layers one stage executes in one visit; `axis` always
-means a mesh or logical axis, `dim` a tensor dimension.
+A *chunk* is the group of consecutive layers that a stage runs in one repeat. `axis`
+always means a mesh or logical axis, and `dim` a tensor dimension.
 
-Importing this package imports nothing else: `import maxpipe`, `maxpipe --help`,
-`maxpipe config` and `maxpipe schedule` never load jax.
+Importing this package imports no other module: `import maxpipe`, `maxpipe --help`,
+`maxpipe config` and `maxpipe schedule` do not load jax.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The `maxpipe` command, and `python -m maxpipe`, which is the same."""
+"""Entry point of `maxpipe` and `python -m maxpipe`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import sys
 from types import FrameType
 
 _SUPPRESSED_CALLBACKS = {"_xla_gc_callback", "__del__"}
-"""Python calls these between any two lines, and drops what they raise."""
+"""Functions that Python may call between any two lines, and whose exceptions it discards."""
 _UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
 """Code in which an exception crashes Python: imports of native modules, and the compiler of jax,
-whose half-made programs crash when a traceback lets go of them."""
+whose incomplete programs crash when the traceback is released."""
 _RESUMABLE = (["train"], ["data", "prepare"])
-"""Commands that go on where they were stopped."""
+"""Commands that resume after a stop."""
 
 
 def main() -> int:
-    """Runs the command; Ctrl-C ends it without a traceback, wherever it is."""
+    """Run the command. Ctrl-C ends the process without a traceback at any point."""
     code = 128 + signal.SIGINT
     ends: list[int] = []
-    atexit.register(_end_now, ends)  # the first of these functions runs last
+    atexit.register(_end_now, ends)  # registered first, so it runs last
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, handle_interrupt)
     if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
@@ -43,30 +43,30 @@ def main() -> int:
 
 
 def _end_now(codes: list[int]) -> None:
-    """Ends an interrupted process with this code, if there is one.
+    """Exit immediately with the first of `codes`, if there are any.
 
-    Where jax was interrupted it leaves objects behind that crash while Python takes modules apart.
+    After an interrupt, jax leaves objects that crash Python when it unloads modules at exit.
     """
     if codes:
         os._exit(codes[0])
 
 
 def handle_stop(number: int, frame: FrameType | None) -> None:
-    """Ends the process with the code of a stop: nothing is begun yet, or all is done.
+    """Exit with code 75: the command has not started its work yet, or has finished it.
 
-    In between the command has handlers of its own.
+    While the command works, it installs its own handlers.
     """
-    text = b"asked to stop\n  Nothing is lost. Run the same command again to go on.\n"
+    text = b"stop requested\n  No work is lost. Run the same command again to resume.\n"
     with contextlib.suppress(OSError):
         os.write(2, text)
-    os._exit(75)  # `ExitCode.PREEMPTED`, which is perhaps not imported yet
+    os._exit(75)  # `ExitCode.PREEMPTED`, which may not be imported yet
 
 
 def handle_interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt where that propagates; elsewhere it ends the process.
+    """Raise KeyboardInterrupt where the exception can propagate; otherwise exit.
 
-    A native module that is being imported turns the exception into an ImportError, or crashes.
-    Commands that have something to save have handlers of their own.
+    During the import of a native module, the exception becomes an ImportError or crashes Python.
+    Commands that save their state install their own handlers.
     """
     while frame is not None:
         code = frame.f_code

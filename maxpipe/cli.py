@@ -37,7 +37,7 @@ from maxpipe.io import redact
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code of the process."""
+    """Run one command and return the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     redact.register_secrets(argv)
     _open_streams()
@@ -63,7 +63,7 @@ def _run_and_report(argv: list[str]) -> int:
     except MemoryError as error:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
-    except BaseException as error:  # a panic in Rust code is not an Exception
+    except BaseException as error:  # a Rust panic is not an `Exception`
         if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
             return _report_write_error(trouble)
         _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))
@@ -109,7 +109,7 @@ def _report_write_error(trouble: Exception) -> int:
 
 
 def _flush_output(code: object) -> Any:
-    """Flush all output and return the exit code; otherwise Python would report a failure again."""
+    """Flush all output and return the exit code. Python would otherwise report an error twice."""
     for stream in (sys.stdout, sys.stderr):
         if trouble := _flush_error(stream):
             _discard(stream)
@@ -137,8 +137,8 @@ def _run(argv: list[str]) -> int:
         options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
         options.parser.reject_unknown([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
-        # argparse ends a list of positionals at the first option; `load` separates files from
-        # overrides.
+        # argparse ends a list of positional arguments at the first option. `load` separates
+        # files from overrides.
         options.inputs += rest
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -156,7 +156,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _flush_error(sys.stdout):  # a lost console is not a failure of the run
+    if _flush_error(sys.stdout):  # an unwritable standard output is not a failure of the run
         _discard(sys.stdout)
     return code
 
@@ -180,8 +180,8 @@ def _parser() -> Parser:
     train = commands.add_parser(
         "train",
         help="train or resume a run",
-        description="Train the run that config files and overrides describe. A run whose folder\n"
-        "contains a checkpoint resumes from it.",
+        description="Train the run that config files and overrides describe. If the run folder\n"
+        "contains a checkpoint, training resumes from it.",
         epilog="example: maxpipe train quickstart train.steps=100",
     )
     add_inputs(train)

@@ -42,7 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     def answers(*words: str) -> list[str]:
-        assert main(["completion", "--answer", "zsh", *words]) == 0
+        assert main(["completion", "--complete", "zsh", *words]) == 0
         return capsys.readouterr().out.split("\0")[:-1]
 
     return answers
@@ -59,7 +59,7 @@ def test_commands_and_options(ask: Ask):
     assert ask("checkpoints", "prune", "--keep-e") == ["--keep-every-steps ", "--keep-every-hours "]
     assert ask("eval", "quick", "--split", "") == ["validation ", "train ", "all "]
     assert ask("completion", "") == ["bash ", "fish ", "zsh "]
-    assert "--answer" not in " ".join(ask("completion", "--"))
+    assert "--complete" not in " ".join(ask("completion", "--"))
     assert ask("nonsense", "x") == []
 
 
@@ -121,8 +121,8 @@ def test_a_shell_must_be_named(capsys: pytest.CaptureFixture[str]):
 def test_answers_load_nothing_heavy():
     code = (
         "import sys; from maxpipe.cli import main\n"
-        "main(['completion', '--answer', 'zsh', 'train', 'pipeline.remat='])\n"
-        "main(['completion', '--answer', 'zsh', 'checkpoints', 'show', 'quick@'])\n"
+        "main(['completion', '--complete', 'zsh', 'train', 'pipeline.remat='])\n"
+        "main(['completion', '--complete', 'zsh', 'checkpoints', 'show', 'quick@'])\n"
         "print([m for m in ('jax', 'omegaconf', 'yaml', 'numpy') if m in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -214,7 +214,7 @@ def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.Captu
         (run / "checkpoints").mkdir(parents=True)
         line = f"maxpipe eval {quote}runs/"
         replaced = "runs/" if quote else line.split(" ")[-1]
-        main(["completion", "--answer", "bash", line, replaced])
+        main(["completion", "--complete", "bash", line, replaced])
         space, *found = capsys.readouterr().out.split("\0")[:-1]
         assert space == "no space" and len(found) == 1, (name, found)
         whole = line.removesuffix(replaced) + found[0]
@@ -245,7 +245,7 @@ def test_the_rest_of_a_name_in_bash(here: Path, capsys: pytest.CaptureFixture[st
         ('echo "$(maxpipe eval two', "$(maxpipe eval two", []),
         ("maxpipe eval two", '"$(maxpipe eval two', []),
     ):
-        main(["completion", "--answer", "bash", line, replaced])
+        main(["completion", "--complete", "bash", line, replaced])
         assert capsys.readouterr().out.split("\0")[1:-1] == expected, line
 
 

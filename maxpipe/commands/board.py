@@ -1,8 +1,6 @@
-"""`maxpipe board`: TensorBoard on a folder of runs, each under its own name.
+"""`maxpipe board`, `maxpipe curves` and `maxpipe goodput`: show the metrics of runs.
 
-`maxpipe curves`: the curves of runs as a picture.
-
-`maxpipe goodput`: the use of a run's time.
+`board` starts TensorBoard, `curves` plots metrics, and `goodput` prints the use of wall time.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ _POLL_SECONDS = 2.0
 
 
 def link(folder: Path, links: Path) -> int:
-    """Links to the event files of every run in the folder, or of the run that it is.
+    """Create a symlink to the event files of every run in `folder`, and return their number.
 
-    TensorBoard names a run by the path of its files, and these are in `<run>/tensorboard`.
-
-    Returns:
-        The number of runs.
+    `folder` may itself be a run. Event files are in `<run>/tensorboard`, but TensorBoard names a
+    run by the folder of its event files. The symlink gives TensorBoard the name of the run.
     """
     found = 0
     for name, events in _runs(folder):
@@ -59,13 +55,13 @@ def _board(options: argparse.Namespace) -> int:
     if not folder.is_dir() and options.folder in run_names(runs):
         folder = Path(runs, options.folder)
     if not folder.is_dir():
-        rule = "is no folder of runs."
-        action = "Name run.dir of your runs, or one run; its folder is made when it starts."
+        rule = "is not a folder of runs."
+        action = "Name the run.dir of your runs, or one run that has started."
         raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
         if not link(folder, links):
-            print(f"no runs in {folder} yet: they will be shown once they are there")
+            print(f"no runs in {folder} yet: new runs are shown when they start")
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
         command += ["--port", str(options.port), "--host", options.host]
         signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -77,15 +73,16 @@ def _board(options: argparse.Namespace) -> int:
             finally:
                 process.terminate()
     if code:
-        rule = f"ended with exit code {code}; what it printed is above."
-        raise ConfigError.one("tensorboard", None, rule, "Set another --port, if it is in use.")
+        rule = f"exited with code {code}; its output is above."
+        raise ConfigError.one("tensorboard", None, rule, "Set another --port if it is in use.")
     return ExitCode.DONE
 
 
 def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process that ignores Ctrl-C, since an ignored signal stays ignored at an exec.
+    """Start TensorBoard as a process that ignores Ctrl-C.
 
-    The terminal tells every process of its foreground; this one would print a traceback.
+    A terminal sends Ctrl-C to every foreground process, and TensorBoard would print a traceback.
+    A child process inherits ignored signals.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -99,7 +96,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
         try:
             return process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):  # the folder may be moved meanwhile
+            with contextlib.suppress(OSError):  # the folder may have been moved
                 link(folder, links)
 
 
@@ -108,25 +105,34 @@ def _exit_on_signal(*_: object) -> NoReturn:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `board` command."""
     parser = commands.add_parser(
         "board",
-        help="TensorBoard on a folder of runs, each under its own name",
-        description="Start TensorBoard on a folder of runs, or on one run. Runs that begin later\n"
-        "are shown, too. Ctrl-C ends it with exit code 0.",
+        help="start TensorBoard for a folder of runs",
+        description="Start TensorBoard for a folder of runs, or for one run. Runs that start\n"
+        "later are added. Ctrl-C stops TensorBoard, with exit code 0.",
         epilog="example: maxpipe board runs --port 6007",
     )
     parser.add_argument(
-        "folder", metavar="RUNS", nargs="?", default="runs", help="a folder of runs, or a run"
+        "folder",
+        metavar="RUNS",
+        nargs="?",
+        default="runs",
+        help="a folder of runs, or a run (default: runs)",
     )
     parser.add_argument(
         "--port",
         type=port,
         metavar="NUMBER",
         default=6006,
-        help="port to listen on, from 0 to 65535; 0 takes a free one (default: 6006)",
+        help="port to listen on; 0 selects a free port (default: 6006)",
     )
-    parser.add_argument("--host", metavar="NAME", default="localhost", help="address to listen on")
+    parser.add_argument(
+        "--host",
+        metavar="NAME",
+        default="localhost",
+        help="address to listen on (default: localhost)",
+    )
     parser.set_defaults(command=_board)
 
 
@@ -138,8 +144,8 @@ def _curves(options: argparse.Namespace) -> int:
     paths = _paths(options, curves.FORMS)
     tags = [tag.strip() for tag in options.tags.split(",") if tag.strip()]
     if not tags:
-        rule = "must name a number of metrics.jsonl."
-        raise ConfigError.one("command line: --tags", options.tags, rule, "Take train/loss.")
+        rule = "must name a metric of metrics.jsonl."
+        raise ConfigError.one("command line: --tags", options.tags, rule, "Use train/loss.")
     found = {}
     for given in options.run:
         run_dir = parse_run_address(given).run_dir
@@ -155,7 +161,7 @@ def _curves(options: argparse.Namespace) -> int:
 
 
 def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str, str, Path]]:
-    """Return option, ending and file of each picture."""
+    """Return (option, suffix, path) of every output file."""
     found = []
     if options.out is not None:
         path = Path(options.out)
@@ -167,18 +173,19 @@ def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str,
         if (name := getattr(options, kind)) is not None:
             found.append((f"--{kind}", f".{kind}", Path(name)))
     if not found:
-        rule = "names no file for the picture."
+        rule = "needs an output file."
         raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
     return found
 
 
 def add_curves(commands: Commands) -> None:
-    """Adds the command."""
-    about = "draw numbers of runs by step"
+    """Add the `curves` command."""
+    about = "plot metrics of runs by step"
     parser = commands.add_parser(
         "curves",
         help=about,
-        description=f"{capitalize_first(about)}, as SVG or PNG. Tags that end alike share a panel.",
+        description=f"{capitalize_first(about)}, as SVG or PNG. Tags with the same last part\n"
+        "share a panel.",
         epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
     )
     parser.add_argument(
@@ -188,21 +195,22 @@ def add_curves(commands: Commands) -> None:
         "--tags",
         default="train/loss,eval/loss",
         metavar="TAG,...",
-        help="numbers of metrics.jsonl (train/loss,eval/loss)",
+        help="metrics of metrics.jsonl (default: train/loss,eval/loss)",
     )
     parser.add_argument("--out", metavar="FILE", help="write FILE.svg or FILE.png")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture for browsers and documents")
-    parser.add_argument("--png", metavar="FILE", help="write the same picture as pixels")
+    parser.add_argument("--svg", metavar="FILE", help="write the plot as SVG")
+    parser.add_argument("--png", metavar="FILE", help="write the plot as PNG")
     parser.set_defaults(command=_curves)
 
 
 def add_goodput(commands: Commands) -> None:
-    """Adds the command."""
-    about = "show the share of a run's time that went into steps that count"
+    """Add the `goodput` command."""
+    about = "print the fraction of a run's wall time spent on productive steps"
     parser = commands.add_parser(
         "goodput",
         help=about,
-        description=f"{capitalize_first(about)}, over all its restarts, and where the rest went.",
+        description=f"{capitalize_first(about)},\n"
+        "over all restarts, and the use of the remaining time.",
         epilog="example: maxpipe goodput runs/quickstart",
     )
     add_address(parser, step=False)

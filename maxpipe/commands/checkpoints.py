@@ -1,4 +1,4 @@
-"""`maxpipe checkpoints`: list, verify, compare and delete what a run has saved."""
+"""`maxpipe checkpoints`: list, verify, compare and delete the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from maxpipe.checkpoint.folder import RetentionRules
 
 DIFFERENT = 1
-"""Exit code of `diff --exit-code`, as that of `config docs --check`."""
+"""Exit code of `diff --exit-code` and `config docs --check`."""
 
 
 def _print(lines: Iterable[str]) -> int:
     remaining = iter(lines)
     while True:
-        with _storage_errors():  # of the storage, not of the output
+        with _storage_errors():  # only for errors of the storage, not of the output
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
@@ -46,9 +46,9 @@ def _storage_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{error.filename or 'checkpoints'}: cannot be used\n"
+            f"{error.filename or 'checkpoints'}: cannot be read or written\n"
             f"  {error.strerror or error}.\n"
-            "  Try again when the storage answers, as a user who may read and write there."
+            "  Check that the storage is available, and that this user may read and write it."
         ) from error
 
 
@@ -89,8 +89,8 @@ def _best(options: argparse.Namespace) -> int:
     if options.metric is not None:
         better = BestMetric(options.metric, options.largest)
     elif options.largest:
-        rule = "goes with --metric: a run knows of its own metric which value is the best."
-        raise ConfigError.one("command line: --largest", None, rule, "Leave --largest out.")
+        rule = "needs --metric: checkpoint.best_metric already has an order."
+        raise ConfigError.one("command line: --largest", None, rule, "Leave out --largest.")
 
     def found() -> dict[str, Any]:
         address, step, metric, value = inspect.find_best_checkpoint(run, better)
@@ -124,7 +124,7 @@ def _prune(options: argparse.Namespace) -> int:
         if value is not None and not value >= 0:
             option = "--keep" if name == "newest" else f"--keep-{name.replace('_', '-')}"
             raise ConfigError.one(
-                f"command line: {option}", value, "must be at least 0.", f"Leave {option} out."
+                f"command line: {option}", value, "must be at least 0.", f"Leave out {option}."
             )
     if any(value is not None for value in given.values()):
         if given["newest"] is None:
@@ -137,8 +137,8 @@ def _prune(options: argparse.Namespace) -> int:
         raise ConfigError.one(
             os.path.join(run_dir, CONFIG_FILE),
             None,
-            "cannot be used, and it has the rules.",
-            "Give the rules: --keep 3, for instance.",
+            "contains the retention rules, but cannot be read.",
+            "Add a rule, such as --keep 3.",
         )
     lines = inspect.prune_checkpoints(
         run_dir, rules, dry_run=options.dry_run, elsewhere=options.elsewhere
@@ -166,7 +166,7 @@ def _use_cpu_only() -> None:
 
 
 def _rules(run_dir: str) -> RetentionRules | None:
-    """Those of the run's own config, if it can be read. A bucket holds none."""
+    """Return the retention rules of the run's config, or None if it cannot be read."""
     from maxpipe.checkpoint.folder import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.load import load
@@ -181,32 +181,32 @@ def _rules(run_dir: str) -> RetentionRules | None:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `checkpoints` command."""
     about = "list, inspect, verify, compare and delete the checkpoints of a run"
     parser = commands.add_parser(
         "checkpoints",
         help=about,
-        description=f"{capitalize_first(about)}. A run is named by its\n"
-        "folder, by its name below runs/, or by gs://BUCKET/PATH; one of its checkpoints by\n"
-        "RUN@STEP, RUN@newest, RUN@best (its checkpoint.best_metric), or the path to its folder.",
+        description=f"{capitalize_first(about)}. RUN is the folder of a\n"
+        "run, its name below runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP, RUN@newest,\n"
+        "RUN@best (by checkpoint.best_metric), or the path of its folder.",
     )
     actions = subcommands(parser)
 
-    listed = actions.add_parser("list", help="checkpoints of a run")
+    listed = actions.add_parser("list", help="list the checkpoints of a run")
     add_address(listed, step=False)
     listed.add_argument("--json", action="store_true", help="print one JSON object")
     listed.set_defaults(command=_list)
 
-    show = actions.add_parser("show", help="content of one checkpoint, by default the newest")
+    show = actions.add_parser("show", help="describe one checkpoint (default: the newest)")
     add_address(show)
     show.set_defaults(command=_show)
 
     verify = actions.add_parser(
         "verify",
-        help="compare every byte with what was saved",
-        description="Read every file and compare it with the manifest, written when it was saved.\n"
-        "Without a step all checkpoints are read. Exits with 74 when one is damaged; one without\n"
-        "a manifest is unknown.",
+        help="verify every byte of a checkpoint",
+        description="Read every file and compare it with the checksums in the manifest of the\n"
+        "checkpoint. Without a step, all checkpoints are verified. The exit code is 74 if a\n"
+        "checkpoint is damaged. A checkpoint without a manifest is reported as unknown.",
         epilog="example: maxpipe checkpoints verify quickstart@120",
     )
     add_address(verify)
@@ -216,14 +216,16 @@ def add(commands: Commands) -> None:
 
     diff = actions.add_parser(
         "diff",
-        help="what differs between two checkpoints",
-        description="Compare two checkpoints: arrays, config, data position. Prints `same`, or a\n"
-        "line for each difference. Without a step the newest of that run is taken.",
+        help="compare two checkpoints",
+        description="Compare arrays, config and data position of two checkpoints. Print `same`,\n"
+        "or one line per difference. Without a step, the newest checkpoint of the run is used.",
         epilog="example: maxpipe checkpoints diff runs/a@100 runs/b@100",
     )
-    add_address(diff, "first", about="one checkpoint")
-    add_address(diff, "second", about="another one")
-    diff.add_argument("--exit-code", action="store_true", help="exit with 1 when they differ")
+    add_address(diff, "first", about="first checkpoint")
+    add_address(diff, "second", about="second checkpoint")
+    diff.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 if the checkpoints differ"
+    )
     diff.set_defaults(command=_diff)
     _add_best(actions)
     parser.command_names = tuple(actions.choices)
@@ -232,15 +234,19 @@ def add(commands: Commands) -> None:
 def _add_best(actions: Commands) -> None:
     best = actions.add_parser(
         "best",
-        help="the checkpoint with the best evaluation",
-        description="Print RUN@STEP of the checkpoint whose evaluation was the best by the run's\n"
-        "checkpoint.best_metric, and its value. Only steps count that were evaluated when they\n"
-        "were saved.",
+        help="print the checkpoint with the best evaluation",
+        description="Print RUN@STEP and the metric value of the checkpoint with the best\n"
+        "evaluation by checkpoint.best_metric of the run. Only checkpoints of steps that were\n"
+        "evaluated are considered.",
         epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
     )
     add_address(best, step=False)
-    best.add_argument("--metric", metavar="NAME", help="another metric, smaller is better")
-    best.add_argument("--largest", action="store_true", help="of that the largest is the best")
+    best.add_argument(
+        "--metric", metavar="NAME", help="use another metric; the smallest value is the best"
+    )
+    best.add_argument(
+        "--largest", action="store_true", help="treat the largest value of --metric as the best"
+    )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)
 
@@ -249,7 +255,7 @@ def _add_elsewhere(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="delete also where checkpoint.dir of the run's config.yml, or a link, leads",
+        help="also delete checkpoints outside the run folder (checkpoint.dir, or a link)",
     )
 
 
@@ -257,13 +263,13 @@ def _add_delete(actions: Commands) -> None:
     delete = actions.add_parser(
         "delete",
         help="delete one checkpoint",
-        description="Delete one checkpoint. Refused while a run is using the folder, and for the\n"
-        "newest checkpoint that is as it was saved.",
+        description="Delete one checkpoint. It is an error if a run is using the folder, or if\n"
+        "the checkpoint is the newest intact one.",
         epilog="example: maxpipe checkpoints delete quickstart@120",
     )
     add_address(delete, step=True, needed=True)
     delete.add_argument(
-        "--force", action="store_true", help="delete the newest good checkpoint, too"
+        "--force", action="store_true", help="also delete the newest intact checkpoint"
     )
     _add_elsewhere(delete)
     delete.set_defaults(command=_delete)
@@ -272,27 +278,32 @@ def _add_delete(actions: Commands) -> None:
 def _add_prune(actions: Commands) -> None:
     prune = actions.add_parser(
         "prune",
-        help="delete what no rule keeps",
-        description="Delete the checkpoints that no rule keeps. The rules are those of the run's\n"
-        "config.yml, or the given ones. The newest checkpoint that verifies always stays, and so\n"
-        "does what was found damaged.",
+        help="delete the checkpoints that no retention rule keeps",
+        description="Delete the checkpoints that no retention rule keeps. Options replace the\n"
+        "rules in the run's config.yml. The newest intact checkpoint and damaged checkpoints are\n"
+        "always kept.",
         epilog="example: maxpipe checkpoints prune runs/quickstart --keep 2 --dry-run",
     )
     add_address(prune, step=False)
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    prune.add_argument(
+        "--dry-run", action="store_true", help="only print the checkpoints to delete"
+    )
     _add_elsewhere(prune)
     for option, name, kind, words in (
-        ("--keep", "newest", integer, "this number of the newest; 1 if only other rules are given"),
-        ("--keep-every-steps", "every_steps", integer, "those whose step this number divides"),
+        (
+            "--keep",
+            "newest",
+            integer,
+            "the newest NUMBER checkpoints (default: 1 if other rules are set)",
+        ),
+        ("--keep-every-steps", "every_steps", integer, "checkpoints at steps divisible by NUMBER"),
         (
             "--keep-every-hours",
             "every_hours",
             number,
-            "the first in each period of this number of hours",
+            "the first checkpoint in every period of NUMBER hours",
         ),
-        ("--keep-best", "best", integer, "this number of the best by evaluation"),
+        ("--keep-best", "best", integer, "the NUMBER checkpoints with the best evaluation"),
     ):
-        prune.add_argument(
-            option, dest=name, type=kind, metavar="NUMBER", help=f"rule: keep {words}"
-        )
+        prune.add_argument(option, dest=name, type=kind, metavar="NUMBER", help=f"keep {words}")
     prune.set_defaults(command=_prune)

@@ -1,12 +1,11 @@
 """`maxpipe completion`: TAB completion in shells.
 
-A shell gets a few lines that call the command itself, so that completions are those of the
-installed version. They are read from the parser, without heavy imports.
+The printed script calls the installed command, which computes completions from its parser without
+heavy imports.
 
-The quoting of words in a line of bash: reading it without expansion, and writing it.
-
-Readline replaces the end of a line, from some character of the last word on. The replacement is
-written for the quote that is open there, and every character in it stands for itself.
+For bash, this module also parses and writes quoted words, without expansion. Readline replaces the
+end of a line, starting within the last word. The replacement is escaped for the quote that is open
+at that character.
 """
 
 from __future__ import annotations
@@ -38,34 +37,34 @@ _SAFE = "%+,-./:=@_"
 _ESCAPED_IN_DOUBLE = '"$`\\'
 _NAMED = {"a": 7, "b": 8, "e": 27, "E": 27, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 _OCTAL = 3
-"""Digits of a character in octal."""
+"""Maximum number of digits of an octal escape."""
 
 
 @dataclass(slots=True)
 class Word:
-    """One word of a line, and where its characters are in the line."""
+    """A word of a line, with the positions of its characters."""
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
-    """Offset in the line after each character of the text."""
+    """Offset in the line after every character of the text."""
 
 
 @dataclass(slots=True)
 class CommandLine:
-    """A line up to the cursor."""
+    """A command line up to the cursor."""
 
     line: str
     words: list[Word]
     open_quotes: list[str]
-    """The open quote before each character of the line, and at its end."""
+    """The open quote before every character of the line, and at the end of the line."""
 
     def replacement(self, start: int, text: str) -> str:
-        """What to write in place of the line from `start` on, so that its last word is `text`."""
+        """Return the text that replaces the line from `start`, so that its last word is `text`."""
         word, quote = self.words[-1], self.open_quotes[start]
         rest = text[sum(end <= start for end in word.ends) :]
         if quote:
             found = "".join(_inside(quote, each) for each in rest)
-            # Readline closes the quote, unless its character is the last one already.
+            # Readline closes the quote, unless the text already ends with the quote character.
             return found + quote[-1] if not found or found[-1] == quote[-1] else found
         if any(not _is_shown(each) for each in rest):
             return f"$'{''.join(_inside(_ANSI, each) for each in rest)}'"
@@ -74,7 +73,7 @@ class CommandLine:
 
 
 def read(line: str) -> CommandLine:
-    """The words of a simple command; the last one is empty after a space. Nothing is expanded."""
+    """Parse a simple command without expansion. After a space, the last word is empty."""
     words: list[Word] = []
     quotes: list[str] = []
     quote, inside, position = _PLAIN, False, 0
@@ -95,7 +94,7 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """The quote after the next piece of a word, the text of the piece, and where it ends."""
+    """Parse the next piece of a word. Return (open quote after it, its text, end offset)."""
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -116,7 +115,7 @@ def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
 
 
 def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
-    """The text of an escape in `$'...'`, and where it ends. Bytes above 127 come one by one."""
+    """Decode an escape in `$'...'`. Return (text, end offset). Adjacent octal bytes are joined."""
     content, after = bytearray(), position
     while True:
         digits = ""
@@ -139,7 +138,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """A character inside an open quote, which is open again afterwards."""
+    """Return a character escaped for an open quote, which stays open."""
     if quote == _ANSI:
         if _is_shown(character) and character not in "'\\!":
             return character
@@ -148,7 +147,7 @@ def _inside(quote: str, character: str) -> str:
         return f"{quote}$'{_inside(_ANSI, character)}'{quote}"
     if quote == _SINGLE:
         return "'\\''" if character == "'" else character
-    if character == "!":  # interactive shells find their history by it
+    if character == "!":  # interactive shells expand it to a history entry
         return "\"'!'\""
     return f"\\{character}" if character in _ESCAPED_IN_DOUBLE else character
 
@@ -159,18 +158,18 @@ def _escaped(character: str) -> str:
 
 
 def _is_shown(character: str) -> bool:
-    """Whether it may be in a line as it is: no control character, no byte of no text."""
+    """Return whether a character needs no escape: it is printable and decodable."""
     return character.isprintable()
 
 
-REQUEST_OPTION = "--answer"
-"""Hidden option, by which a shell calls the command: `zsh WORD...` and `fish WORD...` with the
-words so far, without quotes, the one to complete last; `bash LINE TEXT` with the line up to the
-cursor, and the end of it that is replaced.
+REQUEST_OPTION = "--complete"
+"""Hidden option for the shell scripts. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
+unquoted words, with the incomplete word last. bash passes `bash LINE TEXT`: the line up to the
+cursor, and the end of the line that the completion replaces.
 
-Each answer ends with a null byte, which no name contains, so that a shell evaluates nothing. zsh
-and fish quote answers themselves; in those for zsh a space at the end may be inserted, too. For
-bash answers are quoted, and the first one tells whether a space follows the only other one.
+Every completion ends with a null byte, which no name contains, so the shell evaluates none of the
+text. zsh and fish quote completions themselves, and zsh accepts a trailing space. For bash, the
+completions are quoted, and the first record states whether a space follows a single completion.
 """
 
 _BASH = """\
@@ -179,7 +178,7 @@ _maxpipe() {
     COMPREPLY=()
     while IFS= read -r -d '' each; do
         if [[ -z "$space" ]]; then space="$each"; else COMPREPLY+=("$each"); fi
-    done < <("$1" completion --answer bash "${COMP_LINE:0:COMP_POINT}" "$2" 2>/dev/null)
+    done < <("$1" completion --complete bash "${COMP_LINE:0:COMP_POINT}" "$2" 2>/dev/null)
     if [[ "$space" == space ]]; then compopt +o nospace 2>/dev/null; fi
 }
 complete -o nospace -F _maxpipe maxpipe
@@ -192,7 +191,7 @@ _maxpipe() {
     current="${(Q)current}"
     local -a before options
     before=("${(@Q)words[2,CURRENT-1]}")
-    for each in ${(0)"$("${(Q)words[1]}" completion --answer zsh "$before[@]" "$current" \
+    for each in ${(0)"$("${(Q)words[1]}" completion --complete zsh "$before[@]" "$current" \
         2>/dev/null)"}; do
         options=()
         if [[ $each == *' ' ]]; then each="${each% }"; else options=(-S ''); fi
@@ -218,7 +217,7 @@ function __maxpipe
         set current (string unescape -- "$raw$quote" | string collect)
         and break
     end
-    $words[1] completion --answer fish $words[2..-1] "$current" 2>/dev/null
+    $words[1] completion --complete fish $words[2..-1] "$current" 2>/dev/null
 end
 complete -c maxpipe -f -a '(__maxpipe | string split0)'
 """
@@ -229,7 +228,7 @@ _MOST_STEPS = 1000
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Completions of the last of `words`, which follow the program's name."""
+    """Return completions of the last of `words`, the arguments of the program."""
     *before, current = words or [""]
     command, arguments = _command(parser, before)
     choices = _choices(command)
@@ -251,14 +250,14 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
-    """What a shell inserts, or in its way: see `ASK`."""
+    """Return completions in the format of `shell`: see `REQUEST_OPTION`."""
     if shell != "bash":
         found = candidates(parser, words)
         if shell == "fish":  # a description follows a tab
             return [each.removesuffix(" ") for each in found if "\t" not in each]
         return found
     if len(words) != 2 or not words[0].endswith(words[1]):
-        return []  # the cursor is in another command, inside a substitution for instance
+        return []  # the cursor is in another command, for example inside a substitution
     line = read(words[0])
     start = len(words[0]) - len(words[1])
     found = candidates(parser, [word.text for word in line.words[1:]])
@@ -268,7 +267,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """The parser of the command that the words name, and those of its arguments that are there."""
+    """Return the parser of the command that the words name, and the arguments so far."""
     found: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:
@@ -292,7 +291,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
 
 
 def _metavar_choices(option: argparse.Action) -> list[str]:
-    """The words that help shows in place of a value, `one|two|NAME`, but for names."""
+    """Return the lower-case alternatives of a metavar such as `one|two|NAME`."""
     words = str(option.metavar or "").split("|")
     return [each for each in words if each.islower()] if len(words) > 1 else []
 
@@ -300,7 +299,7 @@ def _metavar_choices(option: argparse.Action) -> list[str]:
 def _expected(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> Iterator[argparse.Action]:
-    """The positional that comes next, given those that are there."""
+    """Yield the next positional argument after the given arguments."""
     count, skip = 0, False
     for word in arguments:
         option = _option(parser, word)
@@ -318,7 +317,7 @@ def _expected(
 
 
 def _values(action: argparse.Action, current: str) -> list[str]:
-    """Completions of an argument, by its metavar."""
+    """Return completions of an argument, chosen by its metavar."""
     shown = str(action.metavar or "")
     if action.choices:
         return _filter_prefix(current, (f"{each} " for each in action.choices))
@@ -331,7 +330,7 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown == "NAME":
         return _filter_prefix(current, _bundled_names())
     if shown == RUN_OR_FILE or shown.endswith("section.key=value"):
-        # Data files, which have any name, are accepted in place of a config.
+        # Data files are accepted in place of a config, and may have any suffix.
         endings = () if shown.startswith(DATA_PREFIX) else _FILES
         shown = shown.removeprefix(DATA_PREFIX)
         keys = [] if shown == RUN_OR_FILE else _assignments(current)
@@ -345,7 +344,7 @@ def _bundled_names() -> Iterator[str]:
 
 
 def _assignments(current: str) -> list[str]:
-    """Keys, section by section, and values where the type names them."""
+    """Return completions of `section.key=value`: sections, then keys, then known values."""
     from maxpipe.config.keys import KEYS, SECTIONS
 
     key, sign, value = current.partition("=")
@@ -369,7 +368,7 @@ def _assignments(current: str) -> list[str]:
 
 
 def _runs(current: str, *, with_step: bool) -> list[str]:
-    """Runs by name and by path; after an `@` the steps of one."""
+    """Return completions of runs by name and path, and of steps after `@`."""
     from maxpipe.config.schema import RunConfig
 
     run, sign, _ = current.rpartition("@")
@@ -380,7 +379,7 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
         steps = [name for each in folders for name in _numbers(each / "checkpoints")]
         numbered = (f"{run}@{each} " for each in ("newest", "best", *steps))
         found = _filter_prefix(current, numbered) if any(map(os.path.isdir, folders)) else []
-    names = [name for name in _visible_folders(below) if name[0] not in "-~"]  # by path only
+    names = [name for name in _visible_folders(below) if name[0] not in "-~"]  # these need a path
     return [
         *found,
         *_filter_prefix(current, (f"{name} " for name in names)),
@@ -394,7 +393,7 @@ def _numbers(folder: Path) -> list[str]:
 
 
 def _visible_folders(folder: Path) -> list[str]:
-    """Names of the folders in one, but for hidden ones."""
+    """Return the names of the subfolders that are not hidden."""
     try:
         with os.scandir(folder) as entries:
             return [each.name for each in entries if each.is_dir() and each.name[0] != "."]
@@ -403,7 +402,7 @@ def _visible_folders(folder: Path) -> list[str]:
 
 
 def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) -> list[str]:
-    """Files with one of the suffixes, if any are given, and folders, which end with `/`."""
+    """Return folders, with a trailing `/`, and files with one of the suffixes (all if empty)."""
     try:
         written = os.path.expanduser(current)
     except (OSError, RuntimeError):
@@ -411,7 +410,7 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
     found = []
     for path in sorted(glob.glob(f"{glob.escape(written)}*")):
         path = current + path[len(written) :]
-        if not current and path[0] in "-~":  # an option or a home folder, by its name alone
+        if not current and path[0] in "-~":  # the name alone would be an option or a home folder
             path = f"./{path}"
         if os.path.isdir(os.path.expanduser(path)):
             found.append(f"{path}/")
@@ -425,11 +424,11 @@ def _filter_prefix(current: str, words: typing.Iterable[str]) -> list[str]:
 
 
 def add(commands: Commands, root: Parser) -> None:
-    """Adds the command; `root` is the parser of all of them."""
+    """Add the command. `root` is the top-level parser."""
 
     def command(options: argparse.Namespace) -> int:
-        if options.answer:
-            shell, *words = options.answer
+        if options.complete:
+            shell, *words = options.complete
             for each in _shell_replies(root, shell, words):
                 sys.stdout.buffer.write(os.fsencode(each) + b"\0")
         elif options.shell is None:
@@ -440,8 +439,8 @@ def add(commands: Commands, root: Parser) -> None:
 
     parser = commands.add_parser(
         "completion",
-        help="let TAB complete commands, keys, values, files, runs and steps",
-        description="Print what makes a shell complete the words of this command.",
+        help="print a script for TAB completion of commands, keys, values, files and runs",
+        description="Print a shell script that enables TAB completion of the maxpipe command.",
         epilog="bash: add to ~/.bashrc    source <(maxpipe completion bash)\n"
         "zsh:  add to ~/.zshrc, after compinit    source <(maxpipe completion zsh)\n"
         "fish: maxpipe completion fish > ~/.config/fish/completions/maxpipe.fish",

@@ -1,7 +1,4 @@
-"""`maxpipe config`: print, explain and document configs.
-
-`maxpipe configs` and `maxpipe init`: configs to list, copy and start from.
-"""
+"""`maxpipe config`, `maxpipe configs` and `maxpipe init`: inspect, copy and create configs."""
 
 from __future__ import annotations
 
@@ -54,8 +51,8 @@ def _config_docs(options: argparse.Namespace) -> int:
         raise ConfigError.one(
             f"{Path.cwd()}",
             None,
-            f"has no folder {_DOCS_FILE.parent}/, in which this command writes {_DOCS_FILE.name}.",
-            "Run it in the root of a checkout of maxpipe.",
+            f"has no folder {_DOCS_FILE.parent}/, where this command writes {_DOCS_FILE.name}.",
+            "Run the command in the root of a maxpipe checkout.",
         )
     if options.check:
         if not _DOCS_FILE.is_file() or _DOCS_FILE.read_text(encoding="utf-8") != text:
@@ -65,43 +62,45 @@ def _config_docs(options: argparse.Namespace) -> int:
         try:
             _DOCS_FILE.write_text(text, encoding="utf-8")
         except OSError as error:
-            action = "Run it where the project's files can be written."
+            action = "Run the command in a checkout that you can write."
             raise StorageError.unwritable(_DOCS_FILE, error, action) from error
     return ExitCode.DONE
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `config` command."""
     about = "print, explain and document config values"
     parser = commands.add_parser("config", help=about, description=f"{capitalize_first(about)}.")
     actions = subcommands(parser)
 
     show = actions.add_parser(
         "print",
-        help="print the whole config that files and overrides give",
-        description="Print every value of the config that files and overrides give, defaults\n"
-        "included, after all checks that need no devices.",
+        help="print the full config of files and overrides",
+        description="Print every value of the config, including defaults, after all checks that\n"
+        "need no devices.",
         epilog="example: maxpipe config print quickstart train.steps=100 --origin",
     )
     add_inputs(show)
-    show.add_argument("--origin", action="store_true", help="say where each value comes from")
+    show.add_argument("--origin", action="store_true", help="print the origin of every value")
     show.set_defaults(command=_config_print)
 
     explain = actions.add_parser(
         "explain",
-        help="type, default and meaning of a key or section",
-        description="Print type, default, allowed values and meaning of a key, the keys of a\n"
-        "section, or the sections.",
+        help="explain a key or section",
+        description="Print type, default, allowed values and description of a key, the keys of a\n"
+        "section, or all sections.",
         epilog="example: maxpipe config explain pipeline.schedule",
     )
     explain.add_argument("key", nargs="?", default="", metavar="KEY", help="section.key or section")
     explain.set_defaults(command=_config_explain)
 
-    schema = actions.add_parser("schema", help="print a JSON schema, for editors")
+    schema = actions.add_parser("schema", help="print a JSON schema for editors")
     schema.set_defaults(command=_config_schema)
 
     docs = actions.add_parser("docs", help=f"write {_DOCS_FILE} of a checkout")
-    docs.add_argument("--check", action="store_true", help="only compare; exit with 1 when stale")
+    docs.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if the file is stale"
+    )
     docs.set_defaults(command=_config_docs)
     parser.command_names = tuple(actions.choices)
 
@@ -115,9 +114,9 @@ def _list(options: argparse.Namespace) -> int:
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, about in rows:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
-    print("\nTrain a run: maxpipe train quickstart. A model merges with a run of yours:")
-    print("maxpipe train llama3-8b my-run.yml")
-    print("One for sft trains a model's folder, base, on chats.jsonl: maxpipe train llama3-8b-sft")
+    print("\nTrain a run:                        maxpipe train quickstart")
+    print("Train a model with your run config: maxpipe train llama3-8b my-run.yml")
+    print("Fine-tune folder base on chats.jsonl: maxpipe train llama3-8b-sft")
     return ExitCode.DONE
 
 
@@ -138,7 +137,7 @@ def _copy(options: argparse.Namespace) -> int:
     if found.kind != "model":
         print(f"train it: {_train(path)}")
     else:
-        print(f"train it with a run of yours: {_train(path)} my-run.yml")
+        print(f"train it with your run config: {_train(path)} my-run.yml")
     return ExitCode.DONE
 
 
@@ -150,7 +149,7 @@ def _init(options: argparse.Namespace) -> int:
     path = folder / FIRST_RUN
     name = folder_name(os.path.basename(os.path.abspath(folder)))
     if os.path.exists(folder) and not os.path.isdir(folder):
-        rule = "is a file, and must be a folder, or free."
+        rule = "must be a folder or must not exist, but is a file."
         raise ConfigError.one("command line: DIR", folder, rule, f"Name {folder}-run.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,15 +163,15 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _printable_path(given: str, where: str) -> Path:
-    """A path without characters that messages and comments would have to escape."""
+    """Return the path. Raise if it contains unprintable characters."""
     if not given or not given.isprintable():
-        rule = "must be a path of characters that can be printed."
-        raise ConfigError.one(where, ascii(given), rule, "Name another one.")
+        rule = "must be a path of printable characters."
+        raise ConfigError.one(where, ascii(given), rule, "Name another path.")
     return expand_path(given, where)
 
 
 def _train(path: Path) -> str:
-    """The command line, quoted for a shell."""
+    """Return the train command, quoted for a shell."""
     return f"maxpipe train {shlex.quote(str(path))}"
 
 
@@ -183,13 +182,13 @@ def _find_bundled(name: str) -> bundled_configs.BundledConfig:
     if found := known.get(name.removesuffix(bundled_configs.SUFFIX)):
         return found
     guess = did_you_mean(Path(name).stem.lower(), known)
-    rule = f"is not a config that maxpipe ships: they are {', '.join(known)}."
+    rule = f"is not a bundled config: the bundled configs are {', '.join(known)}."
     action = f"Did you mean {guess}?" if guess else "See `maxpipe configs list`."
     raise ConfigError.one(f"command line: {name or 'an empty argument'}", None, rule, action)
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Writes a config that can be read back; an existing file stays unless `overwrite`."""
+    """Write a config file. Raise if the file exists, unless `overwrite` is set."""
     from maxpipe.config.config_files import SUFFIXES
 
     if path.suffix not in SUFFIXES:
@@ -198,7 +197,7 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
             "command line: FILE", path, rule, f"Write {path}{bundled_configs.SUFFIX}."
         )
     try:
-        # A link, or a pipe without a reader, is replaced and not written to.
+        # `overwrite` replaces a link or a pipe instead of writing to it.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
             try:
@@ -214,47 +213,48 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
         action = f"Name another file, such as {another}, or add {_OVERWRITE}."
         if path.name == FIRST_RUN:
             action = f"Train it with `{_train(path)}`, or name another folder."
-        raise ConfigError.one(f"{path}", None, "is there already.", action) from error
+        raise ConfigError.one(f"{path}", None, "already exists.", action) from error
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError.unwritable(path, error, "Name a place that can be written.")
+    return StorageError.unwritable(path, error, "Name a path that can be written.")
 
 
 def add_configs(commands: Commands) -> None:
-    """Adds both commands."""
-    about = "list, show and copy the configs that maxpipe ships"
+    """Add the `configs` and `init` commands."""
+    about = "list, show and copy the bundled configs"
     parser = commands.add_parser(
         "configs",
         help=about,
-        description=f"{capitalize_first(about)}: runs that train as they are, and\n"
-        "models. Every command that takes a config file takes their names, too.",
+        description=f"{capitalize_first(about)}: runs that train without changes,\n"
+        "and models. Every command that accepts a config file also accepts these names.",
     )
     actions = subcommands(parser)
-    listed = actions.add_parser("list", help="name and content of each")
+    listed = actions.add_parser("list", help="list the bundled configs")
     listed.set_defaults(command=_list)
-    show = actions.add_parser("show", help="print one")
+    show = actions.add_parser("show", help="print a bundled config")
     show.add_argument("name", metavar="NAME")
     show.set_defaults(command=_show)
     copy = actions.add_parser(
         "copy",
-        help="copy one, to change it",
-        description="Copy a config into the current folder, or to FILE. What is there stays.",
+        help="copy a bundled config to edit it",
+        description="Copy a config into the current folder, or to FILE. It is an error if the\n"
+        "file exists, unless --overwrite is set.",
         epilog="example: maxpipe configs copy quickstart my-run.yml",
     )
     copy.add_argument("name", metavar="NAME")
     copy.add_argument("file", metavar="FILE", nargs="?", default="")
-    copy.add_argument(_OVERWRITE, action="store_true", help="replace the file if it is there")
+    copy.add_argument(_OVERWRITE, action="store_true", help="replace an existing file")
     copy.set_defaults(command=_copy)
     parser.command_names = tuple(actions.choices)
 
     init = commands.add_parser(
         "init",
-        help="write a first run of your own, with comments",
-        description=f"Write DIR/{FIRST_RUN}: a small model that trains in minutes on a CPU, with\n"
-        "a comment for every key, to be changed into your own.",
+        help="write a first run config, with comments",
+        description=f"Write DIR/{FIRST_RUN}: the config of a small model that trains in minutes\n"
+        "on a CPU, with a comment for every key. Edit it for your own run.",
         epilog="example: maxpipe init first && maxpipe train first/run.yml",
     )
     init.add_argument("folder", metavar="DIR")

@@ -1,7 +1,4 @@
-"""`maxpipe data`: documents as token ids, prepared in advance and checked; what a model reads.
-
-`maxpipe data mixture`: which sources a run reads, in which shares, and those of any step.
-"""
+"""`maxpipe data`: prepare and verify token files, and inspect training data and mixtures."""
 
 from __future__ import annotations
 
@@ -54,8 +51,8 @@ def _mixture(options: argparse.Namespace) -> int:
         raise ConfigError.one(
             "data.mixture",
             None,
-            "must have a source: without a mixture all rows are of data.source.",
-            "Set data.mixture.NAME.source and data.mixture.NAME.path of each source.",
+            "must have a source: without a mixture, all sequences come from data.source.",
+            "Set data.mixture.NAME.source and data.mixture.NAME.path for every source.",
         )
     datasets = open_datasets(config, folder)
     try:
@@ -76,9 +73,10 @@ def _mixture(options: argparse.Namespace) -> int:
 
 
 def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
-    """Shares of the sources by the first step that they hold for: its first row may be another's.
+    """Return the shares of the sources for every stage, with the first step of the stage.
 
-    Behind the last one there is nothing if it has no shares.
+    The first sequences of that step may still belong to the previous stage. A last stage without
+    shares means that all sources have ended.
     """
     assert train.stream.mixture is not None
     found = []
@@ -92,7 +90,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
 
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
-    """What a run of this length reads of each source."""
+    """Return the samples and epochs that a run of `steps` steps reads from every source."""
     samples = train.stream.samples_before(train.ramp.sequences_before(int(steps)))
     return [
         {
@@ -106,7 +104,7 @@ def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
 
 
 def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
-    """Where each row of a batch comes from."""
+    """Return the source and sequence number of every row of a batch."""
     found = [
         {"source": row.source, "sequence": row.sequence} for row in train.sequence_origins(batch)
     ]
@@ -126,25 +124,25 @@ def _page(found: dict[str, Any]) -> Iterator[str]:
     step = found["step"]
     numbers = Counter(row["source"] for row in step["rows"])
     parts = ", ".join(f"{name} {numbers[name]}" for name in sorted(numbers))
-    yield f"step {step['step']}: batch {step['batch']}, rows by source: {parts or 'none'}"
+    yield f"step {step['step']}: batch {step['batch']}, sequences by source: {parts or 'none'}"
     for number, row in enumerate(step["rows"]):
         yield f"row {number}: sequence {row['sequence']} of {row['source']}"
 
 
 def add_mixture(actions: Commands) -> None:
-    """Adds the command."""
+    """Add the `data mixture` command."""
     mixture = actions.add_parser(
         "mixture",
-        help="the sources of a mixture by stages, and of the rows of any step",
-        description="Print in which shares a run reads the sources of its mixture, how often it\n"
-        "reads each, and with --step which sequence of which source each row of a batch is. They\n"
-        "are the same for any number of processes. Of a run, changes of weights are known.",
+        help="print the mixture shares of a run, and the sources of any step",
+        description="Print the share and the number of epochs of every source of a mixture. With\n"
+        "--step, print the source and sequence number of every row of the batch. The result does\n"
+        "not depend on the number of processes. A run includes its changes of mixture weights.",
         epilog="examples:\n  maxpipe data mixture my-run.yml --step 100000\n"
         "  maxpipe data mixture runs/my-run --json",
     )
     add_inputs(mixture, "RUN|", RUN_HELP)
     mixture.add_argument(
-        "--step", type=step_number, default=None, metavar="K", help="counted from 1"
+        "--step", type=step_number, default=None, metavar="K", help="print the sources of this step"
     )
     mixture.add_argument("--json", action="store_true", help="print one JSON object")
     mixture.set_defaults(command=_mixture)
@@ -161,12 +159,12 @@ def _prepare(options: argparse.Namespace) -> int:
 
     config = read_data_config(expand_data_files(options.inputs)).config
     if url_scheme(options.out):
-        rule = "must be a folder on this machine: files are written as documents are read."
-        action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
+        rule = "must be a local folder: files are written while documents are read."
+        action = "Name a local folder, and then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if not options.out:
-        rule = "must name a folder: it is empty."
-        raise ConfigError.one(_OUT, '""', rule, "Give --out tokens.")
+        rule = "must name a folder, but is empty."
+        raise ConfigError.one(_OUT, '""', rule, "Add --out tokens.")
     name = _source_to_prepare(config.data, options.source)
     plan = PrepareJob(
         data=all_sources(config.data)[name],
@@ -188,22 +186,22 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
-    """The name of the source that is prepared; empty without a mixture."""
+    """Return the name of the source to prepare, or "" without a mixture."""
     from maxpipe.config.data_sources import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]
     where, known = "command line: --source", ", ".join(names)
     if given is None and data.mixture:
-        rule = f"must name one source of {known}: each gets its own folder."
+        rule = f"must be one of {known}: every source needs a separate folder."
         raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
     if given is not None and given not in names:
         rule = f"must be one of {known}." if known else "has no effect without data.mixture."
-        raise ConfigError.one(where, given, rule, "Give one of them, or leave it out.")
+        raise ConfigError.one(where, given, rule, "Name a source, or leave out --source.")
     return given or ""
 
 
 _MOST_DAMAGE = 10
-"""Damaged files that `data verify` names; the rest is a count."""
+"""Maximum number of damaged files that `data verify` names."""
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -223,12 +221,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `data` command."""
     parser = commands.add_parser(
         "data",
-        help="turn documents into token files, check these, and see what a model reads",
-        description="Turn documents into files of token ids and check these; see what a model\n"
-        "reads, and where it comes from.",
+        help="prepare and verify token files, and inspect training data",
+        description="Prepare and verify token files, and inspect the training data of a config,\n"
+        "run or file.",
     )
     actions = subcommands(parser)
     _add_prepare(actions)
@@ -242,9 +240,9 @@ def _add_prepare(actions: Commands) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="tokenize all documents once, in parallel processes",
-        description="Tokenize the documents that data.* and tokenizer.* describe, in parallel\n"
-        "processes, into a folder for data.source=tokens. After a stop the same command goes on;\n"
-        "the files are the same, whatever the number of processes.",
+        description="Tokenize the documents of data.* with the tokenizer of tokenizer.*, in\n"
+        "parallel processes, into a folder for data.source=tokens. The same command resumes after\n"
+        "a stop. The files do not depend on the number of processes.",
         epilog="example: maxpipe data prepare my-run.yml '*.jsonl' --out tokens\n"
         "then:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
     )
@@ -253,17 +251,17 @@ def _add_prepare(actions: Commands) -> None:
     prepare.add_argument(
         "--source",
         metavar="NAME",
-        help="which source of data.mixture to prepare, or validation.NAME",
+        help="source of data.mixture to prepare, or validation.NAME",
     )
     prepare.add_argument(
-        "--workers", type=count, default=None, metavar="N", help="processes; default one per core"
+        "--workers", type=count, default=None, metavar="N", help="processes (default: one per core)"
     )
     prepare.add_argument(
         "--shard-tokens",
         type=count,
         default=1 << 27,
         metavar="N",
-        help="tokens after which a new pair of files begins; default 134217728",
+        help="tokens per pair of files (default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
 
@@ -271,10 +269,10 @@ def _add_prepare(actions: Commands) -> None:
 def _add_verify(actions: Commands) -> None:
     verify = actions.add_parser(
         "verify",
-        help="read every byte of a prepared folder, and compare it with what was written",
+        help="verify every byte of a prepared folder",
         description="Read every byte of a folder that `maxpipe data prepare` wrote, and compare\n"
-        "it with the digests that were taken then. Ends with 74 if a byte differs.",
+        "it with the checksums of the folder. The exit code is 74 if a byte differs.",
         epilog="example: maxpipe data verify tokens",
     )
-    verify.add_argument("folder", metavar="DIR", help="the folder, or gs://BUCKET/PATH")
+    verify.add_argument("folder", metavar="DIR", help="prepared folder, or gs://BUCKET/PATH")
     verify.set_defaults(command=_verify)

@@ -1,6 +1,6 @@
-"""`maxpipe data show`, `stats` and `find`: what a model reads, and where it comes from.
+"""`maxpipe data show`, `stats` and `find`: inspect the training data of a config or run.
 
-Data files named in place of a config: the `data.*` keys that read them.
+The commands also accept data files in place of a config, and infer the `data.*` keys for them.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 DATA_HELP = "data files, a folder of them, or a prepared folder; "
 _OF_TEMPLATES = ("tokenizer.", "data.chat_template")
-"""Beginnings of keys that may bring a chat template."""
+"""Prefixes of keys that may set a chat template."""
 
 
 def expand_data_files(inputs: Sequence[str]) -> list[str]:
-    """Return the inputs with the keys that read the data files among them in place of their paths.
+    """Return the inputs with paths of data files replaced by the `data.*` keys that read them.
 
-    The keys are printed to stderr. The source follows from the names of the files. Conversations
-    and pairs follow from the fields of the first record, and the tokenizer of a prepared folder
-    from its manifest, unless the inputs set them.
+    The keys are printed to stderr. The source type is inferred from file names, and conversations
+    and pairs from the fields of the first record. The tokenizer of a prepared folder is read from
+    its manifest. Keys in the inputs override inferred keys.
 
     Raises:
-        ConfigError: the files are of several kinds, or the inputs name a source too.
+        ConfigError: the files have different types, or the inputs also name a source.
     """
     paths = [each for each in inputs if _is_data(each)]
     if not paths:
@@ -66,7 +66,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     where = f"command line: {paths[0]}"
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
-            rule = f"names the documents to read, and {key} names them too."
+            rule = f"names the documents to read, but {key} also names documents."
             raise ConfigError.one(where, None, rule, "Remove one of the two.")
     inferred = _source(paths)
     has_config = any("=" not in each for each in others)
@@ -76,7 +76,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
         with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
         inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
-        # One document is enough to look at.
+        # A single document is enough for inspection.
         inferred |= {"data.validation_fraction": 0, "eval.batches": 0}
     chosen = {key: value for key, value in inferred.items() if key not in keys}
     if any(key.startswith("tokenizer.") for key in keys):
@@ -99,11 +99,11 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Keys of a config that would name further documents."""
+"""Config keys that would add other documents, with the values that clear them."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
-    """Return `key=value` of each key."""
+    """Return one `key=value` override per key."""
     from maxpipe.config.yaml_values import to_yaml_line
 
     texts = {
@@ -139,7 +139,7 @@ def _is_data(argument: str) -> bool:
 
 
 def _names_data(path: str) -> bool:
-    """Return whether a name alone says that it is data, so that a missing file is named so."""
+    """Return whether a path is recognizable as data by its name, even if the file is missing."""
     from maxpipe.data.sources import ENDINGS
 
     return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
@@ -153,18 +153,18 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
     kind = kinds[paths[0]]
     other = next((path for path in paths if kinds[path] != kind), None)
     if other is not None:
-        rule = f"is read with data.source={kinds[other]}, and {paths[0]} with data.source={kind}."
-        action = "Give files of one kind, or set data.mixture.NAME.path of each."
+        rule = f"needs data.source={kinds[other]}, but {paths[0]} needs data.source={kind}."
+        action = "Name files of one type, or set data.mixture.NAME.path for each type."
         raise ConfigError.one(f"command line: {other}", None, rule, action)
     if kind in ONE_PATH and len(paths) > 1:
         rule = f"is one of {len(paths)} paths: data.source={kind} reads one path."
-        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Give one of them.")
+        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Name one path.")
     named = {"data.path": paths[0]} if len(paths) == 1 else {"data.paths": list(paths)}
     return {"data.source": kind, **named}
 
 
 def _tokenizer(folder: str) -> dict[str, Any]:
-    """Return the keys of the tokenizer that a prepared folder was written with."""
+    """Return the keys of the tokenizer that produced a prepared folder."""
     from maxpipe.data.prepared.manifest import read_manifest
 
     found = read_manifest(os.path.expanduser(folder))["tokenizer"]
@@ -176,9 +176,9 @@ def _tokenizer(folder: str) -> dict[str, Any]:
 def _conversation(
     keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
 ) -> dict[str, Any]:
-    """Return the keys that read the first record, if it has no text: as a conversation or a pair.
+    """Return the keys that read records without a text field as conversations or pairs.
 
-    Without a chat template prompt and response are read as text.
+    Without a chat template, prompts and responses are read as plain text.
     """
     from maxpipe.config.data_schema import SourceConfig
     from maxpipe.config.data_sources import COLUMNS, paths_of
@@ -210,16 +210,16 @@ def _conversation(
 
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
-RUN_HELP = "a run, by its folder or its name below runs/, which means its own config; or "
+RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of the run); or "
 
 
-# What is read.
+# Inputs and datasets.
 
 
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
-    """The inputs with the config of a run in place of its name, and the folder of the run.
+    """Return (inputs with a run replaced by its config file, folder of the run or "").
 
-    A name that is a config's is that config: a run of the same name is given by its folder.
+    A name that matches both a config and a run means the config. The folder path selects the run.
     """
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""
@@ -238,7 +238,7 @@ def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
 
 
 def open_datasets(config: Config, folder: str) -> Datasets:
-    """What a config reads; of a run, by its folder, with the shares that it had at each step."""
+    """Open the datasets of a config, with the mixture weights that the run in `folder` used."""
     from maxpipe.data.datasets import build_datasets
     from maxpipe.data.mixture import Mixture
     from maxpipe.telemetry.batches import mixture_of
@@ -255,7 +255,7 @@ def open_datasets(config: Config, folder: str) -> Datasets:
 
 
 def batch_of_step(folder: str, step: int) -> int:
-    """The number of the batch that a step takes, by the records of its run if there is one."""
+    """Return the batch index of a step. In a run, skipped batches shift the index."""
     if not folder:
         return step - 1
     from maxpipe.telemetry.batches import batch_of
@@ -307,7 +307,7 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
 
 def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
-    """(batch, row) of `number` rows from one on; the first must be there, others may end."""
+    """Yield (batch, row) of up to `number` rows, starting at `row`, until the data ends."""
     for given in range(number):
         yield batch, row
         row += 1
@@ -351,12 +351,12 @@ def _segment_header(segment: Segment) -> str:
 
 
 def _to_single_line(line: str) -> str:
-    """A line, also where the name of a file would make it several."""
+    """Return the text as one line, with newlines in file names escaped."""
     return redact.redact_for_terminal(line).replace("\n", "\\n")
 
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
-    """A document's text, safe for a terminal, in a form that says whether it is trained."""
+    """Return terminal-safe text of a span, marked if the span is not trained."""
     text = "".join(
         each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
     )
@@ -449,12 +449,12 @@ def _check_form(path: str) -> None:
     from maxpipe.data.statistics import PICTURE_SUFFIXES
 
     if Path(path).suffix not in PICTURE_SUFFIXES:
-        rule = f"must end with {' or '.join(PICTURE_SUFFIXES)}."
-        raise ConfigError.one("command line: --out", path, rule, "Give --out stats.html.")
+        rule = f"must end in {' or '.join(PICTURE_SUFFIXES)}."
+        raise ConfigError.one("command line: --out", path, rule, "Write --out stats.html.")
 
 
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
-    """Of each source, in the order of their names."""
+    """Yield the statistics of every source, sorted by name."""
     from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import wrap_section_errors
@@ -504,7 +504,7 @@ def _source_statistics(
     )
     cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
     opened = open_source(
-        dataclasses.replace(source, bad_records="stop"),  # each is counted, however many
+        dataclasses.replace(source, bad_records="stop"),  # every bad record is counted
         seed,
         lambda: progress.report("opening", 0, 0),
         cache_dir=cache_dir,
@@ -524,7 +524,7 @@ def _source_statistics(
 
 
 def _chat_of(source: SourceConfig) -> dict[str, Any]:
-    """Return the arguments of `statistics.counted` for conversations and pairs."""
+    """Return the arguments of `compute_statistics` for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}
     return {"chat": "conversation", "policy": source.long_conversations}
@@ -534,7 +534,7 @@ def _chat_of(source: SourceConfig) -> dict[str, Any]:
 
 
 def add_inspect(actions: Commands) -> None:
-    """Adds the commands."""
+    """Add the `show`, `stats` and `find` commands."""
     _add_show(actions)
     _add_stats(actions)
     _add_find(actions)
@@ -543,22 +543,28 @@ def add_inspect(actions: Commands) -> None:
 def _add_show(actions: Commands) -> None:
     show = actions.add_parser(
         "show",
-        help="the text of a batch's rows, and what of it is trained",
-        description="Print rows of a step's batch as text, exactly as training reads them: the\n"
-        "documents in each with their places, control tokens by name, and what the model is\n"
-        "trained to predict. What it is not is grey on a terminal and in ⟦ ⟧ elsewhere.",
+        help="print sequences of a batch as text, with the trained tokens marked",
+        description="Print sequences of a batch as text, exactly as training reads them: the\n"
+        "documents of every sequence with file and line, and control tokens by name. Tokens that\n"
+        "are not trained are grey on a terminal, and in ⟦ ⟧ in other output.",
         epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
     add_inputs(show, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
-    show.add_argument("-n", type=count, metavar="N", help="rows; default 3, or 1 with --row")
-    show.add_argument("--step", type=step_number, default=1, metavar="K", help="counted from 1 (1)")
-    show.add_argument("--row", type=_natural, metavar="R", help="of the step's batch, from 0 (0)")
+    show.add_argument(
+        "-n", type=count, metavar="N", help="number of sequences (default: 3, or 1 with --row)"
+    )
+    show.add_argument(
+        "--step", type=step_number, default=1, metavar="K", help="training step (default: 1)"
+    )
+    show.add_argument(
+        "--row", type=_natural, metavar="R", help="first row of the batch, zero-based (default: 0)"
+    )
     show.add_argument(
         "--split",
         metavar="train|validation|NAME",
         default="train",
-        help="which documents; NAME is one in data.validation (train)",
+        help="documents to read; NAME is a set of data.validation (default: train)",
     )
     show.set_defaults(command=_show)
 
@@ -566,40 +572,39 @@ def _add_show(actions: Commands) -> None:
 def _add_stats(actions: Commands) -> None:
     stats = actions.add_parser(
         "stats",
-        help="lengths, duplicates, bytes per token, and what cannot be read",
-        description="Read every document once and print how many there are, their lengths in\n"
-        "tokens, duplicates, bytes per token, empty ones, those that are not UTF-8 or cannot be\n"
-        "read, and how well they fill sequences.",
+        help="print document lengths, duplicates, bytes per token and unreadable records",
+        description="Read every document once. Print the number of documents, their lengths in\n"
+        "tokens, duplicates, bytes per token, packing efficiency, and the number of documents\n"
+        "that are empty, unreadable or not UTF-8.",
         epilog="examples:\n  maxpipe data stats docs.jsonl\n"
         "  maxpipe data stats my-run.yml --out stats.html",
     )
     add_inputs(stats, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
-    stats.add_argument("--out", metavar="FILE", help="write a picture: FILE.html or FILE.png")
+    stats.add_argument("--out", metavar="FILE", help="write a chart: FILE.html or FILE.png")
     stats.set_defaults(command=_stats)
 
 
 def _add_find(actions: Commands) -> None:
     find = actions.add_parser(
         "find",
-        help="the documents in a row of a step's batch, with their files",
-        description="Print which documents are in a row of a step's batch, and the file and line\n"
-        "or record of each. Of a run, batches that were left out after bad steps are left out.",
+        help="print the documents in one row of a batch, with their files",
+        description="Print the documents in one row of the batch of a step, with the file and\n"
+        "line or record of each document. For a run, the batches that it skipped after bad steps\n"
+        "are skipped.",
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
     find.add_argument("config", metavar=RUN_OR_FILE, help=f"{RUN_HELP}{INPUTS_HELP}")
-    find.add_argument(
-        "step", type=step_number, metavar="STEP", help="counted from 1, as in the log"
-    )
-    find.add_argument("row", type=_natural, metavar="ROW", help="of the step's batch, from 0")
+    find.add_argument("step", type=step_number, metavar="STEP", help="training step, as in the log")
+    find.add_argument("row", type=_natural, metavar="ROW", help="row of the batch, zero-based")
     add_inputs(find)
     find.add_argument("--json", action="store_true", help="print one JSON object")
     find.set_defaults(command=_find)
 
 
 def step_number(text: str) -> int:
-    """The type of an argument that is a step."""
+    """Parse a step number of the command line."""
     from maxpipe.config.rules import MAX_STEPS
 
     found = count(text)
@@ -609,7 +614,7 @@ def step_number(text: str) -> int:
 
 
 def _natural(text: str) -> int:
-    """The type of an argument that is at least 0."""
+    """Parse an integer that is at least 0."""
     found = integer(text)
     if found < 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")

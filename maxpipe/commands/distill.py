@@ -1,4 +1,4 @@
-"""`maxpipe distill`: what a teacher says of a run's rows, prepared in advance."""
+"""`maxpipe distill`: precompute teacher logits for the sequences of a run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OUT = "command line: --out"
 def _prepare(options: argparse.Namespace) -> int:
     loaded = read_config(options.inputs, to_train=True)
     if url_scheme(options.out):
-        rule = "must be a folder on this machine: files are written as rows are computed."
-        action = "Name a folder here, and copy it to the bucket afterwards, with `gcloud storage "
+        rule = "must be a local folder: shards are written while logits are computed."
+        action = "Name a local folder, and then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
-        rule = "must be distill, with distill.teacher: it names the model that is asked."
+        rule = "must be distill, with a model in distill.teacher."
         action = (
-            "Set train.objective=distill and distill.teacher=RUN@newest, and no "
+            "Set train.objective=distill and distill.teacher=RUN@newest, and leave out "
             "distill.teacher_logits"
         )
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
@@ -39,22 +39,21 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `distill` command."""
     parser = commands.add_parser(
         "distill",
-        help="store what a teacher says of a run's rows",
-        description="Store what the teacher of a run with train.objective=distill says of the\n"
-        "rows that it trains on.",
+        help="precompute teacher logits",
+        description="Precompute the teacher logits of a run with train.objective=distill.",
     )
     actions = subcommands(parser)
     prepare = actions.add_parser(
         "prepare",
-        help="ask the teacher of all rows once, and store its answers",
-        description="Ask the teacher that distill.teacher names of all rows that a run trains\n"
-        "on, once, and store its distill.top_k most likely tokens at each place in a folder for\n"
-        "distill.teacher_logits. After a stop the same command goes on; the files are the same.",
-        epilog="example: maxpipe distill prepare my-run.yml --out answers\n"
-        "then:    maxpipe train my-run.yml distill.teacher='' distill.teacher_logits=answers",
+        help="store the teacher's top-k logits for every training sequence",
+        description="Run the model of distill.teacher once on every training sequence of a run.\n"
+        "Store the logits of its distill.top_k most likely tokens at every position, in a folder\n"
+        "for distill.teacher_logits. The same command resumes after a stop, with identical files.",
+        epilog="example: maxpipe distill prepare my-run.yml --out logits\n"
+        "then:    maxpipe train my-run.yml distill.teacher='' distill.teacher_logits=logits",
     )
     add_inputs(prepare)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
@@ -63,7 +62,7 @@ def add(commands: Commands) -> None:
         type=count,
         default=1 << 27,
         metavar="N",
-        help="size of a file, at least one row; default 134217728",
+        help="maximum shard size in bytes; a shard has at least one sequence (default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
     parser.command_names = tuple(actions.choices)

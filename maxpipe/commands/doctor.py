@@ -1,4 +1,4 @@
-"""`maxpipe env` and `maxpipe doctor`: the environment, and whether a run could train in it."""
+"""`maxpipe env` and `maxpipe doctor`: describe and check the environment."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Adds both commands."""
+    """Add the `env` and `doctor` commands."""
     env = commands.add_parser(
         "env",
-        help="versions, machine, devices and variables, for a bug report",
-        description="Print versions, machine, devices and the environment variables that matter.\n"
-        "Secrets are left out.",
+        help="print versions, machine, devices and variables, for a bug report",
+        description="Print versions, machine, devices and the relevant environment variables.\n"
+        "Secrets are redacted.",
     )
     env.add_argument("--json", action="store_true", help="print one JSON object")
     env.set_defaults(command=_env)
@@ -62,13 +62,15 @@ def add(commands: Commands) -> None:
         "doctor",
         help="check that a run can train here",
         description="Check versions, folders, data, tokenizer, clocks, devices, every collective\n"
-        "along every axis of the mesh, and two processes on this machine. One line per check: ok,\n"
-        "warning, or FAILED with what to do. Without a config, what needs none. Exit code 2 when\n"
-        "a check failed.",
+        "along every axis of the mesh, and communication between two local processes. Print one\n"
+        "line per check: ok, warning, or FAILED with an action. Without a config, run only the\n"
+        "checks that need none. The exit code is 2 if a check failed.",
         epilog="examples:\n  maxpipe doctor\n  maxpipe doctor quickstart --json",
     )
     add_inputs(parser)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, for a bug report, no secrets"
+        "--json",
+        action="store_true",
+        help="print one JSON object without secrets, for a bug report",
     )
     parser.set_defaults(command=_doctor)

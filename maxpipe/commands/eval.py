@@ -1,4 +1,4 @@
-"""`maxpipe eval`: the loss of a model on text."""
+"""`maxpipe eval`: compute the loss of a model on text, or its accuracy on questions."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses options that have no effect together."""
+    """Raise for options that have no effect together."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}
     others = with_choices if options.choices is None else on_text
     for option, given in others.items():
         if given is not None:
-            rule = "has no effect on the loss on text: it goes with --choices."
+            rule = "needs --choices: it has no effect on the loss on text."
             if options.choices is not None:
-                rule = "has no effect with --choices: there is no other text."
-            raise ConfigError.one(f"command line: {option}", given, rule, f"Leave {option} out.")
+                rule = "has no effect with --choices, which evaluates only its questions."
+            raise ConfigError.one(f"command line: {option}", given, rule, f"Leave out {option}.")
 
 
 def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
@@ -73,7 +73,7 @@ def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
         tokenizer, where = opened.tokenizer, "command line: --chat"
         if chat:
             exam.questions = apply_chat_template(
-                exam.questions, tokenizer.chat, where, "Leave --chat out"
+                exam.questions, tokenizer.chat, where, "Leave out --chat"
             )
         texts = ScoringTokenizer(tokenizer, opened.max_length, is_chat=chat, skips_bos=chat)
         exam.check(texts, path)
@@ -93,7 +93,7 @@ def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
 
 
 class _ChoiceProgress:
-    """Lines about rows that are done, some seconds apart."""
+    """Print the number of scored choices every few seconds."""
 
     def __init__(self, total: int):
         self._total, self._begin = total, time.monotonic()
@@ -118,7 +118,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 
 
 def _documents(options: argparse.Namespace) -> list[str]:
-    """The overrides that say to read the files of `--data`."""
+    """Return the overrides that select the files of `--data`."""
     from maxpipe.config.data_sources import COLUMNS
     from maxpipe.data.sources import infer_source
 
@@ -127,8 +127,8 @@ def _documents(options: argparse.Namespace) -> list[str]:
         return []
     for each in options.inputs:
         if each.startswith(("data.source=", "data.path=")):
-            rule = f"says which documents to take, and {each} says it, too."
-            raise ConfigError.one(where, path, rule, "Leave one of them out.")
+            rule = f"selects documents, but {each} also selects documents."
+            raise ConfigError.one(where, path, rule, "Leave out one of the two.")
     source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
@@ -147,7 +147,7 @@ def _page(found: EvalReport) -> str:
         f"checkpoint  {found['checkpoint']}",
         f"data        {found['source']}, {found['split']} documents, {found['batches']} of "
         f"{pluralize(found['all_batches'], 'batch')}, {what}",
-        f"            in rows of {pluralize(found['sequence_length'], 'token')}",
+        f"            in sequences of {pluralize(found['sequence_length'], 'token')}",
         f"mesh        {found['mesh']}",
     ]
     if "pairs" in found:
@@ -167,16 +167,15 @@ def _page(found: EvalReport) -> str:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `eval` command."""
     parser = commands.add_parser(
         "eval",
-        help="loss of a model on its run's validation documents, or on any text",
-        description="Print the loss of a checkpoint, or of a Hugging Face folder, in nats per\n"
-        "token and per byte, its bits per byte and its perplexity. The config is the one that the\n"
-        "checkpoint was saved with, changed by files and overrides: mesh and pipeline to run it\n"
-        "under another layout, data.* or --data for other documents (all of them count then),\n"
-        "eval.batches for more or fewer batches (0 is all), eval.batch_size. Nothing is written,\n"
-        "and the run may be training meanwhile.",
+        help="evaluate a model on its validation documents, any text, or questions",
+        description="Print the loss of a checkpoint or Hugging Face folder in nats per token and\n"
+        "per byte, its bits per byte, and its perplexity. The config of the checkpoint is used.\n"
+        "Override mesh and pipeline for another layout, data.* or --data for other documents (all\n"
+        "of them are evaluated), eval.batches for more or fewer batches (0: all), and\n"
+        "eval.batch_size. The command writes no files to the run, which may still be training.",
         epilog="examples:\n  maxpipe eval quickstart\n"
         "  maxpipe eval runs/quickstart@best eval.batches=0 --json\n"
         "  maxpipe eval quickstart@120 --data 'book/*.txt'\n"
@@ -188,34 +187,37 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="text to take: a file, a folder or a pattern; *.jsonl are JSON lines, *.array_record\n"
-        "records, and others plain text",
+        help="text to evaluate: a file, folder or pattern; *.jsonl is JSON lines, *.array_record\n"
+        "is ArrayRecord, and other files are plain text",
     )
     parser.add_argument(
         "--split",
         metavar="validation|train|all|NAME",
-        help="which documents; NAME is one in data.validation. By default validation, or all\n"
-        "when data.* names other documents",
+        help="documents to evaluate; NAME is a set of data.validation (default: validation, or\n"
+        "all if data.* names other documents)",
     )
     parser.add_argument(
         "--choices",
         metavar="FILE",
-        help="questions instead of text: JSON lines with `context`, `choices`, `answer`",
+        help="evaluate multiple-choice questions: JSON lines with `context`, `choices`, `answer`",
     )
     parser.add_argument(
         "--separator",
         metavar="TEXT",
-        help="between context and choice, where neither has white space (one space)",
+        help="text between context and choice, if neither has white space there (default: one\n"
+        "space)",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
         default=None,
-        help="contexts are what a user says: the chat template makes the text of them",
+        help="format every context as a user message with the chat template",
     )
-    parser.add_argument("--batch-size", type=count, metavar="N", help="choices side by side (16)")
     parser.add_argument(
-        "--jsonl", metavar="FILE", help="where to write the result of each question"
+        "--batch-size", type=count, metavar="N", help="choices per batch (default: 16)"
+    )
+    parser.add_argument(
+        "--jsonl", metavar="FILE", help="write the result of every question as JSON lines"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_eval)

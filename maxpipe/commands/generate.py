@@ -1,4 +1,4 @@
-"""`maxpipe generate`: text from a checkpoint."""
+"""`maxpipe generate`: generate text with a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
-"""Of a line that is typed."""
+"""Maximum size of an interactive prompt, in bytes."""
 _STDIN = "-"
 
 
@@ -84,7 +84,7 @@ def _generate(options: argparse.Namespace) -> int:
             messages: list[Message] = []
 
             def reply(text: str, number: int) -> None:
-                """To all that was said before, and to this."""
+                """Generate a reply to the conversation so far plus `text`."""
                 asked = [*messages, *user_chat(text).messages]
                 told = answer(encode([ChatInput(asked)], first=number))
                 messages[:] = [*asked, {"role": "assistant", "content": told}]
@@ -112,7 +112,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             rule = f"must be at most {MAX_BYTES} bytes."
-            raise ConfigError.one(where, None, rule, "Give it in parts.")
+            raise ConfigError.one(where, None, rule, "Split the input.")
         return parse_prompts(raw, where)
     return read_prompts(options.prompts, where)
 
@@ -124,7 +124,7 @@ def _conversations(options: argparse.Namespace) -> list[ChatInput]:
 
 
 def _converse(answer: Callable[[str, int], object]) -> None:
-    """A prompt a line, until the input ends. What is wrong with one does not end it."""
+    """Read one prompt per line until the input ends. Print errors in a prompt and continue."""
     number, asks = 0, sys.stdin.isatty()
     while True:
         if asks:
@@ -147,14 +147,14 @@ def _converse(answer: Callable[[str, int], object]) -> None:
 
 
 class _Printer:
-    """Writes completions to standard output: text, or JSON lines."""
+    """Write completions to standard output, as text or JSON lines."""
 
     def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, *, is_alone: bool):
         self._json, self._logprobs = options.json, options.logprobs
         self._streams = is_alone and not options.json
         self._tokenizer = tokenizer
         self.newest = ""
-        """Text of what was written last."""
+        """Text of the last completion."""
 
     def stream(self, text: str) -> None:
         if self._streams and text:
@@ -183,13 +183,13 @@ class _Printer:
 
 
 def _write_now(text: str) -> None:
-    """Writes at once: a reader may wait for it, and an interrupt must not lose it."""
+    """Write and flush, so that a reader gets the text immediately and an interrupt loses none."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def _escape_control(text: str) -> str:
-    """The text as standard output can show it: a terminal obeys control characters."""
+    """Return the text without control characters on a terminal, in the encoding of stdout."""
     if sys.stdout.isatty():
         text = "".join(each for each in text if each.isprintable() or each in "\n\t")
     encoding = sys.stdout.encoding or "utf-8"
@@ -200,10 +200,10 @@ def _escape_control(text: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What no type of an argument says.
+    """Check the ranges of sampling options.
 
     Raises:
-        ConfigError: with the first mistake.
+        ConfigError: an option is out of range, or has no effect.
     """
     allowed = {
         "temperature": (options.temperature >= 0, "at least 0", "0 for the most likely token"),
@@ -222,7 +222,7 @@ def _check(options: argparse.Namespace) -> None:
         option = f"--{name.replace('_', '-')}"
         if not is_right or value == float("inf"):
             raise ConfigError.one(
-                f"command line: {option}", value, f"must be {rule}.", f"Give {option} {action}."
+                f"command line: {option}", value, f"must be {rule}.", f"Set {option} {action}."
             )
     if options.temperature == 0:
         unread = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -232,25 +232,28 @@ def _check(options: argparse.Namespace) -> None:
                 raise ConfigError.one(
                     f"command line: {option}",
                     getattr(options, name),
-                    "has no effect with --temperature 0, which takes the most likely token.",
-                    f"Leave one of them out: `{option}` or `--temperature 0`.",
+                    "has no effect with --temperature 0, which selects the most likely token.",
+                    f"Leave out `{option}` or `--temperature 0`.",
                 )
     if "" in options.stop:
         raise ConfigError.one(
-            "command line: --stop", '""', "must not be empty: every text has it.", "Leave it out."
+            "command line: --stop",
+            '""',
+            "must not be empty: every text contains it.",
+            "Leave out --stop.",
         )
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `generate` command."""
     parser = commands.add_parser(
         "generate",
-        help="text that a checkpoint makes of prompts",
-        description="Print what a checkpoint makes of prompts. One prompt's text comes as it is\n"
-        "made; of several, each when it and those before it are done. The config is the one that\n"
-        "the checkpoint was saved with, without its mesh and pipeline: give mesh.* for devices,\n"
-        "and train.sequence_length for rows longer than in training. Nothing is written, and the\n"
-        "run may be training meanwhile.",
+        help="generate text with a checkpoint",
+        description="Generate completions of prompts. A single completion is streamed; several\n"
+        "are printed in order as they finish. The config of the checkpoint is used, except its\n"
+        "mesh and pipeline. Set mesh.* to use several devices, and train.sequence_length for\n"
+        "longer sequences than in training. The command writes no files to the run, which may\n"
+        "still be training.",
         epilog="examples:\n  maxpipe generate quickstart --prompt 'To be, or' --temperature 0.8\n"
         "  maxpipe generate quickstart@best --prompts prompts.txt --json --max-tokens 64\n"
         "  maxpipe generate quickstart --interactive --top-p 0.9 --stop '.'\n"
@@ -260,37 +263,77 @@ def add(commands: Commands) -> None:
     add_ema_option(parser)
     add_inputs(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")
     source.add_argument(
-        "--prompts", metavar="FILE", help="a prompt a line; *.jsonl: `prompt` of each; - for stdin"
+        "--prompt", action="append", metavar="TEXT", help="prompt; repeat the option for several"
     )
-    source.add_argument("--interactive", action="store_true", help="ask for one after the other")
-    parser.add_argument(
-        "--max-tokens", type=count, default=128, metavar="N", help="at most, of each (128)"
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="file with one prompt per line, or *.jsonl with field `prompt`; - is stdin",
     )
-    parser.add_argument(
-        "--temperature", type=number, default=1.0, metavar="X", help="0 takes the likeliest (1)"
-    )
-    parser.add_argument("--top-k", type=integer, default=0, metavar="K", help="of the likeliest K")
-    parser.add_argument(
-        "--top-p", type=number, default=1.0, metavar="P", help="of the likeliest, together P likely"
+    source.add_argument(
+        "--interactive", action="store_true", help="read prompts line by line from stdin"
     )
     parser.add_argument(
-        "--min-p", type=number, default=0.0, metavar="P", help="of those P times the likeliest"
+        "--max-tokens",
+        type=count,
+        default=128,
+        metavar="N",
+        help="maximum tokens per completion (default: 128)",
     )
     parser.add_argument(
-        "--repetition-penalty", type=number, default=1.0, metavar="X", help="above 1: less often"
+        "--temperature",
+        type=number,
+        default=1.0,
+        metavar="X",
+        help="sampling temperature; 0 selects the most likely token (default: 1)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated"
+        "--top-k",
+        type=integer,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens; 0: all tokens (default: 0)",
     )
-    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of the draws (0)")
     parser.add_argument(
-        "--batch-size", type=count, default=16, metavar="N", help="prompts side by side (16)"
+        "--top-p",
+        type=number,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens with total probability P (default: 1)",
     )
     parser.add_argument(
-        "--chat", action="store_true", help="prompts are messages for the folder's chat template"
+        "--min-p",
+        type=number,
+        default=0.0,
+        metavar="P",
+        help="minimum probability of a token relative to the most likely token (default: 0)",
     )
-    parser.add_argument("--logprobs", action="store_true", help="of each token, in nats")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument(
+        "--repetition-penalty",
+        type=number,
+        default=1.0,
+        metavar="X",
+        help="penalty of repeated tokens; values above 1 make them less likely (default: 1)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion at this text; repeat the option for several",
+    )
+    parser.add_argument(
+        "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"
+    )
+    parser.add_argument(
+        "--batch-size", type=count, default=16, metavar="N", help="prompts per batch (default: 16)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="format prompts as user messages with the chat template"
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", help="print the log-probability of every token, in nats"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(command=_generate)

@@ -1,4 +1,4 @@
-"""`maxpipe import` and `maxpipe export`: Hugging Face folders to checkpoints, and back."""
+"""`maxpipe import` and `maxpipe export`: convert Hugging Face folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,46 +42,48 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def add(commands: Commands) -> None:
-    """Adds both commands."""
+    """Add the `import` and `export` commands."""
     incoming = commands.add_parser(
         "import",
-        help="make a checkpoint of a Hugging Face folder",
-        description="Write a checkpoint with the weights of a Hugging Face folder: config.json\n"
-        "and safetensors files. Beside it are config.yml, which starts a run from them, and the\n"
-        "folder's tokenizer and generation files. Nothing is downloaded, and nothing pickled is\n"
-        "read. checkpoint.restore_from=hf:DIR starts a run without this step.",
+        help="convert a Hugging Face folder to a checkpoint",
+        description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
+        "checkpoint. Also write config.yml, which starts a run from the weights, and copy the\n"
+        "tokenizer and generation files. The command downloads no files and reads no pickles.\n"
+        "To start a run without conversion, set checkpoint.restore_from=hf:DIR.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
         "         maxpipe train runs/llama/config.yml data.source=text data.path='*.txt'\n"
         "           train.steps=100",
     )
     incoming.add_argument("folder", metavar="DIR", help="the Hugging Face folder")
     incoming.add_argument(
-        "--out", required=True, metavar="CKPT", help="folder to make; it must not exist"
+        "--out", required=True, metavar="CKPT", help="folder to create; it must not exist"
     )
     incoming.set_defaults(command=_import)
 
     outgoing = commands.add_parser(
         "export",
-        help="write a checkpoint as a Hugging Face folder",
-        description="Write the parameters of a checkpoint as a Hugging Face folder: config.json,\n"
-        "safetensors files and the tokenizer's files. It does not depend on the mesh or the\n"
-        "pipeline of the run, and the run may be training meanwhile. Adapters are merged with\n"
-        "their base, or written alone.",
+        help="convert a checkpoint to a Hugging Face folder",
+        description="Convert the parameters of a checkpoint to a Hugging Face folder:\n"
+        "config.json, safetensors files and tokenizer files. The result does not depend on the\n"
+        "mesh or pipeline of the run, which may still be training. Adapters are merged into the base\n"
+        "weights, or written alone.",
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
     add_ema_option(outgoing)
-    outgoing.add_argument("out", metavar="OUT", help="folder to make; it must not exist")
-    outgoing.add_argument("--format", choices=("hf",), default="hf", help="hf: Hugging Face")
+    outgoing.add_argument("out", metavar="OUT", help="folder to create; it must not exist")
+    outgoing.add_argument(
+        "--format", choices=("hf",), default="hf", help="output format (default: hf, Hugging Face)"
+    )
     outgoing.add_argument(
         "--adapter",
         action="store_true",
-        help="adapters alone, in PEFT's format; without it they are merged with their base",
+        help="write only the adapters, in PEFT format, instead of merging them",
     )
     outgoing.add_argument(
         "--dtype",
         choices=_TYPES,
-        help="type of the tensors; by default that in which they were imported, else that of the "
-        "run's parameters",
+        help="data type of the tensors (default: their type at import, or the type of the run's "
+        "parameters)",
     )
     outgoing.set_defaults(command=_export)

@@ -1,4 +1,4 @@
-"""`maxpipe launch`: a run in several processes here, or on a cluster."""
+"""`maxpipe launch`: start a run in several local processes or on a cluster."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 _CLUSTERS = {
     "slurm": (
         "write or submit a SLURM job",
-        "A SLURM job that runs one process on each GPU, or on each node without GPUs. It is put\n"
-        "back in the queue when it was stopped and has saved, as at the end of its time.",
+        "Write or submit a SLURM job with one process per GPU, or per node without GPUs. The job\n"
+        "is requeued after a stop with a saved checkpoint, such as at its time limit.",
         "launch.topology=h100:8 launch.slices=4 launch.queue=gpu",
     ),
     "gcloud": (
         "write or start TPU VMs of Google Cloud",
-        "Scripts that bring TPU slices with a queued resource and start the run on their hosts.",
+        "Write or start scripts that create TPU slices with a queued resource and start the run\n"
+        "on the hosts.",
         "launch.topology=v5p:2x4x4 launch.slices=2 launch.zone=us-east5-a",
     ),
     "gke": (
         "write or submit a JobSet for GKE",
-        "A JobSet with one pod on each TPU host. It starts again by maxpipe's exit codes.",
+        "Write or submit a JobSet with one pod per TPU host. The exit code of maxpipe decides\n"
+        "whether the JobSet restarts.",
         "launch.topology=v5p:2x4x4 launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET",
     ),
 }
@@ -61,7 +63,7 @@ def _cluster(options: argparse.Namespace) -> int:
         return submission.run()
     again = "" if options.write else ", after --write FOLDER or with --submit"
     print(
-        f"nothing was submitted; submit with{again}: {' '.join(submission.submit_command)}",
+        f"not submitted; submit with{again}: {' '.join(submission.submit_command)}",
         file=sys.stderr,
     )
     return ExitCode.DONE
@@ -70,7 +72,7 @@ def _cluster(options: argparse.Namespace) -> int:
 def _create_submission(
     options: argparse.Namespace, loaded: LoadedConfig
 ) -> tuple[str, Job, Submission]:
-    """The report of the preflight, the job, and its files."""
+    """Return (preflight report, job, files of the job)."""
     from maxpipe.checkpoint.storage import run_folder
     from maxpipe.launch import gcloud, gke, slurm
     from maxpipe.launch.job import Job
@@ -81,7 +83,7 @@ def _create_submission(
     workdir = Path(named) if named else defaults[options.cluster]
     shared = options.cluster == "slurm"
     if shared:
-        workdir = workdir.absolute()  # the job looks at the run's folder from inside
+        workdir = workdir.absolute()  # the job script reads the run folder
     config, hosts, report = check_hosts(loaded, workdir, shared=shared)
     folder = (
         expand_path(options.write, "command line: --write")
@@ -94,8 +96,8 @@ def _create_submission(
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
-    about = "run in several processes here, or on SLURM, TPU VMs or GKE"
+    """Add the `launch` command."""
+    about = "start a run in local processes, or on SLURM, TPU VMs or GKE"
     parser = commands.add_parser("launch", help=about, description=f"{capitalize_first(about)}.")
     actions = subcommands(parser)
     _add_local(actions)
@@ -114,16 +116,20 @@ def add(commands: Commands) -> None:
 def _add_local(actions: Commands) -> None:
     local = actions.add_parser(
         "local",
-        help="train in several processes of this machine, started again when they fail",
-        description="Train in several processes of this machine. mesh.cpu_devices is divided by\n"
-        "their number. They are started again after a kill, a hang, or a stop that saved; a\n"
-        "signal to the launcher makes them save and stops it, too. With one process, it may be\n"
-        "one of many on other hosts.",
+        help="train in local processes, and restart them after failures",
+        description="Train in several processes on this machine, which share mesh.cpu_devices.\n"
+        "The processes are restarted after a kill, a hang, or a stop with a saved checkpoint. A\n"
+        "signal to the launcher saves a checkpoint and stops the run. A single process may belong\n"
+        "to a run on several hosts.",
         epilog="example: maxpipe launch local --processes 4 quickstart",
     )
     add_inputs(local)
     local.add_argument(
-        "--processes", type=integer, default=1, metavar="NUMBER", help="1 by default"
+        "--processes",
+        type=integer,
+        default=1,
+        metavar="NUMBER",
+        help="number of processes (default: 1)",
     )
     local.set_defaults(command=_local)
 
@@ -131,18 +137,18 @@ def _add_local(actions: Commands) -> None:
 def _add_cluster(parser: Parser, name: str) -> None:
     add_inputs(parser)
     parser.add_argument(
-        "--write", metavar="FOLDER", help="write the files there instead of printing them"
+        "--write", metavar="FOLDER", help="write the files to FOLDER instead of printing them"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--dry-run",
         action="store_true",
         default=True,
-        help="submit nothing; this is the default",
+        help="do not submit the job (default)",
     )
     what.add_argument(
         "--submit",
         action="store_true",
-        help="write the files, by default to the run's folder `launch`, and submit them",
+        help="write the files to FOLDER (default: `launch` in the run folder) and submit them",
     )
     parser.set_defaults(command=_cluster, cluster=name)

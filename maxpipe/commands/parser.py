@@ -1,4 +1,4 @@
-"""What commands share: the parser with its error messages, argument types, output files."""
+"""Shared parts of commands: the argument parser, argument types and output files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, redact
 
 INPUTS_HELP = (
-    "config files or names of configs that maxpipe ships (`maxpipe configs list`), merged left to "
-    "right, then section.key=value overrides; `--config FILE` is the same as FILE"
+    "config files or names of bundled configs (`maxpipe configs list`), merged left to right, "
+    "then section.key=value overrides; `--config FILE` is the same as FILE"
 )
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as `ConfigError`, in four parts."""
+    """An argument parser that reports errors as `ConfigError`."""
 
     def __init__(self, *args, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        self.set_defaults(parser=self)  # the innermost wins: that of the command
+        self.set_defaults(
+            parser=self
+        )  # the innermost parser, of the command, overrides the outer ones
 
     def error(self, message: str) -> NoReturn:
         see = f"See `{self.prog} --help`."
@@ -43,10 +45,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
     def reject_unknown(self, unknown: Sequence[str]) -> None:
-        """Raises for the first option that this command lacks, with the option that is meant.
+        """Raise for the first unknown option that resembles an option of this command.
 
         Raises:
-            ConfigError: with the option to take.
+            ConfigError: suggests the known option.
         """
         from maxpipe.config.rules import did_you_mean
 
@@ -67,7 +69,7 @@ class Parser(argparse.ArgumentParser):
                 raise ConfigError.one(where, value or None, rule, action)
 
     def _is_key(self, option: str) -> bool:
-        """Whether it names a config key, and this command takes these."""
+        """Return whether the option is a config key and this command accepts overrides."""
         from maxpipe.config.foreign_keys import match_exact_key
         from maxpipe.config.keys import KEYS
 
@@ -75,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return takes and match_exact_key(option.lstrip("-").split("."), KEYS) is not None
 
     def expand_config_option(self, argv: Sequence[str]) -> list[str]:
-        """The arguments with `--config FILE` as FILE, of a command that takes config files."""
+        """Replace `--config FILE` with FILE if this command accepts config files."""
         takes = any(action.dest == "inputs" for action in self._actions)
         if not takes or "--config" in self._option_string_actions:
             return list(argv)
@@ -90,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def join_option_values(self, argv: Sequence[str]) -> list[str]:
-        """The arguments with `--option value` as `--option=value` where no option is known."""
+        """Replace `--option value` with `--option=value` for unknown options."""
         parts: list[str] = []
         for argument in argv:
             before = parts[-1] if parts else ""
@@ -107,30 +109,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def _normalize_option(option: str) -> str:
-    """The name without what some write and others leave out."""
+    """Return the option name in lower case without hyphens and underscores."""
     return re.sub("[-_]", "", option).lower()
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Other names for an option that writes a file; here each kind of file has its own."""
+"""Common names of output options. Some commands have one option per file format instead."""
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig
 
     Commands = argparse._SubParsersAction[Parser]
-else:  # it has no parameters at run time
+else:  # the class has no type parameters at run time
     Commands = argparse._SubParsersAction
 
 
 def subcommands(parser: Parser) -> Commands:
-    """Adds subcommands to a parser."""
+    """Add subcommands to a parser."""
     return parser.add_subparsers(
         metavar="COMMAND", dest="command_name", required=True, parser_class=Parser
     )
 
 
 def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = "") -> None:
-    """Adds the config arguments; `first` and `about` name another one that may come before."""
+    """Add the config arguments. `first` and `about` describe an alternative first argument."""
     parser.add_argument(
         "inputs", nargs="*", metavar=f"{first}FILE|section.key=value", help=about + INPUTS_HELP
     )
@@ -142,11 +144,10 @@ def read_config(
     to_train: bool = False,
     saved: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """The config that arguments describe (`load`), with `saved` values where they give none; its
-    cautions are printed to stderr.
+    """Load the config of the arguments, with defaults from `saved`. Print warnings to stderr.
 
     Raises:
-        ConfigError: with every mistake.
+        ConfigError: lists every error.
     """
     from maxpipe.config.load import load
 
@@ -158,16 +159,16 @@ def read_config(
 
 
 def print_notes(loaded: LoadedConfig) -> None:
-    """Prints to stderr where the model comes from, if several files set it."""
+    """Print to stderr which file sets the model, if several files set it."""
     for note in loaded.notes:
         print(redact.redact_for_terminal(note), file=sys.stderr, flush=True)
 
 
 def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
-    """The same for a command that reads documents alone: neither model nor steps must be named.
+    """Load the config of a command that only reads documents: model and steps are optional.
 
     Raises:
-        ConfigError: with every mistake.
+        ConfigError: lists every error.
     """
     return read_config(inputs, saved={"model": _PLACEHOLDER_MODEL, "train": {"steps": 1}})
 
@@ -176,14 +177,14 @@ _PLACEHOLDER_MODEL = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
-"""A model in place of one that documents do not need."""
+"""Model config of commands that only read documents."""
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
-"""Metavar of an argument that `maxpipe.checkpoint.address` parses."""
+"""Metavars of arguments that `maxpipe.checkpoint.address` parses."""
 RUN_OR_FILE = "RUN|FILE"
-"""Metavar of an argument that is a run, for its config, or a config."""
+"""Metavar of an argument that is a config or a run with a config."""
 DATA_PREFIX = "DATA|"
-"""Beginning of the metavar of inputs that may be data files in place of a config."""
+"""Prefix of the metavar of inputs that may be data files in place of a config."""
 
 
 def add_address(
@@ -194,28 +195,28 @@ def add_address(
     needed: bool = False,
     about: str = "",
 ) -> None:
-    """A run, or with `step` one of its checkpoints; `needed` if the step has no default."""
+    """Add a run or (with `step`) checkpoint argument; `needed` means the step has no default."""
     shown = CHECKPOINT if step else RUN
     if step:
-        about = about or "RUN@STEP, RUN@newest, RUN@best, or the path to a checkpoint's folder"
+        about = about or "RUN@STEP, RUN@newest, RUN@best, or the path of a checkpoint folder"
     parser.add_argument(
         name or ("checkpoint" if step else "run"),
         metavar=STEP if needed else shown,
-        help=about or "folder of a run, its name below runs/, or gs://...",
+        help=about or "run folder, name of a run below runs/, or gs://BUCKET/PATH",
     )
 
 
 def add_ema_option(parser: argparse.ArgumentParser) -> None:
-    """An option that means the averages that a run has kept of its parameters."""
+    """Add the option that selects the EMA of the parameters."""
     parser.add_argument(
         "--average",
         action="store_true",
-        help="take the averages of the parameters, of a run with optim.ema_decay",
+        help="use the EMA of the parameters (for runs with optim.ema_decay)",
     )
 
 
 def integer(text: str) -> int:
-    """The type of an argument."""
+    """Parse an integer argument."""
     try:
         return int(text)
     except ValueError:
@@ -223,7 +224,7 @@ def integer(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """The type of an argument that is at least 1."""
+    """Parse an integer that is at least 1."""
     found = integer(text)
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -231,7 +232,7 @@ def count(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """The type of an argument that is a TCP port; 0 takes a free one."""
+    """Parse a TCP port; 0 selects a free port."""
     found = integer(text)
     if not 0 <= found < 2**16:
         raise argparse.ArgumentTypeError(f"{text} is not a port from 0 to 65535")
@@ -239,7 +240,7 @@ def port(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """The type of an argument."""
+    """Parse a float argument."""
     try:
         return float(text)
     except ValueError:
@@ -247,7 +248,7 @@ def number(text: str) -> float:
 
 
 def check_place(path: str | Path, option: str) -> None:
-    """Refuses a file that `write_file` could not write, before what it will hold is computed."""
+    """Check that `write_file` can write a file, before its content is computed."""
     _check_outside(path, option)
     try:
         files.check_can_write(path)
@@ -256,7 +257,7 @@ def check_place(path: str | Path, option: str) -> None:
 
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
-    """Writes the file that an option names."""
+    """Write the output file of an option."""
     _check_outside(path, option)
     try:
         writer(Path(path))

@@ -1,4 +1,4 @@
-"""`maxpipe plan` and `maxpipe compile`: memory and time of a run, before it is launched."""
+"""`maxpipe plan` and `maxpipe compile`: predict memory and time of a run before its launch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from maxpipe.plan.topology import Topology
 
 SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
-"""Options for the results of a search."""
+"""Options that need `--search`."""
 DRAWINGS = (".svg", ".png")
-"""Kinds of files that --draw writes."""
+"""File suffixes that `--draw` supports."""
 
 
 def add(commands: Commands) -> None:
-    """Adds both commands."""
+    """Add the `plan` and `compile` commands."""
     _add_plan(commands)
     _add_compile(commands)
 
@@ -66,7 +66,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
-    """Where the step is kept, if it is."""
+    """Return the folder of `--save`, or None."""
     if options.save is None:
         return None
     from maxpipe.config.training_checks import check_length
@@ -75,24 +75,24 @@ def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     folder = expand_path(options.save, where)
     check_length(loaded.config, loaded.origins)
     if loaded.config.train.batch_ramp:
-        rule = "keeps one train step, and with train.batch_ramp there is one for each size."
+        rule = "stores one train step, but train.batch_ramp needs one step per batch size."
         raise ConfigError.one(where, folder, rule, "Leave out --save, or set train.batch_ramp=[].")
     return folder
 
 
 def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
-    """As given with --xla, to see what they do: a run has its own."""
+    """Return the compiler options of `--xla`."""
     where = "command line: --xla"
     if options.xla and options.save is not None:
-        rule = "is for a look at what an option does: a saved step has those of a run."
+        rule = "is for experiments: a saved step must use the compiler options of the run."
         raise ConfigError.one(where, options.xla, rule, "Leave out --xla, or --save.")
     found = {}
     for each in options.xla:
         name, equals, value = each.partition("=")
         if not (name and equals):
-            rule = "must be NAME=VALUE; without a value the compiler's default counts."
+            rule = "must be NAME=VALUE; an empty VALUE selects the compiler's default."
             raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
-        # jax takes these only as Python writes them.
+        # jax accepts booleans only in Python's spelling.
         found[name] = value.title() if value in ("true", "false") else value
     return found
 
@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
-    """The named devices; without a name those of this machine."""
+    """Return the topology of the options, or the devices of this machine."""
     from maxpipe.plan import topology
 
     if options.topology is not None:
@@ -122,24 +122,34 @@ def _target(options: argparse.Namespace, config: Config) -> Topology:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuses options that would have no effect."""
+    """Raise for options that would have no effect."""
     unread = [
-        ("slices", options.topology is None, "counts slices of a --topology", "Add --topology."),
+        ("slices", options.topology is None, "needs --topology", "Add --topology."),
         (
             "measure",
             options.topology is not None,
-            "runs on devices that are here",
+            "runs on the devices of this machine",
             "Add --devices.",
         ),
         *(
-            (name, not options.search, "is read by a search only", "Add --search.")
+            (name, not options.search, "needs --search", "Add --search.")
             for name in SEARCH_ONLY_OPTIONS
         ),
-        ("shardings", options.search, "shows one layout, not those of a search", "Leave it out."),
-        ("draw", options.shardings, "draws a prediction, not shardings", "Leave it out."),
+        (
+            "shardings",
+            options.search,
+            "shows one layout, but --search ranks several",
+            "Leave it out.",
+        ),
+        (
+            "draw",
+            options.shardings,
+            "draws a prediction, but --shardings computes none",
+            "Leave it out.",
+        ),
     ]
     if options.calibrate:
-        rule, action = "is not read while devices are measured", "Leave it out."
+        rule, action = "has no effect with --calibrate", "Leave it out."
         unread = [
             (name, True, rule, action)
             for name in ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)
@@ -150,7 +160,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.draw is not None and not options.draw.endswith(DRAWINGS):
         rule, action = f"must end in {' or '.join(DRAWINGS)}.", f"Write --draw {options.draw}.svg."
         raise ConfigError.one("command line: --draw", options.draw, rule, action)
-    for name in ("draw", "write"):  # what they hold may take minutes
+    for name in ("draw", "write"):  # computing their content may take minutes
         if (path := getattr(options, name)) is not None:
             check_place(path, f"--{name}")
 
@@ -187,7 +197,7 @@ def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topolo
 
 
 def _warn_replicated_weights(config: Config) -> None:
-    """Of large weights that a rule of the user keeps whole."""
+    """Warn about large weights that a user's axis rule replicates."""
     from maxpipe.config.replicated_weights import replication_warnings
 
     for each in replication_warnings(config):
@@ -242,7 +252,7 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         print(report.format_ranking(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
         rule = f"found that none of the {len(checked)} best layouts fits."
-        raise ConfigError.one("command line: --search", None, rule, "Check more of them.")
+        raise ConfigError.one("command line: --search", None, rule, "Check more layouts.")
     best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:
@@ -267,8 +277,9 @@ def _add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict memory, traffic and step time, or search for the best layout",
-        description="Predict what a run takes on a topology, from its config alone: memory of a\n"
-        "device term by term, bubble, traffic, step time. With --search, rank the legal layouts.",
+        description="Predict the cost of a run on a topology from its config: memory per device\n"
+        "by category, pipeline bubble, traffic and step time. With --search, rank the valid\n"
+        "layouts.",
         epilog="examples:\n  maxpipe plan llama3-8b --topology h100:8 mesh.ici_fsdp=8\n"
         "  maxpipe plan run.yml --topology v5p:4x4x4\n"
         "  maxpipe plan run.yml --topology v5p:8x8x8 --slices 2 --search "
@@ -289,41 +300,42 @@ def _add_plan(commands: Commands) -> None:
     where.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure the devices of this machine with this config's layers; plans use it then",
+        help="measure this machine with the layers of this config, for use by later plans",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
     parser.add_argument(
         "--shardings",
         action="store_true",
-        help="show how parameters and activations are split over the mesh, and what is replicated",
+        help="print the sharding of parameters and activations, and all replicated arrays",
     )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
         "--compile",
         type=count,
         metavar="N",
-        help="of a search, compile the N best and rank them again",
+        help="with --search, compile the N best layouts and rank them again",
     )
     again.add_argument(
         "--measure",
         type=count,
         metavar="N",
-        help="of a search, run N on the --devices, each chosen by what ran before, and rank "
-        "them by that",
+        help="with --search, run N layouts on the local devices and rank them by measured time; "
+        "each layout is chosen from the results so far",
     )
     parser.add_argument(
         "--fix",
         nargs="+",
         default=[],
         metavar="section.key=value",
-        help="a key that a search keeps",
+        help="keys that --search does not change",
     )
-    parser.add_argument("--write", metavar="FILE", help="write the best layout's config there")
+    parser.add_argument("--write", metavar="FILE", help="write the config of the best layout")
     parser.add_argument(
         "--draw",
         metavar="FILE",
-        help="draw memory and timeline, of a search the best layout's; .svg or .png by the name",
+        help="draw memory and timeline of the layout (of the best one with --search), as .svg or "
+        ".png",
     )
     parser.set_defaults(command=_plan)
 
@@ -334,25 +346,25 @@ def _add_topology(
     where.add_argument(
         "--topology",
         metavar="KIND:SIZE",
-        help="kind of device and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
+        help="device type and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
         required=required,
     )
     parser.add_argument(
         "--slices",
         type=count,
         metavar="N",
-        help="slices, joined by the data-centre network; 1 by default",
+        help="number of slices, connected by the data-center network (default: 1)",
     )
 
 
 def _add_compile(commands: Commands) -> None:
     parser = commands.add_parser(
         "compile",
-        help="compile the train step for devices that need not be there",
-        description="Compile the real train step for a topology and say what the compiler knows:\n"
-        "memory, operations, collectives and what they hide behind. TPU programs need libtpu\n"
-        "(pip install 'maxpipe[tpu]') and no TPU, those for NVIDIA GPUs jax's CUDA plugin\n"
-        "(pip install 'maxpipe[gpu-aot]') and no GPU.",
+        help="compile the train step for a topology, without its devices",
+        description="Compile the real train step for a topology, and print the compiler's report:\n"
+        "memory, operations, collectives and their overlap with compute. TPU programs need libtpu\n"
+        "(pip install 'maxpipe[tpu]') but no TPU. NVIDIA GPU programs need jax's CUDA plugin\n"
+        "(pip install 'maxpipe[gpu-aot]') but no GPU.",
         epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2\n"
@@ -366,18 +378,19 @@ def _add_compile(commands: Commands) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="list the N largest entries of the program, by estimated cycles times executions",
+        help="list the N most expensive operations, by estimated cycles times executions "
+        "(default: 0)",
     )
     parser.add_argument(
         "--xla",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="options of the compiler to try in place of a run's; NAME= for its default",
+        help="compiler options to try, in place of the run's options; NAME= restores the default",
     )
     parser.add_argument(
         "--save",
         metavar="FOLDER",
-        help="keep the compiled step there; `train` loads it with runtime.compiled_step=FOLDER",
+        help="save the compiled step, for `train` with runtime.compiled_step=FOLDER",
     )
     parser.set_defaults(command=_compile)

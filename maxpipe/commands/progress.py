@@ -1,4 +1,4 @@
-"""Progress of a command that takes a while."""
+"""Progress output of long commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_line(text: str) -> None:
     """Print a line; the command continues if the reader of its output has exited.
 
     Raises:
-        StorageError: standard output is on a full disk, for instance.
+        StorageError: standard output cannot be written, for example on a full disk.
     """
     try:
         print(redact.redact_for_terminal(text), flush=True)
@@ -31,7 +31,7 @@ def print_line(text: str) -> None:
 
 
 class ProgressBar:
-    """A bar on a terminal, elsewhere lines a few seconds apart; both on standard error."""
+    """A progress bar on a terminal, or a line every few seconds, on standard error."""
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit
@@ -50,9 +50,9 @@ class ProgressBar:
             self._bar.start()
 
     def report(self, task: str, done: int, total: int, remark: str = "") -> None:
-        """What is done of a task; an empty name is the task before, a total of 0 is unknown.
+        """Show the progress of a task, with a remark such as the rate.
 
-        A remark, such as the rate, follows.
+        An empty name means the previous task, and a total of 0 an unknown total.
         """
         if task:
             self._name, self._of = task, f"{done} of {total}{self._unit}, " if total else ""
@@ -69,16 +69,16 @@ class ProgressBar:
                 print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Clears the bar."""
+        """Clear the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 class PhaseProgress:
-    """The phase of a command whose amount of work is unknown, with the elapsed time.
+    """Show the phase and elapsed time of a command with an unknown amount of work.
 
-    A terminal shows one line that changes; elsewhere standard error gets a line every ten seconds.
-    A thread prints them, since a phase is one long call into the compiler.
+    A terminal shows one line that is updated; other output gets a line every ten seconds. A thread
+    prints them, because a phase is one long call into the compiler.
     """
 
     def __init__(self, command: str) -> None:
@@ -88,7 +88,7 @@ class PhaseProgress:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, phase: str) -> None:
-        """Name the phase that starts now."""
+        """Set the name of the phase that starts now."""
         self._phase = phase
 
     def __enter__(self) -> Self:

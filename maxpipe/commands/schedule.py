@@ -1,4 +1,4 @@
-"""`maxpipe schedule`: schedules drawn, compared, imported and exported. No jax."""
+"""`maxpipe schedule`: draw, compare, import and export pipeline schedules without jax."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _schedule(options: argparse.Namespace) -> int:
         raise ConfigError.one(
             "command line: --group",
             sizes["group"],
-            f"is read by the schedule interleaved only, and the schedule is {', '.join(names)}.",
+            f"is used only by the schedule interleaved, but the schedule is {', '.join(names)}.",
             "Leave out --group, or draw `maxpipe schedule interleaved`.",
         )
     costs = Costs(*(options.costs or ()))
@@ -63,25 +63,25 @@ def _check_size(sizes: dict[str, Any]) -> None:
         raise ConfigError.one(
             "command line",
             " ".join(parts),
-            f"has {count:,} forwards, and at most {MAX_FORWARDS:,} are placed here.",
-            "Make one of them smaller: the picture of a schedule repeats itself.",
+            f"has {count:,} forwards, more than the limit of {MAX_FORWARDS:,}.",
+            "Reduce one of the sizes: a smaller schedule has the same pattern.",
         )
 
 
 _DRAWINGS = {
-    "svg": "a picture for browsers and documents",
-    "png": "the same picture as pixels",
-    "csv": "the actions, to edit or exchange; file:FILE is then a schedule",
+    "svg": "a diagram as SVG",
+    "png": "a diagram as PNG",
+    "csv": "the actions as CSV; file:FILE reads the CSV as a schedule",
     "perfetto": "a trace for ui.perfetto.dev",
 }
 
 
 _ENDINGS = {".svg": "svg", ".png": "png", ".csv": "csv", ".json": "perfetto"}
-"""Endings of the file of `--out`, and the drawing that each means."""
+"""Output format of `--out` by file suffix."""
 
 
 def _drawings(options: argparse.Namespace) -> dict[str, Path]:
-    """The requested drawings and their files."""
+    """Return the output file of every requested format."""
     asked = {kind: getattr(options, kind) for kind in _DRAWINGS}
     found = {kind: Path(path) for kind, path in asked.items() if path is not None}
     if options.out is None:
@@ -91,7 +91,7 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
         rule = f"must end in {', '.join(_ENDINGS)}."
         raise ConfigError.one(where, options.out, rule, "Write --out schedule.svg.")
     if kind in found:
-        rule = f"names the same kind of file as --{kind}."
+        rule = f"writes the same format as --{kind}."
         raise ConfigError.one(where, options.out, rule, f"Remove --out or --{kind}.")
     return found | {kind: Path(options.out)}
 
@@ -99,7 +99,7 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
 def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
-    """Write the pictures of all schedules, and the actions and the trace of the only one."""
+    """Write the requested files. CSV and Perfetto files contain the first schedule only."""
     from maxpipe.schedule import csv_format, pictures
 
     schedule = schedules[0]
@@ -120,7 +120,7 @@ def _write_drawings(
 
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Names and sizes of schedules: options, then files, then an example that fits a screen."""
+    """Return names and sizes of schedules, from options, then configs, then small defaults."""
     from maxpipe.config.bundled_configs import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
@@ -155,7 +155,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
         "Set pipeline.schedule="
     )
     guess = found.rstrip(".")
-    if found and guess not in SCHEDULES:  # several are possible
+    if found and guess not in SCHEDULES:  # several schedules match
         return ConfigError.one(where, None, rule, f"Write {found}")
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
@@ -170,12 +170,12 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
 
 
 def _check_compare_options(options: argparse.Namespace, names: list[str]) -> None:
-    """`--compare` names the schedules; its drawings are pictures."""
-    others = [f"{names[0]} names a schedule too"] if names else []
+    """Reject a schedule name or a single-schedule output format with `--compare`."""
+    others = [f"{names[0]} also names a schedule"] if names else []
     single = [kind for kind in _drawings(options) if kind not in ("svg", "png")]
     others += [f"--{kind} writes one schedule" for kind in single]
     if others:
-        rule = f"compares the schedules that it names, and {others[0]}."
+        rule = f"compares the schedules in its list, but {others[0]}."
         action = f"Leave out --compare or {others[0].split()[0]}."
         raise ConfigError.one("command line: --compare", options.compare, rule, action)
 
@@ -192,7 +192,7 @@ def _sizes_of_config(
         raise ConfigError.one(
             "mesh.ici_stage",
             config.mesh.ici_stage,
-            "depends on the number of devices, which are not looked at here.",
+            "depends on the number of devices, which this command does not query.",
             "Add --stages with the number of stages.",
         )
     return names, {
@@ -205,7 +205,7 @@ def _sizes_of_config(
 
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
-    """Default sizes, or those of a file."""
+    """Return default sizes, or the sizes of a schedule file."""
     from maxpipe.schedule.catalog import FILE_PREFIX
     from maxpipe.schedule.csv_format import read_orders
 
@@ -229,7 +229,7 @@ def _reads_group(name: str) -> bool:
 
 
 def _usual_repeats(name: str) -> int | None:
-    """The repeats that a schedule has, or that its name usually means; None: any number."""
+    """Return the fixed or default number of repeats of a schedule; None if any number works."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
     from maxpipe.schedule.csv_format import read_orders
 
@@ -250,14 +250,14 @@ def _costs(text: str) -> tuple[float, ...]:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `schedule` command."""
     parser = commands.add_parser(
         "schedule",
         help="draw and compare pipeline schedules",
-        description="Draw a pipeline schedule as text: by name, from a CSV file, or the one that\n"
-        "config files and overrides give. With --out, --svg, --png, --csv or --perfetto, write it\n"
-        "to files instead. With --compare, print a table of several, and draw them below each\n"
-        "other with --svg or --png.",
+        description="Draw a pipeline schedule as text. Select the schedule by name, with a CSV\n"
+        "file, or with a config. With --out, --svg, --png, --csv or --perfetto, write files\n"
+        "instead. With --compare, print a table of several schedules; --svg and --png then draw\n"
+        "all of them.",
         epilog="examples:\n  maxpipe schedule 1f1b --stages 4 --microbatches 8\n"
         "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
         "  maxpipe schedule file:zb_v.csv\n"
@@ -267,12 +267,12 @@ def add(commands: Commands) -> None:
     add_inputs(
         parser,
         "NAME|file:PATH|",
-        "name of a schedule, by default interleaved, or file: and the path of a schedule in CSV; ",
+        "name of a schedule, or file:PATH of a schedule in CSV (default: interleaved); ",
     )
     for option, about in (
         ("stages", "pipeline stages"),
-        ("repeats", "visits of a microbatch to each stage"),
-        ("microbatches", "pieces of the batch"),
+        ("repeats", "circular repeats: passes of a microbatch through each stage"),
+        ("microbatches", "microbatches of a step"),
         ("group", "microbatches run back to back (interleaved); 0: the number of stages"),
     ):
         parser.add_argument(f"--{option}", type=integer, metavar="NUMBER", help=about)
@@ -280,20 +280,19 @@ def add(commands: Commands) -> None:
         "--delayed",
         action="store_true",
         default=None,
-        help="messages take two ticks, so that they can travel behind a whole tick of work",
+        help="send messages over two ticks, to overlap them with a full tick of compute",
     )
     parser.add_argument(
         "--costs",
         type=_costs,
         metavar="F,I,W",
-        help="time of a forward, of an input gradient and of a weight gradient, in any unit; "
-        "by default 1,1,1",
+        help="relative time of a forward, an input gradient and a weight gradient (default: 1,1,1)",
     )
     parser.add_argument(
         "--compare",
         metavar="NAME,NAME,...",
-        help="print a table of these schedules; --repeats applies to those that accept any "
-        "number, and 1f1b is compared with one repeat",
+        help="print a table of these schedules; --repeats applies to schedules that accept any "
+        "number of repeats, and 1f1b runs with one repeat",
     )
     parser.add_argument(
         "--out",

@@ -1,4 +1,4 @@
-"""`maxpipe tokenizer`: learn a vocabulary from a corpus, and look at one."""
+"""`maxpipe tokenizer`: train a tokenizer on a corpus, and inspect tokenizers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _train(options: argparse.Namespace) -> int:
         train_tokenizer.MAX_VOCAB_SIZE,
     )
     if not smallest <= size <= largest:
-        rule = f"must be between {smallest}, the bytes and three control tokens, and {largest}."
+        rule = f"must be between {smallest} (the bytes and three control tokens) and {largest}."
         raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
     folder = expand_path(options.out, "command line: --out")
     check_outside_checkpoints(folder, "command line: --out")
@@ -52,7 +52,7 @@ def _train(options: argparse.Namespace) -> int:
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
     except KeyboardInterrupt:
-        # Nothing is written yet. Threads of a library that still work would abort Python's own end.
+        # No file is written yet. Running library threads would abort Python during a normal exit.
         progress.close()
         os._exit(ExitCode.INTERRUPTED)
     finally:
@@ -63,7 +63,7 @@ def _train(options: argparse.Namespace) -> int:
     made = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
     print(redact.redact_for_terminal(f"wrote {folder}: {made.vocab_size} ids"))
     if made.vocab_size < size:
-        print(f"the corpus has no more than these; {size} were asked for")
+        print(f"the corpus has too little text for {size} ids")
     where = shlex.quote(f"tokenizer.path={folder}")
     shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
     print(redact.redact_for_terminal(f"train with it: {shown}"))
@@ -71,7 +71,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> list[Source]:
-    """The documents of files, or of the `data.*` keys of a config and of overrides."""
+    """Open the sources of files, or of the `data.*` keys of a config and overrides."""
     from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
@@ -98,8 +98,8 @@ def _sources(options: argparse.Namespace) -> list[Source]:
 
 def _check_texts(source: SourceConfig) -> None:
     if source.chat != "off":
-        rule = "must be off: a vocabulary is learned from texts, not from conversations."
-        action = "Set data.chat=off, and data.text_field or data.template to columns of text."
+        rule = "must be off: a tokenizer is trained on texts, not on conversations."
+        action = "Set data.chat=off, and set data.text_field or data.template for text columns."
         raise ConfigError.one("data.chat", source.chat, rule, action)
 
 
@@ -156,34 +156,42 @@ def _line(value: object) -> str:
 
 
 def add(commands: Commands) -> None:
-    """Adds the command."""
+    """Add the `tokenizer` command."""
     parser = commands.add_parser(
         "tokenizer",
-        help="learn a tokenizer from your text, or look at one",
-        description="Learn a tokenizer from your own text, or look at one.",
+        help="train a tokenizer, or inspect one",
+        description="Train a tokenizer on your text, or inspect a tokenizer.",
     )
     actions = subcommands(parser)
     train = actions.add_parser(
         "train",
-        help="learn a vocabulary from text",
-        description="Learn a byte-level vocabulary from text, JSON lines, Parquet or ArrayRecord,\n"
-        "or from the documents that data.* describes, and write it as a Hugging Face folder. The\n"
-        "same files give the same tokenizer.",
+        help="train a byte-level tokenizer on text",
+        description="Train a byte-level tokenizer on text, JSON lines, Parquet or ArrayRecord\n"
+        "files, or on the documents of data.*, and write a Hugging Face folder. The same files\n"
+        "always produce the same tokenizer.",
         epilog="example: maxpipe tokenizer train 'data/*.jsonl' --vocab-size 32768 --out mine\n"
         "     or: maxpipe tokenizer train my-run.yml --vocab-size 32768 --out mine\n"
         "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
     )
-    add_inputs(train, DATA_PREFIX, "files, folders or glob patterns of data; or a run, or ")
-    train.add_argument("--vocab-size", type=count, required=True, metavar="N", help="ids at most")
-    train.add_argument("--out", required=True, metavar="DIR", help="folder to write; must be free")
-    train.add_argument("--kind", choices=("bpe", "unigram"), default="bpe", help="default bpe")
-    train.add_argument("--field", help="text field of JSON, as data.text_field (default: text)")
+    add_inputs(train, DATA_PREFIX, "files, folders or glob patterns of data; a run; or ")
+    train.add_argument(
+        "--vocab-size", type=count, required=True, metavar="N", help="maximum number of ids"
+    )
+    train.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write; it must not exist"
+    )
+    train.add_argument(
+        "--kind", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: bpe)"
+    )
+    train.add_argument(
+        "--field", help="text field of JSON records, as data.text_field (default: text)"
+    )
     train.set_defaults(command=_train)
     show = actions.add_parser(
         "show",
-        help="vocabulary, control tokens, and what becomes of a text",
-        description="Show a tokenizer's vocabulary, its control tokens, its chat template, and\n"
-        "what becomes of a text.",
+        help="print vocabulary, control tokens and an encoded text",
+        description="Print the vocabulary size, control tokens and chat template of a tokenizer,\n"
+        "and the tokens of a text.",
         epilog="example: maxpipe tokenizer show Llama-3.2-1B --text 'Hello, world'",
     )
     show.add_argument("path", metavar="PATH", help="file or Hugging Face folder")
@@ -191,14 +199,14 @@ def add(commands: Commands) -> None:
         "--kind",
         choices=("auto", "huggingface", "sentencepiece", "tiktoken"),
         default="auto",
-        help="as tokenizer.kind; default auto",
+        help="as tokenizer.kind (default: auto)",
     )
     show.add_argument(
         "--preset",
         default="none",
         metavar="NAME",
         choices=_presets(),
-        help="as tokenizer.preset, for files of tiktoken ranks",
+        help="as tokenizer.preset, for files of tiktoken ranks (default: none)",
     )
     show.add_argument("--text", default=_SAMPLE, help="text to encode and decode")
     show.add_argument("--json", action="store_true", help="print one JSON object")

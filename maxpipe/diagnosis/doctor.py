@@ -1,7 +1,7 @@
 """Checks before a run starts: versions, folders, data, clocks, devices and processes.
 
-Every check is one `Check`. `probe` tests devices in processes of its own, so
-that a device that hangs is a finding and does not hang the doctor.
+Every check returns a `CheckResult`. `probe` tests devices in separate processes, so that a
+device that hangs is reported and does not block the doctor.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig
 from maxpipe.plan import topology
 
 DEVICE_SECONDS = 300.0
-"""Seconds for devices to start, and for one small program per mesh axis."""
+"""Time limit for device startup and one small program per mesh axis, in seconds."""
 LOOPBACK_SECONDS = 60.0
 
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A clock before this date was never set."""
+"""A clock before this year has not been set."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One finding; `action` says what to do when it is not ok."""
+    """The result of one check; `action` is the remedy if the status is not ok."""
 
     name: str
     status: Literal["ok", "warning", "FAILED"]
@@ -85,25 +85,25 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckTarget:
-    """The config under test, or its defaults without one."""
+    """The config under test, or defaults if there is none."""
 
     config: Config | None = None
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     teacher_devices: int = 0
-    """Devices that are not the mesh's."""
+    """Number of teacher devices, in addition to the mesh."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> CheckTarget:
-        """The target of a loaded config."""
+        """Return the target of a loaded config."""
         config = loaded.config
         others = config.distill.teacher_devices if runs_teacher(config) else 0
         return cls(config, config.run, config.mesh, config.runtime, others)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
-    """Every check, as soon as it is done. Without inputs, those that need no config."""
+    """Run the checks and yield their results. Without inputs, run those that need no config."""
     yield check_versions()
     target = CheckTarget()
     if inputs:
@@ -131,11 +131,11 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, Any]:
-    """Checks, environment and config as JSON values, without secrets."""
+    """Return checks, environment and config as JSON values, without secrets."""
     try:
         config = to_dict(load(inputs).config) if inputs else None
     except ConfigError:
-        config = None  # a check says why
+        config = None  # a check reports the error
     found = {
         "well": all_passed(checks),
         "checks": [dataclasses.asdict(check) for check in checks],
@@ -146,12 +146,12 @@ def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, An
 
 
 def all_passed(checks: Sequence[CheckResult]) -> bool:
-    """Whether no check failed."""
+    """Return whether no check failed."""
     return all(check.status != "FAILED" for check in checks)
 
 
 def check_versions() -> CheckResult:
-    """Python and packages against the ranges in pyproject.toml."""
+    """Compare the versions of Python and packages with the ranges in pyproject.toml."""
     wrong = []
     for package, lowest, is_needed in environment.requirements():
         present = environment.versions()["python"] if package == "python" else None
@@ -172,7 +172,7 @@ def check_versions() -> CheckResult:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Release numbers: 0.10.2rc1 counts as 0.10.2."""
+    """Return the release numbers of a version: 0.10.2rc1 is treated as 0.10.2."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
@@ -190,7 +190,7 @@ def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]
 
 
 def check_folders(target: CheckTarget) -> Iterator[CheckResult]:
-    """Whether the folders of a run can be written and have space."""
+    """Check that the folders of a run can be written and have free space."""
     run_dir, config = run_folder(target.run), target.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
@@ -207,24 +207,24 @@ def _cache(folder: str) -> CheckResult:
     if folder == RuntimeConfig().compilation_cache and not has_home():
         return CheckResult(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
     found = _folder(name, expand_path(folder, "runtime.compilation_cache"))
-    if found.status == "FAILED":  # a run can do without it
+    if found.status == "FAILED":  # a run works without a compilation cache
         return dataclasses.replace(found, status="warning", action=action)
     return found
 
 
 def check_restore_source(config: Config) -> Iterator[CheckResult]:
-    """Whether the checkpoint exists from which a new run starts."""
+    """Check that the checkpoint of `checkpoint.restore_from` exists."""
     name, given = "restore from", config.checkpoint.restore_from
     if not given:
         return
     try:
         if _steps(checkpoint_home(run_folder(config.run), config.checkpoint)):
-            text = f"{given} is not read: the run has checkpoints of its own"
+            text = f"{given} is not used: the run resumes from its last checkpoint"
             yield CheckResult(name, "ok", text)
             return
         if (folder := folder_of(given)) is not None:
             model = open_folder(folder, "checkpoint.restore_from").description.table.architecture
-            yield CheckResult(name, "ok", f"{folder}, {model}, weights of it")
+            yield CheckResult(name, "ok", f"{folder}, {model}, weights only")
             return
         found = parse_address(given, "checkpoint.restore_from", config.run.dir)
         steps = _steps(found.home)
@@ -235,16 +235,18 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
         reason = (
             root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         )
-        action = "Check the storage, and this account's rights there."
+        action = "Check the storage, and the permissions of this account."
         yield CheckResult(name, "FAILED", f"{given} cannot be read: {reason}.", action)
         return
     if not steps or (isinstance(found.step, int) and found.step not in steps):
         has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
-        action = "Set checkpoint.restore_from to one that is there, such as RUN@newest."
-        yield CheckResult(name, "FAILED", f"{given} is not there: {found.home} {has}.", action)
+        action = "Set checkpoint.restore_from to an existing checkpoint, such as RUN@newest."
+        yield CheckResult(name, "FAILED", f"{given} does not exist: {found.home} {has}.", action)
         return
     which = found.step if found.step is not None else "newest"
-    yield CheckResult(name, "ok", f"{found.home}, step {which}, {config.checkpoint.restore} of it")
+    yield CheckResult(
+        name, "ok", f"{found.home}, step {which}, restores {config.checkpoint.restore}"
+    )
 
 
 def _steps(path: str) -> list[int]:
@@ -253,7 +255,7 @@ def _steps(path: str) -> list[int]:
 
 
 def _checkpoints(path: str, config: Config) -> CheckResult:
-    """The folder or bucket of `checkpoint.dir`."""
+    """Check the folder or bucket of `checkpoint.dir`."""
     name = "checkpoint folder"
     if not in_bucket(path):
         return _folder(name, Path(path), config, key="checkpoint.dir")
@@ -284,11 +286,11 @@ def _folder(
         trained_only, dtype = model.adapter is not None, model.param_dtype
         saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
         one = int(total(describe(model), saved))
-        words += f", a checkpoint takes {_size(one)}"
+        words += f", a checkpoint needs {_size(one)}"
         if free < one * (keep + 1):
             status = "FAILED" if free < one else "warning"
             action = f"Free {_size(one * (keep + 1) - free)}, or set {key} to another disk."
-            text = f"{words}, {keep} are kept while one more is written."
+            text = f"{words}, {keep} are kept while the next is written."
             return CheckResult(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:
         text = f"{words}; its file server's clock differs from this machine's by {late:.1f} s."
@@ -297,7 +299,7 @@ def _folder(
 
 
 def _measure_clock_skew(folder: Path) -> float:
-    """Writes and deletes a file; returns the seconds by which its time is late."""
+    """Write and delete a file. Return its modification time minus the local time, in seconds."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()
@@ -317,7 +319,7 @@ def _size(count: float) -> str:
 
 
 def check_data(config: Config) -> Iterator[CheckResult]:
-    """Whether documents can be read and turned into tokens that the model has."""
+    """Check that documents can be read and tokenized within the vocabulary of the model."""
     document, found = "text", all_sources(config.data)
     kept = str(expand_path(config.run.dir, "run.dir") / ".index")
     for name, each in found.items():
@@ -330,10 +332,10 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         except ConfigError as error:
             yield from _config_error_checks(section_of(name), error)
             continue
-        except StorageError as error:  # there is no room to unpack a file, say
+        except StorageError as error:  # for example a full disk while unpacking a file
             yield _storage_error_check(section_of(name), error)
             continue
-        text = f"{source.name}, {pluralize(len(source), 'document')}, the first of "
+        text = f"{source.name}, {pluralize(len(source), 'document')}, the first has "
         text += pluralize(len(document), "character")
         yield CheckResult(section_of(name), "ok", text)
     try:
@@ -360,7 +362,7 @@ def _storage_error_check(name: str, error: StorageError) -> CheckResult:
 def _conversations(
     name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str, row_tokens: int
 ) -> Iterator[CheckResult]:
-    """Whether records can be read as conversations, or pairs."""
+    """Check that records can be read as conversations or pairs."""
     section = section_of(name)
     try:
         with wrap_section_errors(name):
@@ -374,7 +376,7 @@ def _conversations(
         return
     assert first.trained is not None
     what = "pair" if config.chat == "pairs" else "conversation"
-    text = f"{source.name}, {pluralize(len(source), what)}, the first of "
+    text = f"{source.name}, {pluralize(len(source), what)}, the first has "
     text += f"{pluralize(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
     yield CheckResult(section, "ok", text)
 
@@ -382,7 +384,7 @@ def _conversations(
 def _check_prepared_tokens(
     name: str, config: SourceConfig, tokenizer: Tokenizer
 ) -> Iterator[CheckResult]:
-    """Whether ids of documents can be read, and are those of the tokenizer."""
+    """Check that prepared documents can be read and match the tokenizer."""
     section = section_of(name)
     try:
         with wrap_section_errors(name):
@@ -403,7 +405,7 @@ def _check_prepared_tokens(
 
 
 def check_clock() -> CheckResult:
-    """Whether this machine's clock is set and advances."""
+    """Check that the clock of this machine is set and advances."""
     zone = os.environ.get("TZ", "").lstrip(":")
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.05)
@@ -411,14 +413,16 @@ def check_clock() -> CheckResult:
     now = datetime.now().astimezone()
     words = f"{now:%Y-%m-%d %H:%M:%S}, time zone {now:%Z (UTC%z)}"
     if steady <= 0 or abs(wall - steady) > 0.5:
-        text = f"in {steady:.2f} s the time of day moved by {wall:.2f} s."
+        text = f"the time of day advanced by {wall:.2f} s within {steady:.2f} s."
         return CheckResult(
             "clock", "FAILED", text, "Let NTP correct the clock slowly, without jumps."
         )
     if now.astimezone(UTC).year < _FIRST_YEAR:
-        return CheckResult("clock", "warning", f"{words}: it was never set.", "Set it, with NTP.")
+        return CheckResult(
+            "clock", "warning", f"{words}: the clock was never set.", "Set the clock with NTP."
+        )
     if zone and not _is_zone(zone):
-        text = f"{words}: TZ={zone} is no time zone, so that UTC is used."
+        text = f"{words}: TZ={zone} is not a time zone, so UTC is used."
         return CheckResult(
             "clock", "warning", text, "Set TZ to a name such as Europe/Zurich, or unset it."
         )
@@ -426,7 +430,7 @@ def check_clock() -> CheckResult:
 
 
 def _is_zone(name: str) -> bool:
-    if re.match(r"[A-Za-z]{3,}[+-]?\d|<|/", name):  # POSIX rules, or a file
+    if re.match(r"[A-Za-z]{3,}[+-]?\d|<|/", name):  # a POSIX rule or a file
         return True
     try:
         zoneinfo.ZoneInfo(name)
@@ -439,11 +443,11 @@ def _is_zone(name: str) -> bool:
 
 
 def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
-    """The devices of the run, its mesh, and every collective along every axis."""
+    """Check the devices of the run, its mesh, and every collective along every axis."""
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # The doctor's programs are of no use to a run.
+    # A run cannot reuse the programs of the doctor.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(
@@ -460,7 +464,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
 
 
 def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
-    """The backend that `auto` is on such devices."""
+    """Report the attention backend that `auto` selects on the platform."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     divided = Divided.from_mesh(config.mesh, sizes)
     if chosen := words(config.model, platform, config.train.sequence_length, divided):
@@ -468,7 +472,7 @@ def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
 
 
 def count_device_kinds() -> dict[str, int] | str:
-    """Number of devices of each kind, or why they cannot be used."""
+    """Return the number of devices of every kind, or the error text."""
     (records,) = environment.probe([_spec(RuntimeConfig(), MeshConfig())], LOOPBACK_SECONDS)
     for record in records:
         if "kinds" in record:
@@ -477,7 +481,7 @@ def count_device_kinds() -> dict[str, int] | str:
 
 
 def check_loopback() -> CheckResult:
-    """Two processes of this machine that find each other and compute together, on CPU."""
+    """Check that two local CPU processes can connect and compute together."""
     name = "two processes"
     begin = time.monotonic()
     runtime = RuntimeConfig(
@@ -499,13 +503,13 @@ def check_loopback() -> CheckResult:
             if record["status"] == "FAILED":
                 action = "Allow connections to 127.0.0.1; with a proxy set no_proxy=127.0.0.1."
                 return CheckResult(name, "FAILED", f"process {rank}: {record['text']}", action)
-    words = f"found each other on 127.0.0.1 and computed together, in {seconds:.0f} s"
+    words = f"connected on 127.0.0.1 and computed together in {seconds:.0f} s"
     return CheckResult(name, "ok", words)
 
 
 def _spec(
     runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
 ) -> dict[str, Any]:
-    """`folder` is the run's, in which several processes find their secret."""
+    """Return the spec of `probe`. `folder` is the run folder, which contains the shared secret."""
     found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
     return found | {"folder": folder, "teacher_devices": teacher_devices}

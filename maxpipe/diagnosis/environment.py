@@ -1,6 +1,6 @@
-"""The environment: versions, machine, variables. The first part of a bug report.
+"""Versions, machine and environment variables, for bug reports.
 
-This process uses neither jax nor a device; `probe.py` tests devices in a process of its own.
+This process uses neither jax nor a device; `probe.py` tests devices in a separate process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKAGES = (
     "tensorstore",
     "numpy",
 )
-"""Packages whose versions decide what a run computes."""
+"""Packages whose versions affect the results of a run."""
 
 _VARIABLES = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|(?:JAX|TPU|SLURM|TF_CPP|OMPI_COMM_WORLD)_\w+"
@@ -47,14 +47,14 @@ _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def versions() -> dict[str, str | None]:
-    """Of python, maxpipe and `PACKAGES`; None for what is not installed."""
+    """Return the versions of Python, maxpipe and `PACKAGES`; None if not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found["maxpipe"] = maxpipe.__version__
     return found | {name: installed_version(name) for name in PACKAGES}
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package, None if it is not there."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Operating system, processors and memory, as this process may use them."""
+    """Return operating system, CPUs and memory, with the limits of this process."""
     memory = None
     with contextlib.suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -85,20 +85,20 @@ def _distribution() -> str | None:
 
 
 def _memory_limit() -> float:
-    """The memory limit of this container, bytes."""
+    """Return the memory limit of this container in bytes, or infinity."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
     return float("inf")
 
 
 def variables() -> dict[str, str]:
-    """Environment variables that affect jax and XLA, without secrets."""
+    """Return the environment variables that affect jax and XLA, without secrets."""
     found = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     return redact.redact_value(dict(sorted(found.items())))
 
 
 def commit() -> str | None:
-    """Of the checkout that this module is in, with `-dirty` behind it after changes."""
+    """Return the commit of this checkout, with suffix `-dirty` if it has local changes."""
     root = _PROJECT.parent
     if not (root / ".git").exists() or not _PROJECT.is_file():
         return None
@@ -121,12 +121,12 @@ def commit() -> str | None:
 def probe(
     specs: Sequence[Mapping[str, Any]], seconds: float, *, inherit: bool = True
 ) -> list[list[dict[str, Any]]]:
-    """The records of one `probe` process per spec, all at once, within a time limit.
+    """Run one `probe` process per spec, concurrently with a time limit. Return their records.
 
-    Without `inherit` the variables above are not passed on. A process that failed has a last
-    record that says so.
+    Without `inherit`, the environment variables of `variables` are not passed to the processes.
+    The last record of a failed process has status FAILED.
     """
-    # The modules of this process, and none from the working folder.
+    # Import the same modules as this process, and none from the working folder.
     paths = [path or str(Path.cwd()) for path in sys.path]
     values = {
         name: value
@@ -158,9 +158,9 @@ def _records(
 ) -> list[dict[str, Any]]:
     try:
         code = process.wait(max(0.0, end - time.monotonic()))
-        reason = f"its process ended with {code}: {_last_error_line(err)}"
+        reason = f"the process exited with {code}: {_last_error_line(err)}"
     except subprocess.TimeoutExpired:
-        code, reason = -1, f"no answer within {seconds:.0f} s"
+        code, reason = -1, f"no result within {seconds:.0f} s"
     out.seek(0)
     found = [json.loads(line) for line in out.read().splitlines() if line.startswith(b'{"name"')]
     if code != 0 and not any(record["status"] == FAILED for record in found):
@@ -170,14 +170,14 @@ def _records(
 
 
 def _last_error_line(err: IO[bytes]) -> str:
-    """The last error message of a process, on one line."""
+    """Return the last error message of a process as one line."""
     err.seek(0)
     lines = err.read().decode(errors="replace").splitlines()[-3:]
-    return redact.redact_text(" ".join(line.strip() for line in lines)) or "it printed nothing"
+    return redact.redact_text(" ".join(line.strip() for line in lines)) or "no output"
 
 
 def report() -> dict[str, Any]:
-    """All of it, without secrets, as JSON values."""
+    """Return the report on the environment as JSON values, without secrets."""
     return redact.redact_value(
         {
             "versions": versions(),
@@ -190,9 +190,9 @@ def report() -> dict[str, Any]:
 
 
 def requirements() -> Iterator[tuple[str, str, bool]]:
-    """(package, lowest version, whether maxpipe needs it) of every range in pyproject.toml.
+    """Yield (package, minimum version, whether it is required) of every range in pyproject.toml.
 
-    Packages of an extra may be missing; those for development are left out.
+    Packages of extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":
@@ -203,7 +203,7 @@ def requirements() -> Iterator[tuple[str, str, bool]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """(extra, requirement): of the checkout, else of the installed package."""
+    """Yield (extra, requirement) of the checkout, or of the installed package."""
     if _PROJECT.is_file():
         project: Mapping[str, Any] = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
         yield "", f"python{project['requires-python']}"

@@ -1,9 +1,8 @@
-"""The devices of a run, their results and their collectives.
+"""Test the devices of a run, their results and their collectives.
 
-Run by `python -m maxpipe.diagnosis.probe`.
-
-A process of its own, so that its caller can end it: broken links and busy devices hang rather
-than fail. Prints one JSON record per finding: name, status, text, and an action.
+Run with `python -m maxpipe.diagnosis.probe SPEC`. The test is a separate process, because broken
+links and busy devices hang instead of failing, and the caller must be able to stop the test. It
+prints one JSON record per result, with name, status, text and action.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CLOCK_ROUNDS = 3
 
 
 def main(text: str) -> int:
-    """Look at the devices that a JSON object describes: `runtime`, `mesh` and so on."""
+    """Test the devices of a JSON spec with `runtime`, `mesh`, `folder` and `teacher_devices`."""
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
@@ -70,11 +69,11 @@ def _print_check(name: str, status: str, text: str, action: str = "", **more: An
 
 
 def _devices(config: RuntimeConfig) -> None:
-    """Lists the devices and checks that each computes."""
+    """List the devices and check a small computation on every local device."""
     for device in jax.local_devices():
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
-            action = "Run without it, and have it checked."
+            action = "Exclude the device from runs, and have it checked."
             _print_check(
                 "devices", "FAILED", f"{device} does not double numbers correctly.", action
             )
@@ -84,9 +83,7 @@ def _devices(config: RuntimeConfig) -> None:
     there = accelerators()
     if config.platform == "auto" and jax.default_backend() == "cpu" and there:
         action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
-        _print_check(
-            "devices", "warning", f"{words}, though {there[0]} is there.", action, kinds=kinds
-        )
+        _print_check("devices", "warning", f"{words}, but {there[0]} exists.", action, kinds=kinds)
     else:
         _print_check("devices", "ok", words, kinds=kinds)
 
@@ -95,15 +92,15 @@ def _collectives(mesh: Mesh, axis: str) -> None:
     name, wrong = f"collectives over {axis}", _wrong_collectives(mesh, axis)
     if wrong:
         action = "Check the links between these devices, XLA_FLAGS and LIBTPU_INIT_ARGS."
-        _print_check(name, "FAILED", f"wrong values from {', '.join(wrong)}.", action)
+        _print_check(name, "FAILED", f"wrong results of {', '.join(wrong)}.", action)
     else:
-        _print_check(name, "ok", f"{', '.join(COLLECTIVES)} give the right values")
+        _print_check(name, "ok", f"{', '.join(COLLECTIVES)} return correct results")
 
 
 def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
-    """Names of collectives with wrong values on this process' devices."""
+    """Return the names of collectives with wrong results on local devices."""
     size = mesh.shape[axis]
-    # Row i is the input of device i; sums of such small numbers are exact.
+    # Row i is the input of device i. Sums of these small integers are exact in float32.
     rows = (np.arange(size * size).reshape(size, size) % 251).astype(np.float32)
     following = [(i, (i + 1) % size) for i in range(size)]
 
@@ -130,18 +127,18 @@ def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
 
 
 def _clocks() -> None:
-    """The largest difference between the clocks of all processes, read right after a barrier."""
+    """Report the largest difference between the clocks of all processes after a barrier."""
     differences = []
     for number in range(_CLOCK_ROUNDS):
         multihost_utils.sync_global_devices(f"clocks {number}")
-        # In two parts, because jax would round a float64.
+        # Two int32 values, because jax would round a float64.
         thousands, rest = divmod(time.time(), 1000)
         mine = np.array([int(thousands), int(rest * 1e6)], np.int32)
         read = np.asarray(multihost_utils.process_allgather(mine), np.int64)
         seconds = read[:, 0] * 1000 + read[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
-    words = f"those of {pluralize(jax.process_count(), 'process')} differ by at most {least:.2f} s"
+    words = f"{pluralize(jax.process_count(), 'process')}, differ by at most {least:.2f} s"
     if least > _CLOCK_SECONDS:
         _print_check(
             "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."

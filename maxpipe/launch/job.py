@@ -1,8 +1,7 @@
-"""A cluster job: files, and the command that submits them.
+"""Cluster jobs, the hosts of a topology, and the restart policy.
 
-The hosts of a topology: their number and their names in clouds.
-
-Whether to restart a run that ended: by its exit code and its newest checkpoint.
+A job is a set of files and the command that submits them. The restart policy uses the exit code
+and the newest checkpoint of a run.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from maxpipe.plan.topology import Topology
 KEY = "launch.topology"
 _CHIPS_PER_HOST = 4
 _SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
-"""Slices of these that are one host; all other TPU hosts have four chips."""
+"""Sizes of single-host slices, in chips. All other TPU hosts have four chips."""
 _GPUS_PER_HOST = {"gb200": 4}
-"""Where a slice is more than one host."""
+"""GPUs per host, for GPUs whose slice spans several hosts."""
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """Google Cloud's names of a kind of TPU; empty where it is not offered."""
+    """Google Cloud names of a TPU type; empty if it is not available."""
 
     runtime_version: str
-    """Image of a TPU VM."""
+    """Runtime image of a TPU VM."""
     node_label: str
-    """Of the nodes of GKE."""
+    """Accelerator label of GKE nodes."""
 
 
 _TPUS = {
@@ -59,21 +58,21 @@ _TPUS = {
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of every slice."""
+    """The hosts of a topology."""
 
     topology: Topology
     hosts_per_slice: int
     chips_per_host: int
-    """TPU chips, GPUs or virtual devices of one host."""
+    """TPU chips, GPUs or virtual CPU devices per host."""
 
     @property
     def num_hosts(self) -> int:
-        """Of all slices."""
+        """Number of hosts of all slices."""
         return self.hosts_per_slice * self.topology.num_slices
 
     @property
     def num_processes(self) -> int:
-        """Of the run: one for each GPU, else one for each host."""
+        """Number of processes: one per GPU, or one per host without GPUs."""
         return self.num_hosts * (self.chips_per_host if self.topology.platform == "cuda" else 1)
 
     def __str__(self) -> str:
@@ -81,10 +80,10 @@ class Hosts:
 
 
 def hosts_of(topology: Topology) -> Hosts:
-    """The hosts that a topology stands for.
+    """Return the hosts of a topology.
 
     Raises:
-        ConfigError: hosts cannot be divided.
+        ConfigError: a slice is not a multiple of a host.
     """
     kind, chips = topology.hardware.topology, math.prod(topology.dims)
     if topology.platform == "cpu":
@@ -94,17 +93,17 @@ def hosts_of(topology: Topology) -> Hosts:
     else:
         each = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
     if chips % each:
-        rule = f"is {chips} chips a slice, and a host of {topology.hardware.name} has {each}."
+        rule = f"has {chips} chips per slice, but a host of {topology.hardware.name} has {each}."
         action = f"Set {KEY} to a size that is a multiple of {each}."
         raise ConfigError.one(KEY, topology.name, rule, action)
     return Hosts(topology, chips // each, each)
 
 
 def tpu_of(topology: Topology) -> Tpu:
-    """Google Cloud's names of a TPU topology.
+    """Return the Google Cloud names of a TPU topology.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the topology is not a TPU.
     """
     if topology.hardware.topology not in _TPUS:
         rule = f"must be TPUs: {', '.join(_TPUS)}."
@@ -118,27 +117,27 @@ CONFIG_FILE = "config.yml"
 
 @dataclass(frozen=True)
 class Job:
-    """A run whose mesh is resolved, the hosts that it is for, and where its files go."""
+    """A run with a resolved mesh, its hosts, and the folder of the job files."""
 
     config: Config
     hosts: Hosts
     folder: Path
     workdir: Path
-    """On the hosts."""
+    """Working folder on the hosts."""
 
     @property
     def name(self) -> str:
-        """The run's name as clouds allow it: lower-case letters, digits and hyphens."""
+        """Run name as a valid resource name: lower-case letters, digits and hyphens."""
         name = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")[:40]
         return name.strip("-") if name[:1].isalpha() else f"run-{name}".strip("-")
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder on the hosts."""
+        """Run folder on the hosts."""
         return self.workdir / run_folder(self.config.run)
 
     def host_config(self, **mesh: int) -> str:
-        """The config of every process, which finds the others from its cluster."""
+        """Return the config of every process, which discovers the others from the cluster."""
         config = self.config
         runtime = dataclasses.replace(config.runtime, num_processes=0, process_id=0, coordinator="")
         resolved = dataclasses.replace(config.mesh, **mesh)
@@ -152,17 +151,17 @@ class Submission:
     files: Mapping[str, str]
     submit_command: Sequence[str]
     tool: str
-    """What must be installed here to submit."""
+    """Program that must be installed on this machine to submit the job."""
 
     def render(self, folder: Path) -> str:
-        """All files, each under its path."""
+        """Return the text of all files, each after its path."""
         return "\n".join(f"# --- {folder / name}\n{text}" for name, text in self.files.items())
 
     def write(self, folder: Path) -> None:
-        """Writes the files; scripts can be executed.
+        """Write the files, and make scripts executable.
 
         Raises:
-            StorageError: they cannot be written.
+            StorageError: the files cannot be written.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -172,14 +171,14 @@ class Submission:
                 if text.startswith("#!"):
                     path.chmod(0o755)
         except OSError as error:
-            action = "Name a folder that can be written with --write."
+            action = "Set --write to a folder that can be written."
             raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
-        """Submits the files; the tool's exit code.
+        """Submit the files and return the exit code of the tool.
 
         Raises:
-            ConfigError: the tool is missing.
+            ConfigError: the tool is not installed.
         """
         if shutil.which(self.tool) is None:
             raise ConfigError.one(
@@ -192,29 +191,29 @@ class Submission:
 
 
 def required_variables(names: Sequence[str]) -> str:
-    """Lines of a shell script that end it when a variable has no value."""
-    return "".join(f': "${{{name}:?must be set, it is in launch.environment}}"\n' for name in names)
+    """Return shell lines that exit with an error if a variable is not set."""
+    return "".join(f': "${{{name}:?must be set: launch.environment names it}}"\n' for name in names)
 
 
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
-"""Failures that another start would only repeat, and a person's Ctrl-C."""
+"""Exit codes without a restart: failures that a restart would repeat, and Ctrl-C."""
 
 _MEANINGS = {
     ExitCode.DONE: "done",
-    ExitCode.CONFIG: "a mistake in the config or command line",
+    ExitCode.CONFIG: "an error in the config or command line",
     ExitCode.BUG: "a bug in maxpipe",
-    ExitCode.HANG: "a hang, or another process is missing",
-    ExitCode.STORAGE: "storage or checkpoint",
+    ExitCode.HANG: "a hang or a lost process",
+    ExitCode.STORAGE: "a storage or checkpoint error",
     ExitCode.PREEMPTED: "stopped and saved",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
 }
 
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
-    """The step of a run's newest complete checkpoint; unfinished ones are not named by a number.
+    """Return the step of the newest complete checkpoint. Incomplete ones have no numeric name.
 
-    Of checkpoints `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the run's own records
-    say: no launcher looks into buckets.
+    If checkpoints are `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the step is read
+    from the event records of the run, because the launcher does not read buckets.
     """
     if elsewhere:
         return _newest_recorded_step(run_dir)
@@ -226,7 +225,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
 
 
 class _StepEvent(TypedDict):
-    """A line of `events.jsonl` with a step; other lines are skipped."""
+    """A line of `events.jsonl` with a step. Other lines are skipped."""
 
     event: str
     step: int
@@ -236,31 +235,31 @@ def _newest_recorded_step(run_dir: Path) -> int | None:
     newest = None
     with contextlib.suppress(OSError):
         for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
-            if record["event"] in ("start", "checkpoint"):  # a start may go back to an older one
+            if record["event"] in ("start", "checkpoint"):  # a start may use an older checkpoint
                 newest = record["step"] or None
     return newest
 
 
 def is_killed(code: int) -> bool:
-    """Whether a signal ended the process: negative for Python, above 128 for a shell.
+    """Return whether a signal other than Ctrl-C ended the process.
 
-    Ctrl-C does not count: a run that it stops reports it, and one that has not begun dies of it.
+    Such codes are negative in Python and above 128 in a shell.
     """
     return (code < 0 or code > 128) and not is_interrupted(code)
 
 
 def is_interrupted(code: int) -> bool:
-    """Whether Ctrl-C stopped the process."""
+    """Return whether Ctrl-C stopped the process."""
     return code in (ExitCode.INTERRUPTED, -signal.SIGINT)
 
 
 def is_final(code: int) -> bool:
-    """Whether another start would only repeat the failure: not after a stop, hang or kill."""
+    """Return whether a restart is useless: any exit except a stop, a hang or a kill."""
     return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
 def describe_exit_code(code: int) -> str:
-    """Description of an exit code."""
+    """Return a description of an exit code."""
     if is_killed(code):
         number = -code if code < 0 else code - 128
         known = {each.value for each in signal.Signals}
@@ -272,7 +271,7 @@ def describe_exit_code(code: int) -> str:
 
 
 class RestartPolicy:
-    """Counts the failures in a row after which no newer checkpoint was there."""
+    """Count consecutive failures without a newer checkpoint, and decide on restarts."""
 
     def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
         self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
@@ -280,11 +279,11 @@ class RestartPolicy:
         self.failures_without_progress = 0
 
     def newest_step(self) -> int | None:
-        """The newest step that another start could go on from."""
+        """Return the newest step that a restart could resume from."""
         return newest_step(self._run_dir, self._elsewhere)
 
     def should_restart(self, code: int) -> bool:
-        """Whether to start again after the run ended with `code`."""
+        """Return whether to restart after the run exited with `code`."""
         newest = self.newest_step()
         progress = newest is not None and (self._newest is None or newest > self._newest)
         self._newest = newest

@@ -1,9 +1,8 @@
-"""Processes of a run on this machine, monitored and restarted.
+"""Start, monitor and restart the processes of a run on this machine.
 
-Each process writes to its own log file; that of the first is shown. Nothing here imports jax, so
-that the launcher holds no device and survives crashes of its processes.
-
-Log files of processes, one for each over all attempts.
+Every process has a log file, which contains all attempts. The launcher prints the log of the first
+process. This module does not import jax, so the launcher occupies no device and survives crashes
+of its processes.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*$", re.MULTILINE
 )
 _MAXPIPE_ERROR = re.compile(r"(?:^\S.*\n(?:  \S.*\n){2,})+", re.MULTILINE)
-"""Errors of four parts in three lines: where and what, rule, action."""
+"""Error messages of maxpipe: location and value, then indented rule and action."""
 
 
 class ProcessLog:
-    """One process's file; the newest attempt begins at its header."""
+    """The log file of one process, with a header line before every attempt."""
 
     def __init__(self, path: Path):
         self.path = path
         self._start = 0
 
     def open_attempt(self, attempt: int, command: str) -> BinaryIO:
-        """The file to append to, after a header line.
+        """Write a header line and return the log file, open for appending.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the log cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,13 +73,13 @@ class ProcessLog:
         return file
 
     def text(self) -> str:
-        """The output of the newest attempt."""
+        """Return the output of the newest attempt."""
         with open(files.open_regular(self.path), "rb") as file:
             file.seek(self._start)
             return file.read(_MOST_BYTES).decode(errors="replace")
 
     def first_error(self) -> str:
-        """The first traceback or explained error of the newest attempt, else its last lines."""
+        """Return the first traceback or error message of the newest attempt, or its last lines."""
         text = self.text()
         found = min(
             filter(None, (_TRACEBACK.search(text), _MAXPIPE_ERROR.search(text))),
@@ -93,12 +92,12 @@ class ProcessLog:
         return "\n".join(lines)
 
     def follow(self) -> LogFollower:
-        """Shows the output of the newest attempt."""
+        """Return a follower of the output of the newest attempt."""
         return LogFollower(self.path, self._start)
 
 
 class LogFollower:
-    """Copies what is appended to a file to this process's stdout."""
+    """Copy new content of a file to stdout."""
 
     def __init__(self, path: Path, start: int):
         self._file = os.fdopen(files.open_regular(path), "rb")
@@ -106,39 +105,39 @@ class LogFollower:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def copy(self) -> None:
-        """Shows what is new."""
+        """Copy the content appended since the last call."""
         new = self._file.read()
         if not new:
             return
         try:
             sys.stdout.write(self._decode(new))
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader is gone; the run goes on
+        except BrokenPipeError:  # the reader has exited, but the run continues
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
-        """Shows the rest."""
+        """Copy the remaining content and close the file."""
         self.copy()
         self._file.close()
 
 
 GRACE_SECONDS = 5.0
-"""How long the others may go on when one process has failed: to end by themselves, with their own
-messages. Then they are killed, as they would wait in a collective for it."""
+"""Time for the other processes to report and exit after one process failed. They are then killed,
+because they would wait for the failed process in a collective."""
 _POLL_SECONDS = 0.1
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first process that did not end with 0."""
+    """The first process that exited with a code other than 0."""
 
     process: int
     code: int
 
 
 def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
-    """Runs `maxpipe train` with these inputs in `processes` processes; the exit code.
+    """Run `maxpipe train` with these inputs in `processes` processes, and return the exit code.
 
     Raises:
         ConfigError: the run cannot start.
@@ -147,14 +146,14 @@ def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
     print(check_local(loaded, processes), file=sys.stderr, flush=True)
     config = loaded.config
     folder = run_folder(config.run)
-    # One process of a run on many hosts shares its folder with theirs.
+    # A single process of a multi-host run shares the run folder with other hosts.
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
     logs = [ProcessLog(folder / "logs" / f"process-{name}.log") for name in names]
     elsewhere = config.checkpoint.dir or config.checkpoint.local_dir
     restarts = RestartPolicy(config.launch.restarts, folder, elsewhere)
     attempt = 0
-    # Processes that agreed to stop leave at a barrier, which gives up after this time.
+    # Processes that stop together meet at a barrier, which times out after this many seconds.
     patience = float(config.runtime.heartbeat_timeout_seconds)
     with _StopSignals() as requests:
         while True:
@@ -172,7 +171,7 @@ def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
 
 
 def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[str]]:
-    """The command of each process. A port that was free a moment ago is the meeting point."""
+    """Return the command of every process. Several processes share a free coordinator port."""
     train = [sys.executable, "-m", "maxpipe", "train", *inputs]
     if processes == 1:
         return [train]
@@ -185,12 +184,12 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
 
 
 class _StopSignals:
-    """Counts the signals that ask to stop instead of ending on them."""
+    """Count SIGTERM, SIGHUP and SIGINT instead of exiting."""
 
     def __init__(self) -> None:
         self.count = 0
         self.signal_number = signal.SIGTERM
-        """The newest."""
+        """The latest signal."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _StopSignals:
@@ -209,7 +208,7 @@ class _StopSignals:
 
     @property
     def code(self) -> int:
-        """The exit code of a launcher that was asked to stop."""
+        """Exit code of the launcher after the signals."""
         by_key = self.signal_number == signal.SIGINT
         if self.count > 1:
             return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
@@ -223,12 +222,12 @@ def _attempt(
     requests: _StopSignals,
     patience: float,
 ) -> Failure | None:
-    """Starts the processes and returns when all have ended; None when all is done."""
+    """Run the processes until all have exited. Return the first failure, or None."""
     with (
         _start_processes(commands, logs, attempt) as processes,
         contextlib.closing(logs[0].follow()) as out,
     ):
-        # Waiting threads, not polling: the order of the ends says who failed first.
+        # Threads wait instead of polling, so the queue has the order in which processes exit.
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
         for rank, process in enumerate(processes):
             wait = _report_exit(process.wait, ends, rank)
@@ -243,7 +242,8 @@ def _attempt(
                     by_key = requests.signal_number == signal.SIGINT
                     again = "press Ctrl-C again" if by_key else "signal again"
                     _print_status(
-                        f"stopping after this step, and saving; {again} to kill all processes"
+                        f"stopping after this step, and saving a checkpoint; "
+                        f"{again} to kill all processes"
                     )
             with contextlib.suppress(queue.Empty):
                 rank = ends.get(timeout=_POLL_SECONDS)
@@ -265,7 +265,7 @@ def _attempt(
 def _start_processes(
     commands: Sequence[Sequence[str]], logs: Sequence[ProcessLog], attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes; none of them outlives the block."""
+    """Start the processes, and kill the remaining ones at the end of the block."""
     processes: list[subprocess.Popen[bytes]] = []
     variables = _variables(len(commands))
     try:
@@ -279,7 +279,7 @@ def _start_processes(
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env=os.environ | variables,
-                        # Ctrl-C is for the launcher, which asks them to save.
+                        # Ctrl-C reaches only the launcher, which sends a signal to the processes.
                         start_new_session=True,
                         preexec_fn=_stop_with_parent,
                     )
@@ -292,10 +292,10 @@ def _start_processes(
 
 
 def _variables(processes: int) -> dict[str, str]:
-    """Environment variables of the processes besides those of the launcher.
+    """Return additional environment variables of the processes.
 
-    Processes of one run get a secret. A single one may be of a run on many hosts, all of which
-    must have the same.
+    Several local processes share a generated secret. A single process gets none: it may belong to
+    a multi-host run, where all hosts must have the same secret.
     """
     found = {"PYTHONUNBUFFERED": "1"}
     if processes > 1 and protocol.secret_from_environment() is None:
@@ -304,7 +304,7 @@ def _variables(processes: int) -> dict[str, str]:
 
 
 def _stop_with_parent() -> None:
-    """In a new process: a launcher that is killed takes its processes with it."""
+    """Make the calling process receive SIGTERM when the launcher dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
@@ -321,21 +321,21 @@ def _report_exit(
 
 def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.send_signal(number)  # no effect when it has ended
+        process.send_signal(number)  # no effect if the process has exited
 
 
 def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
-    """The exit code of a launcher that was asked to stop."""
-    saved = "nothing is saved yet" if step is None else f"step {step} is saved"
+    """Print the result of a requested stop, and return the exit code of the launcher."""
+    saved = "no checkpoint is saved" if step is None else f"step {step} is saved"
     if requests.count > 1:
         _print_status(f"killed: {saved}")
         return requests.code
-    # A process that is still starting has nothing to save, and ends by the signal itself.
+    # During startup a process has no state to save, and the signal ends it.
     if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.signal_number):
-        _print_status(f"stopped: {saved}; start the same command again to go on")
+        _print_status(f"stopped: {saved}; run the same command again to resume")
         return requests.code
     _print_status(
-        f"process {failure.process} did not stop as asked: "
+        f"process {failure.process} failed instead of stopping: "
         f"{describe_exit_code(failure.code)}; {saved}"
     )
     return 128 - failure.code if failure.code < 0 else failure.code
@@ -352,14 +352,16 @@ def _report(
     point = "the beginning" if step is None else f"step {step}"
     what = f"process {failure.process} of {len(logs)}: {describe_exit_code(failure.code)}"
     if again:
-        _print_status(f"{what}\nlaunch: starting again from {point}, attempt {attempt + 1}")
+        _print_status(f"{what}\nlaunch: restarting from {point}, attempt {attempt + 1}")
         return
     if restarts.failures_without_progress:
         what += (
             f"; {restarts.failures_without_progress} times in a row without a newer "
             f"checkpoint than {point}"
         )
-    _print_status(f"{what}\nlaunch: it failed first; its log is {log.path}\n{log.first_error()}")
+    _print_status(
+        f"{what}\nlaunch: this process failed first; log: {log.path}\n{log.first_error()}"
+    )
 
 
 def _print_status(text: str) -> None:

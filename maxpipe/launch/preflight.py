@@ -1,4 +1,4 @@
-"""Checks of a launch before anything starts."""
+"""Checks before a launch starts processes or submits a job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology
 
 @dataclasses.dataclass
 class Preflight:
-    """The findings, in the order of the checks."""
+    """The results of the checks, in order."""
 
     origins: dict[str, str]
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -50,10 +50,10 @@ class Preflight:
         self.problems.append(Problem(error_location(key, self.origins), str(given), rule, action))
 
     def report(self) -> str:
-        """The report, without secrets.
+        """Return the report, without secrets.
 
         Raises:
-            ConfigError: something is wrong.
+            ConfigError: a check failed.
         """
         if self.problems:
             raise ConfigError(self.problems)
@@ -61,7 +61,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """The error with the origins of its keys, where they are missing."""
+    """Return the error with the origin of every key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
@@ -72,15 +72,15 @@ def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path names a bucket or another store that this machine does not mount."""
+    """Return whether a path is the URL of a bucket or another remote store."""
     return url_scheme(path) != ""
 
 
 def check_local(loaded: LoadedConfig, processes: int) -> str:
-    """Checks a run of `processes` processes on this machine; the report.
+    """Check a run of `processes` processes on this machine, and return the report.
 
     Raises:
-        ConfigError: it cannot start, with every reason.
+        ConfigError: the run cannot start; lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     total = config.mesh.cpu_devices
@@ -99,8 +99,8 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         found.add_problem(
             "mesh.cpu_devices",
             total,
-            f"must be a multiple of --processes ({processes}): each process gets as many.",
-            f"Set mesh.cpu_devices={-(-total // processes) * processes} and the mesh to it, or "
+            f"must be a multiple of --processes ({processes}): processes share devices equally.",
+            f"Set mesh.cpu_devices={-(-total // processes) * processes} with a matching mesh, or "
             f"use --processes {math.gcd(total, processes)}.",
         )
     elif config.runtime.platform == "cpu" and config.runtime.num_processes == 1:
@@ -112,32 +112,33 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         except ConfigError as error:
             found.problems += error.problems
     else:
-        found.add_unchecked(f"mesh: fits the {config.runtime.platform} devices that the run finds")
+        found.add_unchecked(f"mesh: must match the {config.runtime.platform} devices of the run")
     _check_output_paths(config, found)
     for key, path in _paths(config, Path()):
         if is_remote(path):
-            found.add_unchecked(f"{key} = {path}: is read when the run starts")
+            found.add_unchecked(f"{key} = {path}: the run reads this path when it starts")
         elif _exists(path):
-            found.add_ok(f"{key} = {path}: is there")
+            found.add_ok(f"{key} = {path}: exists")
         else:
-            rule = f"must exist: there is nothing at {os.path.abspath(path)}."
+            rule = f"must exist: {os.path.abspath(path)} does not exist."
             found.add_problem(key, path, rule, f"Set {key} to a path that exists.")
     return found.report()
 
 
 def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
-    """Checks a run on other hosts; the config with its mesh resolved, the hosts, the report.
+    """Check a run on other hosts. Return (config with resolved mesh, hosts, report).
 
-    `workdir` is where relative paths begin there. `shared`: paths mean the same on this machine.
+    Relative paths on the hosts are relative to `workdir`. With `shared`, this machine and the
+    hosts share a file system.
 
     Raises:
-        ConfigError: it cannot start, with every reason.
+        ConfigError: the run cannot start; lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     _refuse_secrets(loaded)
     if not config.launch.topology:
-        rule = "must name the kind of device and the size of one slice."
-        action = f"Set {KEY}=v5p:2x4x4, h100:8 or another that `maxpipe plan` takes."
+        rule = "must name the device type and the size of one slice."
+        action = f"Set {KEY}=v5p:2x4x4, h100:8 or another topology of `maxpipe plan`."
         raise ConfigError.one(error_location(KEY, loaded.origins), "''", rule, action)
     topology = parse_topology(
         config.launch.topology, config.launch.slices, error_location(KEY, loaded.origins)
@@ -156,7 +157,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     found.add_ok(
         f"mesh: {_axes(config)} = {topology}, {hosts}, "
         f"{pluralize(hosts.num_processes, 'process')} of "
-        f"{devices} each"
+        f"{pluralize(devices, 'device')}"
     )
     for path in output_paths(config).values():
         folder = workdir / path
@@ -167,9 +168,9 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
             _check_parent(folder, found)
     for key, path in _paths(config, workdir):
         if shared and not is_remote(path) and _exists(path):
-            found.add_ok(f"{key} = {path}: is there")
+            found.add_ok(f"{key} = {path}: exists")
         else:
-            found.add_unchecked(f"{key} = {path}: must be there on all hosts")
+            found.add_unchecked(f"{key} = {path}: must exist on all hosts")
     found.add_unchecked(
         f"{config.launch.image or config.launch.program}: all hosts must have this version"
     )
@@ -177,9 +178,9 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
 
 
 def _refuse_secrets(loaded: LoadedConfig) -> None:
-    """The config of the hosts is a file, and they would need the real value in it."""
-    rule = "must not hold a secret: it would be in the files of a cluster's job."
-    action = "Take it out; hosts get it in a variable that launch.environment names."
+    """Raise if the config contains secrets, because job files include the config."""
+    rule = "must not contain a secret: the job files would include it."
+    action = "Remove it, and name an environment variable of the hosts in launch.environment."
     problems = [
         Problem(error_location(f"{section}.{key}", loaded.origins), str(shown), rule, action)
         for section, values in to_dict(loaded.config).items()
@@ -196,7 +197,7 @@ def _axes(config: Config) -> str:
 
 
 def _here(config: Config) -> Topology:
-    """This machine's CPU devices; consecutive ones stand for a slice."""
+    """Return a topology of this machine's CPU devices, divided into virtual slices."""
     total = config.mesh.cpu_devices
     across = (getattr(config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
     slices = math.prod(size for size in across if size > 1)
@@ -206,7 +207,7 @@ def _here(config: Config) -> Topology:
 
 
 def output_paths(config: Config) -> dict[str, str]:
-    """What a run writes into, by the key that leads there."""
+    """Return the output folders of a run by the key that sets them."""
     found = {"run.dir": str(run_folder(config.run))}
     if config.checkpoint.dir:
         found["checkpoint.dir"] = checkpoint_home(run_folder(config.run), config.checkpoint)
@@ -214,23 +215,25 @@ def output_paths(config: Config) -> dict[str, str]:
 
 
 def _check_output_paths(config: Config, found: Preflight) -> None:
-    """Creates the folders, into one of which the launcher itself writes logs."""
+    """Create the output folders and check that they can be written."""
     for key, path in output_paths(config).items():
         if is_remote(path):
-            found.add_unchecked(f"{path}: is written when the run starts")
+            found.add_unchecked(f"{path}: the run writes here when it starts")
             continue
         try:
             os.makedirs(path, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             rule = f"must be a folder that can be written: {error.strerror or error}."
-            found.add_problem(key, value_of(config, key), rule, f"Set {key} to a folder of yours.")
+            found.add_problem(
+                key, value_of(config, key), rule, f"Set {key} to a folder that you can write."
+            )
         else:
             found.add_ok(f"{path}: can be written")
 
 
 def _check_parent(folder: Path, found: Preflight) -> None:
-    """A run folder that is not made yet: what it would be made in."""
+    """Check that this machine can create an output folder."""
     parent = next(each for each in (folder, *folder.parents) if each.exists())
     if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
         found.add_ok(f"{folder}: can be written here; all hosts must see it")
@@ -239,7 +242,7 @@ def _check_parent(folder: Path, found: Preflight) -> None:
 
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
-    """Keys and paths of what the run reads. `workdir` is where relative ones begin."""
+    """Yield (key, path) of every input of the run. Relative paths start at `workdir`."""
     tokenizer = config.tokenizer
     named = {
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
@@ -257,7 +260,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
 
 
 def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
-    """Keys and paths of the files that a source reads, if it reads any."""
+    """Yield (key, path) of the files that a source reads."""
     if source.source in FILES:
         key = f"{section}.path" if source.path else f"{section}.paths"
         yield from ((key, path) for path in paths_of(source))
@@ -266,9 +269,9 @@ def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
 
 
 def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
-    """Absolute path of the run that `checkpoint.restore_from` names; itself if there is none.
+    """Return the path of the run or Hugging Face folder of `checkpoint.restore_from`.
 
-    Or of a Hugging Face folder.
+    A source that cannot be parsed is returned unchanged.
     """
     if (folder := folder_of(source)) is not None:
         return os.path.abspath(workdir / os.path.expanduser(folder))

@@ -119,7 +119,7 @@ def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixt
         ("model.gemma3.w", "model.gemma3.sliding_window="),
         ("model.family=gemma3", "model.family=gemma3"),
     ):
-        assert main(["completion", "--answer", "fish", "train", word]) == 0
+        assert main(["completion", "--complete", "fish", "train", word]) == 0
         assert capsys.readouterr().out == f"{answer}\0"
 
 
