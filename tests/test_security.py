@@ -632,7 +632,11 @@ def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path,
 
     draw, count = random.Random(part), MUTATIONS // PARTS
     lines = Path(TINY).read_text(encoding="utf-8").splitlines()
-    lines += ["mesh: {ici_stage: 2, axis_rules: {mlp: []}}", "pipeline:", "  cut: [4, 4]"]
+    lines += [
+        "mesh: {ici_stage: 2, axis_rules: {mlp: []}}",
+        "pipeline:",
+        "  layers_per_chunk: [4, 4]",
+    ]
     lines += ["  microbatches: 2", "train: {batch_size: 8}", "optim:", "  schedule: linear"]
     path, codes = tmp_path / "run.yml", []
     for number in range(count):

@@ -15,7 +15,6 @@ from maxpipe.config.keys import (
     NAME,
     NAMED_KEYS,
     NAMED_SECTIONS,
-    RENAMED_KEYS,
     SECTIONS,
     declared_key,
     split_key,
@@ -197,13 +196,17 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """Yield a problem for each key that a file sets by both its earlier and its current name."""
-    known = {(each.origin, ".".join(each.path)): each.place for each in assignments}
+    """Yield a problem for each former key whose current key one file also sets."""
+    first: dict[tuple[str, str], Assignment] = {}
     for each in assignments:
-        new = RENAMED_KEYS.get(".".join(each.path), "")
-        if place := known.get((each.origin, new)):
-            rule = f"was renamed to {new}, which is also set: {place}."
-            yield each.problem(rule, f"Keep only {new}.")
+        key = ".".join(rename_former_key(each).path)
+        other = first.setdefault((each.origin, key), each)
+        if other.path != each.path:
+            former = each if ".".join(each.path) != key else other
+            place = other.place if former is each else each.place
+            yield former.problem(
+                f"was renamed to {key}, which is also set: {place}.", f"Keep only {key}."
+            )
 
 
 def rename_former_key(assignment: Assignment) -> Assignment:

@@ -40,15 +40,15 @@ def test_a_config_has_the_keys_of_its_family_alone() -> None:
 
 def test_files_merge_below_a_family(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yml", tmp_path / "b.yml"
-    first.write_text("model:\n  gemma3:\n    window: 5\n    period: 3\n")
-    second.write_text("model: {gemma3: {window: 7}}\ntrain: {steps: 1}\n")
+    first.write_text("model:\n  gemma3:\n    sliding_window: 5\n    sliding_window_pattern: 3\n")
+    second.write_text("model: {gemma3: {sliding_window: 7}}\ntrain: {steps: 1}\n")
     loaded = load(["gemma3-1b", str(first), str(second), "model.gemma3.query_pre_attn_scalar=3"])
     assert loaded.config.model.own == Gemma3Config(
         sliding_window=7, sliding_window_pattern=3, query_pre_attn_scalar=3.0
     )
     assert loaded.origins["model.gemma3.sliding_window"] == str(second)
     assert loaded.origins["model.gemma3.sliding_window_pattern"] == str(first)
-    second.write_text("model:\n  gemma3:\n    window: 1\n    window: 2\n")
+    second.write_text("model:\n  gemma3:\n    sliding_window: 1\n    sliding_window: 2\n")
     assert f"{second}:4: model.gemma3.sliding_window = 2\n  appears twice" in problem(
         *GEMMA, str(second)
     )
@@ -68,8 +68,8 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ([*GEMMA, "model.gemma3.sliding_window_pattern=0"], "must be at least 1."),
         ([*GEMMA, "model.gemma3.sliding_window=2147483648"], "must be from 1 to 2147483647"),
         ([*GEMMA, "model.gemma3=3"], "model.gemma3 = 3\n  is a section"),
-        ([*GEMMA, "window=3"], "Write model.gemma3.sliding_window=3."),
-        ([*GEMMA, "period=3"], "Write model.gemma3.sliding_window_pattern=3."),
+        ([*GEMMA, "sliding_window=3"], "Write model.gemma3.sliding_window=3."),
+        ([*GEMMA, "sliding_window_pattern=3"], "Write model.gemma3.sliding_window_pattern=3."),
         (
             ["tiny", "train.steps=1", "model.family=phi3", "model.phi3.rope_short_factor=3"],
             "must be a list of numbers.",
@@ -104,7 +104,7 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     assert twice in (told := problem(*LLAMA, str(file))) and f"also set: {file}:2." in told
     # What a run of an earlier release has saved is not to be changed.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
-    saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_scaling"]
+    saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_factor"]
     again = load([], saved, "config.yml")
     assert again.config.model.own == LlamaConfig(rope_factor=32.0) and not again.warnings
 
@@ -112,11 +112,11 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
 def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"model.llama", "model.gemma3"} <= set(SECTIONS)
     assert "model.own" not in KEYS and "model.gemma3.sliding_window" in KEYS
-    assert "rope_scaling" in render.explain("model.llama") and "gemma3" in render.explain("model")
+    assert "rope_factor" in render.explain("model.llama") and "gemma3" in render.explain("model")
     assert "one of llama, mistral" in render.explain("model.family")
     assert "\n## model.gemma3\n" in render.markdown()
     for word, answer in (
-        ("model.gemma3.w", "model.gemma3.sliding_window="),
+        ("model.gemma3.q", "model.gemma3.query_pre_attn_scalar="),
         ("model.family=gemma3", "model.family=gemma3"),
     ):
         assert main(["completion", "--complete", "fish", "train", word]) == 0

@@ -99,7 +99,7 @@ def test_an_axolotl_file_is_followed_by_nothing_that_its_lines_set(tmp_path: Pat
     assert lines["adapter"] == {
         "rank": 16,
         "alpha": 32,
-        "base": "nf4",
+        "base_quantization": "nf4",
         "targets": ["layers.attention.query", "layers.mlp.down"],
     }
     assert lines["data"] == {

@@ -192,7 +192,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         ({"source": "jsonl", "path": "a", "template": "{x"}, "template", "unmatched"),
         ({"source": "text", "path": "a", "chat": "messages"}, "chat", "have no fields"),
         (
-            {"source": "jsonl", "path": "a", "chat": "prompt", "unreadable": "skip"},
+            {"source": "jsonl", "path": "a", "chat": "prompt", "bad_records": "skip"},
             "unreadable",
             "must be stop with data.mixture.web.chat",
         ),

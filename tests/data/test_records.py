@@ -174,7 +174,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
         return prepare(plan, lambda *_: None)
 
     assert len(broken) == 6
-    for keys in ({}, {"unreadable": "skip", "max_bad_records": 5}):
+    for keys in ({}, {"bad_records": "skip", "max_bad_records": 5}):
         with pytest.raises(ConfigError):
             run("tokens", **keys)
     # What is done is kept, and a limit is not another source.
@@ -200,7 +200,7 @@ def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
         assert index.unreadable.tolist() == sorted(BROKEN) == list(source.unreadable)
         assert index.lengths[sorted(BROKEN)].tolist() == [2] * len(BROKEN)
     # An index that was made with records skipped does not let them pass where that is refused.
-    for keys in ({}, {"unreadable": "skip", "max_bad_records": 2}):
+    for keys in ({}, {"bad_records": "skip", "max_bad_records": 2}):
         with pytest.raises(ConfigError, match=f"{file}:"):
             source = open_source(config(file, **keys), 0)
             build_index(source, ByteTokenizer(), str(tmp_path / "cache"))

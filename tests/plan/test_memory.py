@@ -131,7 +131,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
-        EXPERTS | {"mtp_heads": 2, "ahead": "layer"},
+        EXPERTS | {"mtp_heads": 2, "mtp_kind": "layer"},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "weight_gather": "step"},
     ),
@@ -200,7 +200,7 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
     train = sections["train"] | {"objective": "grpo"}
     grpo = {"prompts": "prompts.jsonl", "reward": "arithmetic", "group_size": 4, "max_tokens": 4}
     sections |= {"train": train, "adapter": adapter, "model": sections["model"] | {"dropout": 0.0}}
-    alone, config = (from_dict(sections | {"grpo": grpo | {"kl": kl}}) for kl in (0.0, 0.1))
+    alone, config = (from_dict(sections | {"grpo": grpo | {"kl_coef": kl}}) for kl in (0.0, 0.1))
     steps = steps_of(config)
     shards = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
@@ -525,7 +525,7 @@ def test_a_chunk_arrives_beside_the_window() -> None:
 
 WORDS = {"vocab_size": 16384}
 WIDE = {"d_model": 256, "d_mlp": 1024}
-LAYERS_AHEAD = {"mtp_heads": 2, "ahead": "layer"}
+LAYERS_AHEAD = {"mtp_heads": 2, "mtp_kind": "layer"}
 NARROW_TYPE = {"compute_dtype": "bfloat16"}
 RINGS = {"sequence_parallel": True, "collective_matmul": True}
 TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
@@ -655,7 +655,7 @@ def test_loops_over_layers_ahead_have_known_trips() -> None:
     """Their bound is data, so that XLA does not unroll them."""
     pipeline = {"microbatches": 4}
     for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):
-        config = config_of({"mtp_heads": heads, "ahead": form}, {"ici_stage": 2}, pipeline)
+        config = config_of({"mtp_heads": heads, "mtp_kind": form}, {"ici_stage": 2}, pipeline)
         trips, _ = executions(steps_of(config), "iteration", average=True)
         wanted = {r"/ahead/while$": 2} if heads and form == "layer" else {}
         assert {name: count for name, count in trips.items() if "ahead" in name} == wanted

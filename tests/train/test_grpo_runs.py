@@ -33,7 +33,7 @@ model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, 
 mesh: {cpu_devices: 4, ici_stage: 2, ici_fsdp: 2}
 pipeline: {schedule: 1f1b, microbatches: 2}
 train: {objective: grpo, steps: 6, batch_size: 16, sequence_length: 16}
-grpo: {prompts: PROMPTS, group_size: 4, max_tokens: 6, updates_per_rollout: 2, kl: 0.1,
+grpo: {prompts: PROMPTS, group_size: 4, max_tokens: 6, updates_per_rollout: 2, kl_coef: 0.1,
        reward_file: 'REWARD:reward', allow_code: true}
 optim: {learning_rate: 1.0e-2, schedule: constant}
 checkpoint: {every: 2, keep: 10}
