@@ -155,9 +155,9 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         )
     if source.bad_records == "skip":
         yield RuleViolation(
-            f"{section}.unreadable",
+            f"{section}.bad_records",
             f"must be stop with {section}.chat: records without messages cannot be skipped.",
-            f"Set {section}.unreadable=stop, and correct or remove the reported records.",
+            f"Set {section}.bad_records=stop, and correct or remove the reported records.",
         )
 
 

@@ -74,7 +74,7 @@ def declared_key(key: str) -> str:
 
 RENAMED_KEYS: dict[str, str] = {
     name if "." in name else f"{section}.{name}": f"{section}.{field.name}"
-    for section, declared in SECTIONS.items()
+    for section, declared in (SECTIONS | NAMED_SECTIONS).items()
     for field in dataclasses.fields(declared)
     for name in field.metadata.get("was", ())
 }
@@ -82,16 +82,22 @@ RENAMED_KEYS: dict[str, str] = {
 
 _RENAMED_VALUES: dict[str, dict[str, Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
-    for section, declared in SECTIONS.items()
+    for section, declared in (SECTIONS | NAMED_SECTIONS).items()
     for field in dataclasses.fields(declared)
     if field.metadata.get("values")
 }
 
 
 def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
-    """Return a setting of an earlier release with the key and the value of this release."""
-    key = RENAMED_KEYS.get(key, key)
-    return key, _RENAMED_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+    """Translate a setting of an earlier release to this release's key and value."""
+    declared = declared_key(key)
+    if new := RENAMED_KEYS.get(declared):
+        is_named = declared != key
+        key = f"{key.rpartition('.')[0]}.{new.rpartition('.')[2]}" if is_named else new
+        declared = new
+    if not isinstance(value, str):
+        return key, value
+    return key, _RENAMED_VALUES.get(declared, {}).get(value, value)
 
 
 def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:

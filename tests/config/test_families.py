@@ -127,3 +127,17 @@ def test_flat_names_each_value_by_its_key() -> None:
     values = flatten(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
     assert values["model.gemma3.sliding_window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
     assert set(values) <= set(KEYS)
+
+
+def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
+    """A saved config holds the keys and values of the release that wrote it."""
+    assert upgrade_setting("data.mixture.web.unreadable", "skip") == (
+        "data.mixture.web.bad_records",
+        "skip",
+    )
+    assert upgrade_setting("optim.average_decay", 0.5) == ("optim.ema_decay", 0.5)
+    assert upgrade_setting("optim.ema_decay", 0.5) == ("optim.ema_decay", 0.5)
+    mixture = {"web": {"source": "corpus", "weight": 1.0, "unreadable": "skip"}}
+    loaded = load([], {"data": {"mixture": mixture}, "model": {"heads_ahead": 1}}, "config.yml")
+    assert loaded.config.data.mixture["web"].bad_records == "skip" and not loaded.warnings
+    assert loaded.config.model.mtp_heads == 1

@@ -72,7 +72,7 @@ def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> N
     inputs = ["quickstart", "data.source=jsonl", "data.path=a.jsonl", "data.chat=prompt"]
     assert main(["config", "print", *inputs, "data.prompt_field={a"]) == 2
     error = capsys.readouterr().err
-    assert "data.prompt_field = {a\n  cannot be read: the { at character 1 has no" in error
+    assert "data.prompt_field = {a\n  cannot be parsed: the { at character 1" in error
 
 
 SYSTEM = ("system", "Be brief.")

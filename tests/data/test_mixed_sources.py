@@ -193,7 +193,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         ({"source": "text", "path": "a", "chat": "messages"}, "chat", "have no fields"),
         (
             {"source": "jsonl", "path": "a", "chat": "prompt", "bad_records": "skip"},
-            "unreadable",
+            "bad_records",
             "must be stop with data.mixture.web.chat",
         ),
         (
@@ -233,7 +233,7 @@ def test_a_bad_record_names_the_keys_of_its_source(here: Path, tmp_path: Path) -
     with pytest.raises(ConfigError) as caught:
         opened(DataConfig(mixture=mixture))
     [problem] = caught.value.problems
-    assert "bad.jsonl" in problem.where and "data.mixture.web.field" in f"{problem}"
+    assert "bad.jsonl" in problem.where and "data.mixture.web.text_field" in f"{problem}"
 
 
 def test_a_mixed_source_has_every_key_of_a_source() -> None:

@@ -141,7 +141,7 @@ def test_batches_are_those_of_the_text(seed: int, lines: str, tokens: Path) -> N
         for step in (0, 1, 10, one.num_batches - 1):
             pair = one.batch(step), other.batch(step)
             assert all(np.array_equal(pair[0][name], pair[1][name]) for name in pair[0])
-            assert one.ids(step) == other.ids(step)
+            assert one.batch_contents(step) == other.batch_contents(step)
     far = 10_000_000
     assert np.array_equal(text.train.batch(far)["tokens"], ids.train.batch(far)["tokens"])
 
