@@ -265,7 +265,7 @@ def test_config_docs_writes_and_checks(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert "Run it in the root of a checkout" in fails(capsys, "config", "docs")
+    assert "Run the command in the root of a maxpipe checkout" in fails(capsys, "config", "docs")
     (tmp_path / "docs").mkdir()
     assert "Run `maxpipe config docs`" in fails(capsys, "config", "docs", "--check", code=1)
     assert main(["config", "docs"]) == 0

@@ -65,8 +65,8 @@ def add(commands: Commands) -> None:
         help="convert a checkpoint to a Hugging Face folder",
         description="Convert the parameters of a checkpoint to a Hugging Face folder:\n"
         "config.json, safetensors files and tokenizer files. The result does not depend on the\n"
-        "mesh or pipeline of the run, which may still be training. Adapters are merged into the base\n"
-        "weights, or written alone.",
+        "mesh or pipeline of the run, which may still be training. Adapters are merged into the\n"
+        "base weights, or written alone.",
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
