@@ -113,7 +113,8 @@ Profile of the 521 ms of `names` with one document:
 
 The step of PyTorch has the same matmuls and attention kernels, which are 80% of the time. A step
 that is 1.1 x faster would need half of the remaining time. These settings had no effect (within
-1%): no command buffers, concurrent command buffers (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more),
+1%): no command buffers, concurrent command buffers
+(`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """
 
