@@ -334,7 +334,7 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
 
 def test_a_schedule_without_end_is_refused(capsys: Capture):
     assert main(["schedule", "1f1b", "--stages", "100000", "--microbatches", "4096"]) == 2
-    assert "at most 300,000" in capsys.readouterr().err
+    assert "more than the limit of 300,000" in capsys.readouterr().err
 
 
 def test_schedule_counts_costs(capsys: Capture):

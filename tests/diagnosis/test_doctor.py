@@ -195,8 +195,8 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     (tmp_path / "base" / "checkpoints" / "120").mkdir(parents=True)
     for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
         check = checks(source)
-        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, all of it")
-    explained(checks("base@7"), "base@7 is not there", "has steps 120", "RUN@newest")
+        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, restores all")
+    explained(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
     explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
     (tmp_path / "none").mkdir()
     explained(checks(f"{tmp_path}/none"), "has no checkpoint")
@@ -254,7 +254,7 @@ def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.
 
 def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
-    assert read.text == "text, 1 document, the first of 18 characters"
+    assert read.text == "text, 1 document, the first has 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
