@@ -1,4 +1,4 @@
-"""The checklist for one NVIDIA GPU: train steps, experts, gated delta, decoding, a whole run.
+"""Measurements on one NVIDIA GPU: train steps, experts, gated delta, decoding and a full run.
 
     python benchmarks/gpu_checklist.py --out results.jsonl       # runs every row
     python benchmarks/gpu_checklist.py --only '^step' --out ...  # rows whose name matches
@@ -48,7 +48,7 @@ XLA = {
 
 @dataclass(frozen=True)
 class Row:
-    """One process."""
+    """A measurement in a separate process."""
 
     name: str
     work: str
@@ -138,7 +138,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str, Any]]:
-    """Tell a process to begin, and yield its results of at most `limit` seconds."""
+    """Start the measurement of a process, and yield its results for at most `limit` seconds."""
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(limit, stop, [process])
     timer.start()

@@ -1,4 +1,4 @@
-"""What each row of gpu_checklist.py measures, in the process of that row.
+"""Measurements of gpu_checklist.py, each in the process of one row.
 
 Each function imports packages, yields once, and uses the GPU from then on. Then it yields results.
 """

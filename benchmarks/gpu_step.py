@@ -1,15 +1,15 @@
-"""A train step on one NVIDIA GPU: its memory beside the forecast, its speed beside PyTorch's.
+"""Compare a train step on one NVIDIA GPU with its predicted memory and with PyTorch.
 
-    python benchmarks/gpu_step.py                # prints the page
-    python benchmarks/gpu_step.py --write        # and writes gpu_step.md
-    python benchmarks/gpu_step.py --only names   # rows whose name has this regular expression
-    python benchmarks/gpu_step.py --kernels 30   # and what each step spends most of its time on
+    python benchmarks/gpu_step.py                # print the page
+    python benchmarks/gpu_step.py --write        # also write gpu_step.md
+    python benchmarks/gpu_step.py --only names   # rows with a matching name (regular expression)
+    python benchmarks/gpu_step.py --kernels 30   # also print the slowest kernels of every step
 
-Needs the GPU, jax's CUDA plugin, torch and transformers. Every row is a process of its own: it
-compiles its step, runs it a few times on random tokens, and reports the median. Both sides hold
-parameters and moments in float32, multiply in bfloat16, clip gradients and update with AdamW.
-Operations are counted the same way for both, as MFU counts them, those between documents among
-them. Six minutes.
+The script needs the GPU, jax's CUDA plugin, torch and transformers, and about six minutes. Every
+row is a separate process, which compiles its step, runs the step a few times on random tokens, and
+reports the median. Both frameworks store parameters and moments in float32, multiply in bfloat16,
+clip gradients and update with AdamW. MFU counts the same operations for both frameworks, including
+attention between documents.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ SIZE = ("train.batch_size=8", "train.sequence_length=4096", "train.steps=1000")
 
 @dataclass(frozen=True)
 class Row:
-    """One step that is measured."""
+    """A measured train step."""
 
     name: str
     keys: tuple[str, ...] = ()
-    """For the config of the run."""
+    """Config overrides of the run."""
     torch: str = ""
-    """Instead of maxpipe PyTorch, with this attention: `causal`, and of documents a `mask` of all
-    pairs, or `flex`."""
+    """Attention of the PyTorch step: `causal`, or for documents a dense `mask` or `flex`. The row
+    measures maxpipe if the value is empty."""
     documents: int = 1
-    """In each row of the batch."""
+    """Number of documents per sequence."""
     model: str = MODEL
     """The bundled model."""
 
@@ -72,52 +72,54 @@ HEAD = """\
 
 `python benchmarks/gpu_step.py --write`, {devices}, {versions}.
 
-The step of `{model}` with `{size}`, medians of ten. Used is the most that the process had in use;
-stated is the compiler's and predicted `maxpipe plan`'s figure, in GiB.
+The step of `{model}` with `{size}`, medians of ten. Memory in GiB: peak use of the process, the
+compiler's estimate (stated), and the prediction of `maxpipe plan`.
 
 """
 TAIL = """
-Without a mask of its own for documents PyTorch's first row lets them see each other. The row with a
-mask of all pairs, which the script has too, was not reached in the time on the card.
+The first PyTorch row has no document mask, so tokens attend across documents. The script also has a
+row with a dense attention mask, which was not measured because the device time ran out.
 
-A kernel that reads a number for every pair of tokens takes twice the time of one that knows which
-count ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)). Before data chose
-between them, the step with `names` took 615.8 ms (44.2%) with one document in a row and 614.7 ms
-(44.3%) with five, the kernel ran again in the backward, and PyTorch took 682.8 ms with the mask
-that transformers makes under `torch.compile`. Milliseconds of forward and backward of attention
-alone, 8 rows of 4096 tokens, 32 query heads of 64 and 8 of keys (4 rows, heads of 128):
+A kernel with a dense attention bias is about twice as slow as a kernel with segment offsets
+([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)). Before the data selected
+the kernel, the step with `names` required 615.8 ms (44.2%) with one document per sequence and
+614.7 ms (44.3%) with five, and the backward repeated the forward kernel. PyTorch required 682.8 ms
+with the mask that transformers creates under `torch.compile`. Time of forward and backward of
+attention alone, for 8 sequences of 4096 tokens, 32 query heads and 8 key heads of size 64 (in
+parentheses: 4 sequences, heads of size 128):
 
 | kernel | ms |
 |---|---|
-| that knows causality alone | 5.2 (4.2) |
-| with a number for each pair | 8.6 (8.2) |
+| causal mask only | 5.2 (4.2) |
+| dense attention bias | 8.6 (8.2) |
 
-By a script of its own, as the figures of before. Each document that a kernel takes room for costs
-working memory, which is why it is 8: with 32, the step with five documents needed 60.56 GiB in
-place of 48.34, and 488.1 ms.
+A separate script measured these times and the earlier step times. Working memory grows with the
+maximum number of documents of the kernel, which is therefore 8. With 32, the step with five
+documents used 60.56 GiB instead of 48.34 GiB, in 488.1 ms.
 
-Where the 521 ms of `names` with one document went, by the profiler:
+Profile of the 521 ms of `names` with one document:
 
 | kernels | ms |
 |---|---|
 | matmuls (cuBLAS and Triton, 715 to 820 TFLOP/s of the card's 989) | 324 |
 | attention | 95 |
-| kept activations copied to where they wait, and back | 21 |
-| loss head besides its matmuls: largest logit, sum, gradient | 16 |
-| silu and products of the MLP, forward and backward | 19 |
+| copies of saved activations | 21 |
+| loss head without its matmuls: largest logit, sum, gradient | 16 |
+| SiLU and elementwise products of the MLP, forward and backward | 19 |
 | norms and residuals | 21 |
-| update of parameters and moments, norm of gradients | 12 |
-| everything else: rotary, types of weights, gradients to their stack | 8 |
+| update of parameters and moments, gradient norm | 12 |
+| everything else: RoPE, weight casts, stacking of gradients | 8 |
 | idle | 5 |
 
-PyTorch's step has the same matmuls and kernels of attention, 80% of the time: 1.1 x its speed would
-need half of the rest. Tried without effect (within 1%): no command buffers,
-concurrent ones (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more),
+The step of PyTorch has the same matmuls and attention kernels, which are 80% of the time. A step
+that is 1.1 x faster would need half of the remaining time. These settings had no effect (within
+1%): no command buffers, concurrent command buffers
+(`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """
 
 
-# In a process for each row.
+# In the process of one row.
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
@@ -148,7 +150,7 @@ def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
 def prepared(
     row: Row, size: list[str], xla: dict[str, str]
 ) -> tuple[Any, Callable[[], float], dict[str, Any]]:
-    """(the compiled step, what runs it once, its known figures) of maxpipe."""
+    """Return (compiled step, function that runs one step, memory figures) of maxpipe."""
     import jax
     import numpy as np
 
@@ -205,7 +207,7 @@ def prepared(
 
 
 def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[str, Any]:
-    """Of maxpipe's own step."""
+    """Measure the step of maxpipe."""
     import jax
 
     _, step, found = prepared(row, size, xla)
@@ -242,7 +244,7 @@ def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, i
 
 
 def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
-    """Of transformers' model under PyTorch."""
+    """Measure the step of the transformers model in PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -317,7 +319,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
 
 
 def _mask(kind: str, numbers: Any, device: str) -> Any:
-    """Which pairs of tokens count, as the attention takes it; None: all that causality allows."""
+    """Return the attention mask of the documents, or None for a causal mask."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_block_mask,
@@ -349,7 +351,7 @@ def _attention(
     scaling: float,
     **others: Any,
 ) -> tuple[Any, None]:
-    """Without the mask of all pairs that transformers' own makes under `torch.compile`."""
+    """FlexAttention without the dense mask that transformers creates under `torch.compile`."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         flex_attention,
@@ -387,7 +389,7 @@ def _torch_kernels(step: Callable[[], float], count: int) -> list[tuple[str, flo
 
 
 def work(given: str) -> None:
-    """What a row's process does."""
+    """Measure one row in a separate process."""
     asked = json.loads(given)
     row = Row(**asked["row"] | {"keys": tuple(asked["row"]["keys"])})
     gc.disable()
@@ -428,7 +430,7 @@ COLUMNS = (
 
 
 def cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """Of the table."""
+    """Return the table cells of a row."""
     seconds = found["seconds"]
     stated, predicted = (
         f"{found[name] / GIB:.2f}" if name in found else ""

@@ -265,7 +265,7 @@ def test_config_docs_writes_and_checks(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert "Run it in the root of a checkout" in fails(capsys, "config", "docs")
+    assert "Run the command in the root of a maxpipe checkout" in fails(capsys, "config", "docs")
     (tmp_path / "docs").mkdir()
     assert "Run `maxpipe config docs`" in fails(capsys, "config", "docs", "--check", code=1)
     assert main(["config", "docs"]) == 0
@@ -334,7 +334,7 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
 
 def test_a_schedule_without_end_is_refused(capsys: Capture):
     assert main(["schedule", "1f1b", "--stages", "100000", "--microbatches", "4096"]) == 2
-    assert "at most 300,000" in capsys.readouterr().err
+    assert "more than the limit of 300,000" in capsys.readouterr().err
 
 
 def test_schedule_counts_costs(capsys: Capture):

@@ -136,7 +136,7 @@ def add_mixture(actions: Commands) -> None:
         help="print the mixture shares of a run, and the sources of any step",
         description="Print the share and the number of epochs of every source of a mixture. With\n"
         "--step, print the source and sequence number of every row of the batch. The result does\n"
-        "not depend on the number of processes. A run includes its changes of mixture weights.",
+        "not depend on the number of processes. For a run, mixture changes are included.",
         epilog="examples:\n  maxpipe data mixture my-run.yml --step 100000\n"
         "  maxpipe data mixture runs/my-run --json",
     )

@@ -26,7 +26,7 @@ def _schedule(options: argparse.Namespace) -> int:
         raise ConfigError.one(
             "command line: --group",
             sizes["group"],
-            f"is used only by the schedule interleaved, but the schedule is {', '.join(names)}.",
+            f"applies only to the schedule interleaved, but the schedule is {', '.join(names)}.",
             "Leave out --group, or draw `maxpipe schedule interleaved`.",
         )
     costs = Costs(*(options.costs or ()))

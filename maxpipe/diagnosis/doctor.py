@@ -447,7 +447,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # A run cannot reuse the programs of the doctor.
+    # A run cannot reuse the programs that the doctor compiles.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(

@@ -64,7 +64,7 @@ def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
 
 
 def _describe_packing(part: SourceSequences) -> str:
-    return f"{part.packing}, {packing_efficiency(part.sequences):.2%} of positions with a target"
+    return f"{part.packing}, efficiency {packing_efficiency(part.sequences):.2%}"
 
 
 def banner_lines(

@@ -176,7 +176,7 @@ def test_commands(saved: str, empty: Bucket, capsys: Capture):
     assert run("verify", saved).count("  intact, ") == 2
     flip(empty, f"runs/a/{CHECKPOINTS_FOLDER}/6/state/d/")
     assert "differs from the saved content" in run("verify", saved, code=74)
-    assert "Give the rules: --keep 3" in run("prune", saved, code=2)
+    assert "Add a rule, such as --keep 3" in run("prune", saved, code=2)
     with RunLock(saved):
         assert "is in use by another run" in run("prune", saved, "--keep", "1", code=74)
     save(saved, 9)

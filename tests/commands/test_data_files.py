@@ -50,7 +50,7 @@ def test_a_file_replaces_the_documents_of_a_config(here: Path, capsys) -> None:
     out, _ = _run(capsys, "stats", "mine.yml", "docs.jsonl", "--json")
     assert json.loads(out)["documents"] == 6
     _, err = _run(capsys, "stats", "docs.jsonl", *mixed[:1], "data.path=x", code=2)
-    assert "names the documents to read, and data.path names them too." in err
+    assert "names the documents to read, but data.path also names documents." in err
 
 
 def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:
@@ -237,7 +237,7 @@ def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
 def test_paths_that_cannot_be_read_together(here: Path, capsys) -> None:
     _run(capsys, "prepare", "docs.jsonl", "--out", "tokens", "--workers", "1")
     _, err = _run(capsys, "stats", "docs.jsonl", "tokens", code=2)
-    assert "command line: tokens\n  is read with data.source=tokens, and docs.jsonl with" in err
+    assert "command line: tokens\n  needs data.source=tokens, but docs.jsonl needs" in err
     _, err = _run(capsys, "stats", "nowhere.jsonl", code=2)
     assert "must be a file, a folder or a glob pattern that matches files" in err
 

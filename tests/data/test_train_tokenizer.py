@@ -94,7 +94,7 @@ def test_a_small_corpus_gives_fewer(corpus: Path, capsys: Capture) -> None:
     (corpus / "a.txt").write_text("ab ab ab\n")
     out = corpus / "out"
     assert train(str(corpus / "a.txt"), "--vocab-size", "999", "--out", str(out)) == 0
-    assert "no more than these; 999 were asked for" in capsys.readouterr().out
+    assert "too little text for 999 ids" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written(corpus: Path, capsys: Capture) -> None:

@@ -165,8 +165,8 @@ def test_a_place_of_checkpoints_is_looked_at(
     def without_gcsfs() -> None:
         raise ImportError
 
-    assert "a checkpoint takes" in folders(tmp_path / "saved")["checkpoint folder"].text
-    assert "a checkpoint takes" not in folders(tmp_path / "saved")["run folder"].text
+    assert "a checkpoint needs" in folders(tmp_path / "saved")["checkpoint folder"].text
+    assert "a checkpoint needs" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("a file in the way")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
@@ -195,14 +195,14 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     (tmp_path / "base" / "checkpoints" / "120").mkdir(parents=True)
     for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
         check = checks(source)
-        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, all of it")
-    explained(checks("base@7"), "base@7 is not there", "has steps 120", "RUN@newest")
+        assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, restores all")
+    explained(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
     explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
     (tmp_path / "none").mkdir()
     explained(checks(f"{tmp_path}/none"), "has no checkpoint")
     own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
     (check,) = doctor.check_restore_source(own.config)
-    assert check.status == "ok" and "has checkpoints of its own" in check.text
+    assert check.status == "ok" and "is not used" in check.text
     assert list(doctor.check_restore_source(load(config).config)) == []
 
 
@@ -254,7 +254,7 @@ def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.
 
 def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
-    assert read.text == "text, 1 document, the first of 18 characters"
+    assert read.text == "text, 1 document, the first has 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
@@ -287,13 +287,13 @@ def test_a_clock_that_is_set(zone: str, monkeypatch: pytest.MonkeyPatch):
 def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", "Mars/Base")
     found = doctor.check_clock()
-    assert found.status == "warning" and "TZ=Mars/Base is no time zone" in found.text
+    assert found.status == "warning" and "TZ=Mars/Base is not a time zone" in found.text
 
 
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
-    explained(doctor.check_clock(), "the time of day moved by 40.00 s")
+    explained(doctor.check_clock(), "the time of day advanced by 40.00 s")
 
 
 # --- devices ----------------------------------------------------------------------------------

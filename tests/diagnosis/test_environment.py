@@ -66,7 +66,7 @@ def test_a_process_that_hangs_is_ended():
     (records,) = environment.probe([alone], 3.0)
     assert time.monotonic() - begin < 10
     assert records[-1]["status"] == "FAILED"
-    assert records[-1]["text"] == "no answer within 3 s."
+    assert records[-1]["text"] == "no result within 3 s."
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_process_that_dies_says_why():
     assert records[-1]["status"] == "FAILED" and "'no such'" in records[-1]["text"]
     (records,) = environment.probe([{"runtime": {TOKEN: 1}, "mesh": {}}], 60.0)
     text = records[-1]["text"]
-    assert text.startswith("its process ended with 1: ")
+    assert text.startswith("the process exited with 1: ")
     assert "unexpected keyword argument '<redacted>'" in text and TOKEN not in text
 
 

@@ -36,7 +36,7 @@ def test_a_sentence_keeps_other_capitals():
 
 def test_the_help_of_launch_spells_its_clusters():
     page = cli._parser()._subparsers._group_actions[0].choices["launch"].format_help()  # type: ignore
-    assert "Run in several processes here, or on SLURM, TPU VMs or GKE." in page
+    assert "Start a run in local processes, or on SLURM, TPU VMs or GKE." in page
 
 
 @pytest.mark.parametrize(

@@ -141,10 +141,10 @@ def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
     )
     folder = write("gcloud", *NEEDED, *keys)
     (folder / "secret").write_text("known to all\n")
-    with pytest.raises(AssertionError, match="A: must be set, it is in launch.environment"):
+    with pytest.raises(AssertionError, match="A: must be set: launch.environment names it"):
         bash(folder / "host.sh")
     assert bash(folder / "host.sh", A="1") == ""
-    assert "already runs" in bash(folder / "host.sh", A="1")
+    assert "already running" in bash(folder / "host.sh", A="1")
     log, deadline = folder / "output.log", time.monotonic() + 10
     while log.read_text().count("\n") < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -159,7 +159,7 @@ def test_submit_starts(
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, "--submit"]) == 0
-    assert "started; what process 0 prints:" in capfd.readouterr().out
+    assert "started; to follow the output of process 0:" in capfd.readouterr().out
     assert len(done(calls)) == 4
 
 
@@ -181,8 +181,10 @@ def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
     (tmp_path / "expired").write_text(EXPIRED)
     ran = start(write("gcloud", *NEEDED))
     assert ran.returncode == 1
-    assert ran.stderr.count(EXPIRED) == 10 and ran.stdout.count("no answer\n") == 9
-    assert ran.stderr.splitlines()[-2] == "no answer about quickstart, 10 times in a row"
+    assert ran.stderr.count(EXPIRED) == 10 and ran.stdout.count("no state\n") == 9
+    assert (
+        ran.stderr.splitlines()[-2] == "gcloud reported no state of quickstart, 10 times in a row"
+    )
 
 
 def test_an_answer_that_was_missed_is_not_the_end(write: Write, calls: Path, tmp_path: Path):
@@ -191,7 +193,7 @@ def test_an_answer_that_was_missed_is_not_the_end(write: Write, calls: Path, tmp
     tool.write_text(tool.read_text().replace('cat "$FAKE/state"', f'{once} "$FAKE/state"'))
     ran = start(write("gcloud", *NEEDED))
     assert ran.returncode == 0 and ran.stderr == "busy\n"
-    assert ": no answer\n" in ran.stdout and "started;" in ran.stdout
+    assert ": no state\n" in ran.stdout and "started;" in ran.stdout
 
 
 def start(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -244,7 +244,7 @@ def test_a_run_that_runs_is_left_alone(
     assert submit(tmp_path / "job", "train.steps=9") == 2
     assert len(calls.read_text().splitlines()) == 1
     *_, what, why, action = capfd.readouterr().err.splitlines()
-    assert what == "the JobSet quickstart is in the cluster and has not ended"
+    assert what == "the JobSet quickstart exists in the cluster and has not finished"
     assert why.startswith("  ") and "kubectl --context=gke_p_us-east5_c delete jobset" in action
 
 
@@ -266,20 +266,20 @@ def test_shellcheck_finds_nothing(write: Write):
 @pytest.mark.parametrize(
     ("arguments", "where", "says"),
     [
-        ("launch.image=", "launch.image = ''", "can be pulled by the cluster"),
-        ("launch.volume=", "launch.volume = ''", "is lost when they end"),
+        ("launch.image=", "launch.image = ''", "that the cluster can pull"),
+        ("launch.volume=", "launch.volume = ''", "must name storage"),
         ("launch.volume=gs://b-1/a/", "= gs://b-1/a/", "Set launch.volume=gs://b-1 and run.dir=a/"),
         ("launch.volume=gs://b-1/", "launch.volume = gs://b-1/", "Set launch.volume=gs://b-1.\n"),
         ("launch.volume=gs://", "launch.volume = gs://", "Set launch.volume=gs://my-bucket."),
         ("launch.volume=gs://b", "launch.volume = gs://b", "must name a bucket: 3 to 63"),
         ("launch.volume=gs://b", "launch.volume = gs://b", "Set launch.volume=gs://my-bucket."),
-        ("launch.volume=s3://b-1", "launch.volume = s3://b-1", "must be gs://BUCKET, or a claim's"),
-        ("launch.volume=My/claim", "launch.volume = My/claim", "must be gs://BUCKET, or a claim's"),
+        ("launch.volume=s3://b-1", "launch.volume = s3://b-1", "must be gs://BUCKET, or a claim"),
+        ("launch.volume=My/claim", "launch.volume = My/claim", "must be gs://BUCKET, or a claim"),
         ("launch.cluster=c", "launch.cluster = c", "one of them is empty"),
         ("launch.workdir=work", "launch.workdir = work", "must be an absolute path"),
-        ("run.dir=/elsewhere", "run.dir = /elsewhere", "must lie in /workdir"),
-        ("run.dir=../x", "run.dir = ../x", "must lie in /workdir"),
-        ("checkpoint.dir=/elsewhere", "checkpoint.dir = /elsewhere", "must lie in /workdir"),
+        ("run.dir=/elsewhere", "run.dir = /elsewhere", "must be in /workdir"),
+        ("run.dir=../x", "run.dir = ../x", "must be in /workdir"),
+        ("checkpoint.dir=/elsewhere", "checkpoint.dir = /elsewhere", "must be in /workdir"),
         ("launch.topology=v2:2x2", "launch.topology = v2:2x2", "maxpipe launch gcloud"),
         ("launch.topology=v5p:2x2x4", "mesh = stage 4 x fsdp 2", "must multiply"),
         ("launch.topology=h100:8 runtime.platform=auto", "launch.topology = h100:8", "be TPUs"),

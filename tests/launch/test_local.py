@@ -60,7 +60,7 @@ def test_the_process_that_failed_first_is_shown_last(
     assert launch(waits, fails) == 70
     assert time.monotonic() - begin < 20  # the other was not waited for
     err = capsys.readouterr().err
-    assert f"launch: it failed first; its log is {tmp_path}/run/logs/process-1.log\n" in err
+    assert f"launch: this process failed first; log: {tmp_path}/run/logs/process-1.log\n" in err
     assert "process 1 of 2: exit code 70 (a bug in maxpipe)" in err
     assert err.endswith(f"process-1.log\n{first}")
 
@@ -126,7 +126,7 @@ def test_a_signal_is_passed_on_and_nothing_starts_again(
     assert launch(STOPS, STOPS) == code
     said = capsys.readouterr().err
     assert "launch: stopping after this step, and saving" in said
-    assert "launch: stopped: nothing is saved yet; start the same" in said
+    assert "launch: stopped: no checkpoint is saved; run the same" in said
     for log in logs:
         assert log.read_text().count("ready") == log.read_text().count("saved") == 1
 
@@ -141,7 +141,7 @@ def test_a_second_signal_kills(
     signal_when(lambda: log.exists() and "ready" in log.read_text(), signal.SIGTERM)
     signal_when(lambda: log.exists() and "no" in log.read_text().partition("ready")[2], number)
     assert launch(deaf) == code
-    assert "launch: killed: nothing is saved yet" in capsys.readouterr().err
+    assert "launch: killed: no checkpoint is saved" in capsys.readouterr().err
 
 
 def signal_when(ready: Callable[[], bool], number: signal.Signals) -> None:
@@ -240,7 +240,7 @@ def test_a_secret_that_was_given_is_passed_on(
             "mesh = stage 4 x data 2 x fsdp 2",
             "must multiply",
         ),
-        ("data.source=text data.path=/nowhere", "data.path = /nowhere", "nothing at /nowhere."),
+        ("data.source=text data.path=/nowhere", "data.path = /nowhere", "/nowhere does not exist."),
         ("run.dir=gs://bucket", "run.dir = gs://bucket", "Set run.dir=runs, and checkpoint.dir="),
         ("checkpoint.dir=/proc/x", "checkpoint.dir = /proc/x", "must be a folder that can be"),
         ("run.dir=/proc/runs", "run.dir = /proc/runs", "must be a folder that can be written"),
@@ -265,7 +265,7 @@ def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capt
     loaded = load([QUICKSTART, *keys, "checkpoint.dir=gs://bucket/runs"])
     report = check_local(loaded, 1)
     assert "unchecked  data.path = gs://bucket/*.jsonl" in report
-    assert "unchecked  gs://bucket/runs/quickstart: is written" in report
+    assert "unchecked  gs://bucket/runs/quickstart: the run writes" in report
 
 
 def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):

@@ -36,7 +36,7 @@ def test_no_secret_of_a_launch_here(
     assert main(["launch", "local", QUICKSTART, *URL, f"run.dir={tmp_path}/runs"]) == 0
     out, err = capfd.readouterr()
     log = (tmp_path / "runs/quickstart/logs/process-0.log").read_text()
-    assert f"data.path = https://{REDACTED}@host/x.jsonl: is read when" in err
+    assert f"data.path = https://{REDACTED}@host/x.jsonl: the run reads" in err
     assert f"data.path=https://{REDACTED}@host/x.jsonl" in log
     assert CANARY not in out + err + log
 
@@ -55,7 +55,7 @@ def test_no_secret_of_a_launch_on_a_cluster(
     out, err = capsys.readouterr()
     what, rule, action = err.splitlines()
     assert what == f"command line: {where}" and not out
-    assert "must not hold a secret" in rule and "launch.environment" in action
+    assert "must not contain a secret" in rule and "launch.environment" in action
     for option in ("--write", "--submit"):
         folder = [str(tmp_path / "job")] if option == "--write" else []
         given_too = [*CLUSTERS[cluster], *given, option, *folder]

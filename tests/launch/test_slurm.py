@@ -228,7 +228,7 @@ def test_submit_calls_sbatch(
 @pytest.mark.parametrize(
     ("arguments", "where", "says"),
     [
-        ("launch.topology=", "launch.topology = ''", "must name the kind of device"),
+        ("launch.topology=", "launch.topology = ''", "must name the device type"),
         ("launch.topology=h100", "launch.topology = h100", "Write h100:8."),
         ("launch.topology=v9:8", "launch.topology = v9:8", "must name a device type"),
         (

@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
     process = start("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={tmp_path}")
     wait_for(process, "step 25/")
     os.kill(children(process)[1], signal.SIGKILL)
-    said = wait_for(process, "launch: starting again from step ")
+    said = wait_for(process, "launch: restarting from step ")
     assert said[-2] == "launch: process 1 of 2: killed by SIGKILL\n"
     assert re.search(r"from step (20|40), attempt 2$", said[-1])
     rest, _ = process.communicate(timeout=240)
@@ -107,7 +107,7 @@ def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
     assert len(cluster.steps()) == 2, output
     stopped = re.search(rf"stopped after step (\d+) of {STEPS}", output)
     assert stopped and f"exit code 75; newest checkpoint: step {stopped[1]}\n" in output
-    assert "2 x cpu in 2 processes" in output and "ended with exit code 0;" in output
+    assert "2 x cpu in 2 processes" in output and "exited with code 0;" in output
     assert digests(tmp_path / "run") == unbroken
     assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
     assert not list(folder.glob("codes-*"))

@@ -102,7 +102,7 @@ def test_a_folder_that_is_none_is_explained(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["board", str(tmp_path / folder)]) == 2
-    assert "is no folder of runs." in capsys.readouterr().err
+    assert "is not a folder of runs." in capsys.readouterr().err
 
 
 def test_ctrl_c_is_for_the_command_alone(tmp_path: Path) -> None:

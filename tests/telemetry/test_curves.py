@@ -65,7 +65,7 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
     ("arguments", "code", "words"),
     [
         (["one", "--out", "a.pdf"], 2, "must end in .svg or .png"),
-        (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a number"),
+        (["one", "--out", "a.svg", "--tags", " ,"], 2, "must name a metric"),
         (["one", "--out", "a.svg", "--tags", "train/los"], 2, "Use --tags train/loss."),
         (["three", "--out", "a.svg"], 2, "three"),
         (["one"], 2, "Add --out curves.svg."),

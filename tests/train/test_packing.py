@@ -62,7 +62,7 @@ def test_sources_of_each_kind_train(
         keys = [*keys_of(kind, here), f"data.packing={packing}", f"run.dir={tmp_path / kind}"]
         printed = run("train", tiny, *EVERY, *SMALL, *keys)
         found[kind] = losses(tmp_path / kind / "run")
-        line = re.search(r"^packing +(\w+), ([\d.]+)% of positions with a target$", printed, re.M)
+        line = re.search(r"^packing +(\w+), efficiency ([\d.]+)%$", printed, re.M)
         assert line and line[1] == packing
         # Conversations are truncated to about one row each; texts leave short pieces.
         assert (float(line[2]) < 75) == (packing == "pad" and kind != "chat"), line[0]

@@ -159,7 +159,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
         assert [process.returncode for process in processes] == [75, 75], outputs
         step = saved_steps(tmp_path / "run")[-1]
         assert step < STEPS
-        told = f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "asked to stop"
+        told = f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "stop requested"
         for output in outputs:
             assert told in output and "Traceback" not in output
     with pair(start, *every) as processes:
