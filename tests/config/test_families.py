@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import render
-from maxpipe.config.keys import KEYS, SECTIONS, flatten
+from maxpipe.config.keys import KEYS, SECTIONS, flatten, upgrade_setting
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
 from maxpipe.models.gemma3 import Gemma3Config
