@@ -159,7 +159,7 @@ def test_a_config_and_keys_name_the_documents(corpus: Path, capsys: Capture) -> 
     keys = ["data.source=jsonl", f"data.path={lines}", "data.text_field=body", f"run.dir={corpus}"]
     assert train(*keys, *common, str(corpus / "b")) == 0
     config = corpus / "mine.yml"
-    source = f"{{source: jsonl, path: {lines}, field: body}}"
+    source = f"{{source: jsonl, path: {lines}, text_field: body}}"
     config.write_text(f"data: {{mixture: {{one: {source}}}}}\nrun: {{dir: {corpus}}}\n")
     assert train(str(config), *common, str(corpus / "c")) == 0
     wanted = (corpus / "a/tokenizer.json").read_bytes()
