@@ -313,12 +313,13 @@ def row(family: str, longest: int, theta: float = 10000.0) -> Row:
     `longest` and `theta` are the defaults of transformers for `max_position_embeddings` and
     `rope_theta`.
     """
-    kind, factor, length = (f"{family}.rope_{name}" for name in ("type", "scaling", "length"))
-    original, short, long = (
-        f"{family}.rope_{name}" for name in ("original_tokens", "short", "long")
+    kind, factor, length = (
+        f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")
     )
+    original = f"{family}.original_max_position_embeddings"
+    short, long = (f"{family}.rope_{name}_factor" for name in ("short", "long"))
     none = (Only(short, []), Only(long, []))
-    fast, slow, whole = (f"{family}.rope_{name}" for name in ("fast", "slow", "whole"))
+    fast, slow, whole = (f"{family}.rope_{name}" for name in ("beta_fast", "beta_slow", "truncate"))
     paper = (Only(fast, 0.0), Only(slow, 0.0), Only(whole, True))
     plain = (Key("factor", factor), Only(length, 0.0), *none)
     scalings: dict[str, tuple[Row, ...]] = {
