@@ -372,7 +372,9 @@ def _write_param(
                     writer.write(piece.tensor, cast, first, *piece.interleave)
                     written.add(cast.nbytes)
 
-        writer.run_in_threads(put, writer.regions(shape, export_slab_shape(both, name, array.part)))
+        writer.run_in_threads(
+            put, writer.regions(shape, export_slab_shape(both, name, array.chunk_shape))
+        )
         wrong = digests.describe_non_finite({full_name: found})
         if full_name in expected:
             before = {full_name: expected[full_name]}

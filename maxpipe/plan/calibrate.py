@@ -160,9 +160,7 @@ def fit_hardware(
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
     if len(found.by_size) > 1:
-        flat = fit_hardware(
-            dataclasses.replace(found, size_factor=()), sizes, hardware, num_devices
-        )
+        flat = fit_hardware(dataclasses.replace(found, by_size=()), sizes, hardware, num_devices)
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )

@@ -137,7 +137,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     # Fewer rows share the reading of weights.
     assert taken[0] > 1.003 * taken[1] / 1.1
     of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
-    found = dataclasses.replace(flat, size_factor=of_rows)
+    found = dataclasses.replace(flat, by_size=of_rows)
     after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
     assert after.fastest_mib * 2**20 == pytest.approx(0.5 * moved)
     assert after.growth_below == 0
