@@ -1,7 +1,7 @@
-"""The registry of config rules, the range of each number, and phrases that messages share.
+"""Registry of config rules, ranges of all numbers, and phrases that several messages share.
 
-A rule lists the keys it reads, and is skipped if one of them is already known to be wrong. The
-rules are defined in `check.py` and in the modules `*_rules`.
+A rule lists the keys that it reads, and is skipped if one of these keys is already known to be
+invalid. The rules are defined in `check.py` and in the modules `*_rules`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def applies_to_family(config: Config, key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: `find` yields the violations, and reads only the keys in `keys`."""
+    """A config rule. `find` yields the violations, and reads only the keys in `keys`."""
 
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
-    """Whether rules that relate these keys to others are skipped if this rule is violated."""
+    """Whether a violation of this rule causes other rules that read the same keys to be skipped."""
 
 
 RULES: list[Rule] = []
@@ -63,7 +63,7 @@ _NAME_CHARACTERS = 100
 def rule(
     *keys: str, is_first: bool = False
 ) -> Callable[[Callable[[Config], Iterator[RuleViolation]]], None]:
-    """Register a function as a rule on these keys."""
+    """Register a function as a rule that reads these keys."""
 
     def register(find: Callable[[Config], Iterator[RuleViolation]]) -> None:
         RULES.append(Rule(keys, find, is_first))
@@ -72,7 +72,7 @@ def rule(
 
 
 def axis_keys(*axes: str) -> tuple[str, ...]:
-    """Return the keys with the sizes of these mesh axes."""
+    """Return the config keys that set the sizes of these mesh axes."""
     return tuple(f"mesh.{link}_{axis}" for axis in axes for link in ("ici", "dcn"))
 
 
@@ -82,11 +82,11 @@ _MAX_WORD = 200
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the choice that is most similar to the word, or an empty string.
 
-    A choice with the same letters and digits is preferred, regardless of case and separators.
+    A choice with the same letters and digits, regardless of case and separators, is preferred.
     """
     known = list(choices)
     if len(word) > _MAX_WORD:
-        return ""  # difflib takes quadratic time
+        return ""  # difflib needs quadratic time
     wanted = normalize_name(word)
     same = [choice for choice in known if normalize_name(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}
@@ -101,7 +101,9 @@ def normalize_name(name: str) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Convert the text to a valid run name, from letters, digits, `.`, `_` and `-`."""
+    """Convert the text to a valid run name, which contains only letters, digits, `.`, `_` and
+    `-`.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_NAME_CHARACTERS].strip("-.") or "run"
 
 
@@ -125,11 +127,11 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
     return math.prod(size or 1 for size in sizes.values()), words
 
 
-# Texts of messages.
+# Phrases for messages.
 
 
 def format_value(value: object) -> str:
-    """Return a value as written in a config file, shortened if it is long."""
+    """Format a value as in a config file. Long values are shortened."""
     if is_dataclass(value):
         return ""  # a section, which the key already names
     if isinstance(value, bool):
@@ -277,4 +279,4 @@ _RANGES = (
 
 
 BOUNDS = {bound.key: bound for bound in _RANGES}
-"""The range of each number, by full key."""
+"""Maps full keys to the ranges of their values."""

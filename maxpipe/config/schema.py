@@ -154,11 +154,11 @@ class OptimConfig:
         default_factory=list, hash=False, metadata=renamed_from("phases")
     )  # a list has no hash
     """Phases of the learning-rate schedule, such as `['10% linear 0 -> 1', '3 x 20% cosine 1 ->
-    0.1', 'rest linear 0']`. Replaces `optim.schedule`, `optim.warmup_steps`, `optim.decay_fraction`
-    and `optim.min_lr_ratio`. The length of a phase is a number of steps, a percentage of the run,
-    or `rest`; the prefix `3 x` repeats a phase. The shape of a phase is `linear` or `cosine`,
-    between two fractions of the peak. A phase without `FROM ->` starts at the final value of the
-    previous phase."""
+    0.1', 'rest linear 0']`. Replaces `optim.schedule`, `optim.decay_fraction` and
+    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. The length
+    of a phase is a number of steps, a percentage of the run, or `rest`; the prefix `3 x` repeats a
+    phase. The shape of a phase is `linear` or `cosine`, between two fractions of the peak. A phase
+    without `FROM ->` starts at the final value of the previous phase."""
     decay_fraction: float = 0.2
     """Fraction of the run, at its end, in which `wsd` decays the learning rate. Ignored unless
     `optim.schedule` is `wsd`."""
