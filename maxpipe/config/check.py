@@ -51,7 +51,7 @@ def is_override(argument: str) -> bool:
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """Return the beginning of an error message: the file or command line, and the key that it sets."""
+    """Return the beginning of an error message: the key, and the file or option that sets it."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
 

@@ -108,8 +108,8 @@ def load(
     training.
 
     Raises:
-        ConfigError: the files, overrides or values have problems, all of which are listed. For a
-            file of another trainer, the error contains the translation and its remaining problems.
+        ConfigError: lists all problems in the files, overrides and values. For a file of another
+            trainer, the error contains the translation and its remaining problems.
     """
     try:
         return _load_translated(args, saved, origin, {}, to_train=to_train)
@@ -193,7 +193,8 @@ def _to_plain_value(value: Any) -> Any:
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
-    """Return a file that loads to an equal config: every key on one line, in schema order.
+    """Return the text of a file that loads as an equal config, with one line per key in schema
+    order.
 
     `comment` returns the comment for the line of a full key.
     """

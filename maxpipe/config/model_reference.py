@@ -17,7 +17,8 @@ from maxpipe.errors import Problem
 from maxpipe.io.formatting import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
-"""Model keys that do not affect parameter shapes, except for those that begin with `matmul`."""
+"""Model keys that do not affect parameter shapes. Keys that begin with `matmul` are excluded
+separately."""
 
 _SHAPE = tuple(
     key

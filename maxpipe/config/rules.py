@@ -23,9 +23,9 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a full key or of one entry of a mapping.
+    """Return the value of a full key, or of one entry of a mapping.
 
-    Keys of other model families have their defaults.
+    For keys of other model families, return the default.
     """
     if (outer := declared_key(key).rpartition(".")[0]) in NAMED_SECTIONS:
         section, name, each, inner = key.split(".")
@@ -118,7 +118,7 @@ BATCH_AXES = DEFAULT_AXIS_RULES["batch"]
 
 
 def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
-    """Return the known number of batch shards, and the batch axes with their sizes as texts.
+    """Return the number of batch shards over axes of known size, and descriptions of these axes.
 
     The expert axis is listed only if its size is more than 1.
     """

@@ -32,7 +32,7 @@ def check_training(
 ) -> list[Problem]:
     """Return problems of a valid config that would probably train on unintended data.
 
-    Memory forecasts and compiled steps need neither text nor tokenizer.
+    Memory forecasts and ahead-of-time compilation need neither text nor a tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     problems = [] if wrong else find_unused_path(config, origins)
