@@ -65,12 +65,13 @@ class SourceConfig:
     decompressed once, into `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
     """Format of conversations in records; a chat template renders them as text. `messages`: a list
-    in `data.messages_field`, of objects with `role` and `content`, of ShareGPT objects with `from`
-    and `value`, of objects with `input` and `output`, or of texts with alternating speakers.
-    `prompt`: a prompt in `data.prompt_field` and a response in `data.response_field`, each a text
-    or a list of messages. `pairs`, for `train.objective=preference`: a prompt in
-    `data.prompt_field`, and two responses in `data.chosen_field` and `data.rejected_field`. Texts
-    in these three fields are used without the chat template."""
+    of messages in `data.messages_field`. Its elements are objects with `role` and `content`,
+    ShareGPT objects with `from` and `value`, objects with `input` and `output`, or texts with
+    alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
+    `data.response_field`, each a text or a list of messages. `pairs`, for
+    `train.objective=preference`: a prompt in `data.prompt_field`, and two responses in
+    `data.chosen_field` and `data.rejected_field`. Texts in these three fields are used without the
+    chat template."""
     messages_field: str = "messages"
     """Name of the field that contains the messages. If a record has no field `messages`, the field
     `conversations` is read. Ignored unless `data.chat=messages`."""

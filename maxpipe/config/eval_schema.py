@@ -40,8 +40,8 @@ class EvalConfig:
     `eval/sums/accuracy`. Each evaluation scores all tasks."""
     patience: int = 0
     """Patience of early stopping: the run ends after this number of consecutive evaluations without
-    an improvement of `checkpoint.best_metric`. Before the end, it evaluates and saves a checkpoint.
-    Only the periodic evaluations of `eval.every` count. 0 disables early stopping."""
+    an improvement of `checkpoint.best_metric`. The run evaluates and saves a checkpoint before it
+    ends. Only the periodic evaluations of `eval.every` count. 0 disables early stopping."""
     min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))
     """Minimum improvement of `checkpoint.best_metric` over its best value so far that early
     stopping counts as an improvement."""

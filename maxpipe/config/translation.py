@@ -114,7 +114,7 @@ class TranslationContext:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh axes, keyed by config key. -1 means all remaining devices."""
+        """Return the sizes of the mesh axes, keyed by config key. -1 is all remaining devices."""
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
     def _num_cpu_devices(self) -> int | None:
