@@ -64,8 +64,8 @@ class SourceConfig:
     """Maximum total size in bytes of all compressed files after decompression. Compressed files are
     decompressed once, into `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
-    """Format of conversations in records; a chat template renders them as text. `messages`: a list
-    of messages in `data.messages_field`. Its elements are objects with `role` and `content`,
+    """Format of the conversations in records, which a chat template renders as text. `messages`: a
+    list of messages in `data.messages_field`. The messages are objects with `role` and `content`,
     ShareGPT objects with `from` and `value`, objects with `input` and `output`, or texts with
     alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
     `data.response_field`, each a text or a list of messages. `pairs`, for
@@ -114,9 +114,8 @@ class SourceConfig:
     )
     """Allowed roles of messages. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
-    """Roles whose messages are trained. All other messages are context and do not contribute to the
-    loss. With `[assistant]`, `{% generation %}` blocks of the chat template select the trained
-    tokens."""
+    """Roles whose messages contribute to the loss. All other messages are only context. With
+    `[assistant]`, `{% generation %}` blocks of the chat template select the trained tokens."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:
@@ -137,9 +136,9 @@ class SourceConfig:
     keep documents that fit into a sequence together, and pad the remaining positions of each
     sequence. A document longer than a sequence fills complete sequences, and its remainder is
     packed like a separate document. `best_fit`: the longest documents are packed first, each into
-    the sequence with the least remaining space that is sufficient. This needs the fewest sequences.
-    `first_fit`: documents are packed in shuffled order, each into the first sequence with enough
-    space. `pad`: one document per sequence."""
+    the sequence with the least remaining space that is sufficient. `best_fit` needs the fewest
+    sequences. `first_fit`: documents are packed in shuffled order, each into the first sequence
+    with enough space. `pad`: one document per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,8 +190,8 @@ class DataConfig(SourceConfig):
     of `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """Handling of validation documents whose text also occurs in the training documents, which
-    makes their loss too low. `warn` prints a warning, `stop` ends the run, and `ignore` skips the
-    comparison. Documents are compared by a digest of their full text. More than a million prepared
+    makes their loss too low. `warn` prints a warning, `stop` ends the run, and `ignore` disables
+    the check. Documents are compared by a digest of their full text. More than a million prepared
     documents are compared only with `stop`, because all digests must be read."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the

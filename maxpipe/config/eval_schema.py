@@ -1,4 +1,4 @@
-"""Declarations of the keys of evaluation during training."""
+"""Declarations of the keys for evaluation during training."""
 
 from __future__ import annotations
 
@@ -65,4 +65,4 @@ class EvalConfig:
     """Maximum number of generated tokens per sample. Prompt and sample together have at most
     `train.sequence_length` tokens."""
     sample_temperature: float = 1.0
-    """Sampling temperature: logits are divided by it. 0 selects the most likely token."""
+    """Sampling temperature, by which logits are divided. 0 always selects the most likely token."""

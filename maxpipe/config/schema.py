@@ -68,14 +68,15 @@ class PipelineConfig:
     in network order. If empty, layers are divided as evenly as possible."""
     prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
     """Number of prologue layers, which are the first layers of the network and run outside the
-    pipeline. All stages run them at the same time, each on a different microbatch. Use prologue
-    layers if the number of layers is not divisible by the number of chunks. Every stage stores the
-    weights of the prologue layers."""
+    pipeline. All stages run the prologue layers at the same time, each on a different microbatch.
+    Use prologue layers if the number of layers is not divisible by the number of chunks. Every
+    stage stores the weights of the prologue layers."""
     weight_gather: Literal["iteration", "visit", "step"] = "iteration"
-    """When weights that are sharded over fsdp are all-gathered. `iteration`: for every layer in
-    every forward and backward pass (least memory). `visit`: each time a stage switches to another
-    chunk. The microbatches of one `pipeline.group` then share one all-gather, and each stage keeps
-    a prefetch window of gathered chunks in memory. `step`: once per step (least communication)."""
+    """How often weights that are sharded over fsdp are all-gathered. `iteration`: for every layer
+    in every forward and backward pass (least memory). `visit`: each time a stage switches to
+    another chunk. The microbatches of one `pipeline.group` then share one all-gather, and each
+    stage keeps a prefetch window of gathered chunks in memory. `step`: once per step (least
+    communication)."""
     remat: Literal["full", "chunk", "names", "none"] = "full"
     """Activations saved for the backward pass. `full`: the input of each layer; each layer is
     recomputed once. `chunk`: the input of each chunk; each layer is recomputed twice (least
@@ -83,9 +84,9 @@ class PipelineConfig:
     all activations; nothing is recomputed."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
     """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
-    `attention` and `mlp` save those of one part of a layer. Activations can also be listed by name:
-    `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of the model
-    family."""
+    `attention` and `mlp` save the matmul outputs of one part of a layer. Activations can also be
+    listed by name: `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of
+    the model family."""
     offloaded_names: list[str] = field(default_factory=list)
     """Activations that `pipeline.remat=names` offloads to host memory. Accepts the names and
     presets of `pipeline.saved_names`."""
@@ -114,8 +115,8 @@ class TrainConfig:
     steps: int = 0
     """Number of optimizer steps. With 0, `train.tokens` determines the length of the run."""
     tokens: int = 0
-    """Number of training tokens, rounded up to a multiple of the tokens per step. Ignored unless
-    `train.steps` is 0."""
+    """Number of training tokens, rounded up to complete steps. Ignored unless `train.steps` is
+    0."""
     batch_size: int = 8
     """Number of sequences per step, summed over all devices."""
     batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
@@ -134,10 +135,10 @@ class OptimConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """Optimizer. `adamw` (arXiv:1711.05101) stores two moments per parameter. `lion`
-    (arXiv:2302.06675) stores one moment and updates each entry by plus or minus the learning rate.
-    It needs a learning rate that is 3 to 10 times smaller than with AdamW, and a weight decay that
-    is larger by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. It stores a
-    factored second moment, with one value per row and one per column of a matrix. `muon`
+    (arXiv:2302.06675) stores one moment, and changes each entry by plus or minus the learning rate.
+    Lion needs a learning rate that is 3 to 10 times smaller than with AdamW, and a weight decay
+    that is larger by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Its
+    second moment is factored, with one value per row and one per column of each matrix. `muon`
     (arXiv:2502.16982) orthogonalizes the update of each matrix in the layers and stores one moment.
     AdamW updates the embedding, the output projection and all parameters that are not matrices.
     Muon's updates are scaled to match AdamW, so the learning rate and weight decay of AdamW apply.
@@ -160,8 +161,8 @@ class OptimConfig:
     phase. The shape of a phase is `linear` or `cosine`, between two fractions of the peak. A phase
     without `FROM ->` starts at the final value of the previous phase."""
     decay_fraction: float = 0.2
-    """Fraction of the run, at its end, in which `wsd` decays the learning rate. Ignored unless
-    `optim.schedule` is `wsd`."""
+    """Fraction of the run in which `wsd` decays the learning rate, at the end of the run. Ignored
+    unless `optim.schedule` is `wsd`."""
     min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
     """Learning rate at the end of the run, as a fraction of the peak. Ignored by `constant`."""
     beta1: float = 0.9
@@ -239,13 +240,13 @@ class TokenizerConfig:
     """Regular expression that splits text into words. No token spans two words. Only for `tiktoken`
     files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
-    """Control tokens. In this order, they get the ids after the largest rank. Ignored unless
+    """Control tokens, in the order of their ids. The ids follow the largest rank. Ignored unless
     `tokenizer.split_pattern` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are saved, and which checkpoint starts a new run."""
+    """Saving and retention of checkpoints, and the checkpoint from which a new run starts."""
 
     every: int = 1000
     """Number of steps between checkpoints. The last step is always saved. 0 saves only the last
@@ -254,14 +255,14 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours` and
     `keep_best` keep additional checkpoints."""
     keep_every_steps: int = 0
-    """Number of steps between checkpoints to keep in addition: all those whose step is a multiple
-    of this number. 0 keeps no additional checkpoints."""
+    """Interval in steps for additional checkpoints: those whose step is a multiple of this number
+    are also kept. 0 keeps no additional checkpoints."""
     keep_every_hours: float = 0.0
-    """Length in hours of the periods whose first checkpoint is kept in addition. 0 keeps no
-    additional checkpoints."""
+    """Interval in hours for additional checkpoints: the first checkpoint in each interval is also
+    kept. 0 keeps no additional checkpoints."""
     keep_best: int = 0
-    """Number of best checkpoints by `checkpoint.best_metric` to keep in addition. Only checkpoints
-    of steps with an evaluation are compared."""
+    """Number of best checkpoints to keep in addition to the newest ones, compared by
+    `checkpoint.best_metric`. Only checkpoints of steps with an evaluation are compared."""
     best_metric: str = "eval/loss"
     """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare:
     `eval/loss`, `eval/nats_per_byte`, or `eval/NAME/loss` or `eval/NAME/accuracy` of a validation
@@ -286,8 +287,8 @@ class CheckpointConfig:
     local_dir: str = ""
     """Folder on a fast disk for additional checkpoints between the durable ones. The folder keeps
     only the newest checkpoint, and must be shared by all processes. A run resumes from the newest
-    checkpoint, local or durable. To start from scratch, delete both. If empty, no local checkpoints
-    are saved."""
+    checkpoint, local or durable. To start from scratch, delete both checkpoints. If empty, no local
+    checkpoints are saved."""
     local_every: int = 0
     """Number of steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
@@ -299,8 +300,8 @@ class CheckpointConfig:
     restore: Literal["all", "weights"] = "all"
     """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
     state, step and data position. `weights` restores only parameters and starts at step 0; the data
-    and tokenizer may differ, and the vocabulary may be larger. A run that starts from a source with
-    only weights always starts at step 0."""
+    and tokenizer may be different, and the vocabulary may be larger. A run that starts from a
+    source with only weights always starts at step 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -436,7 +437,7 @@ class LaunchConfig:
     secret with the same name as the job. With `gcloud`, the variables must already be defined on
     the hosts."""
     spot: bool = False
-    """Use spot capacity on Google Cloud, which can be preempted."""
+    """Use spot capacity on Google Cloud, which Google can preempt."""
     restarts: int = 3
     """Maximum number of consecutive restarts without a newer checkpoint, after a run was killed or
     hung. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count

@@ -40,7 +40,7 @@ class DistillConfig:
     """Number of devices at the end of the device list that run only the teacher. The student uses
     all other devices. With 0, teacher and student alternate on all devices."""
     teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
-    """Mesh and pipeline keys of the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
+    """Settings of the teacher's mesh and pipeline, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
     pipeline.microbatches=4]`. The teacher's pipeline runs only forward passes. If empty, and
     teacher and student have the same number of devices, the teacher uses the student's mesh and
     microbatches. With different numbers of devices, the teacher uses fsdp over all of its
@@ -60,20 +60,21 @@ class GrpoConfig:
     reads, such as `answer`."""
     group_size: int = 8
     """Number of completions per prompt. The completions of one prompt form a group. Each step has
-    `train.batch_size` completions, and therefore `train.batch_size` divided by the group size
-    prompts."""
+    `train.batch_size` completions, so the number of prompts per step is `train.batch_size /
+    grpo.group_size`."""
     max_tokens: int = 64
     """Maximum number of tokens per completion. Prompt and completion together have at most
     `train.sequence_length` tokens."""
     temperature: float = 1.0
-    """Sampling temperature of completions. The same temperature divides the logits in training."""
+    """Sampling temperature of completions. Logits are also divided by this temperature during
+    training."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion. The text that ended a completion is removed before the reward is
     computed."""
     reward: Literal["exact", "regex", "arithmetic"] = "exact"
     """Reward function, with the value 1 or 0. `exact`: the completion equals the `answer` of the
-    record, ignoring surrounding white space. `regex`: the `pattern` of the record matches in the
-    completion. `arithmetic`: the completion is a number equal to the value of the record's
+    record, ignoring surrounding white space. `regex`: the `pattern` of the record matches a part of
+    the completion. `arithmetic`: the completion is a number equal to the value of the record's
     `expression`, or of the text before `=` in the last line of the prompt. Ignored if
     `grpo.reward_file` is set."""
     reward_field: str = ""

@@ -16,7 +16,7 @@ class ModelConfig:
     """Config of the decoder, a stack of layers of one model family."""
 
     family: str = "llama"
-    """Name of the model family. The section with the family's name, such as `model.llama`, holds
+    """Name of the model family. The section with the family's name, such as `model.llama`, contains
     the keys that only this family uses."""
     num_layers: int
     """Number of decoder layers. It does not have to be a multiple of stages x repeats."""
@@ -49,7 +49,7 @@ class ModelConfig:
     """Weight of the mean multi-token prediction loss in the objective. Ignored unless
     `model.mtp_heads` is set."""
     rope_theta: float = 10000.0
-    """Base of the wavelengths of the rotary embedding."""
+    """Base of the rotary embedding wavelengths (RoPE theta)."""
     norm_epsilon: float = 1e-5
     """Epsilon that RMS normalization adds to the mean square."""
     dropout: float = 0.0
