@@ -179,7 +179,7 @@ def _hint(path: Sequence[str]) -> Any:
 
 
 def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type is a mapping whose entries are set separately."""
+    """Whether a key of this type is a mapping whose entries can be set separately."""
     return typing.get_origin(hint) is dict
 
 

@@ -94,7 +94,9 @@ def find_model(text: str) -> BundledConfig | None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text has the form `OWNER/NAME`, as names of models on the Hugging Face Hub."""
+    """Whether the text has the form `OWNER/NAME`, like the name of a model on the Hugging Face
+    Hub.
+    """
     form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
     return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
 

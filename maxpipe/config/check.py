@@ -245,7 +245,7 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
     if optim.name not in ("adamw", "muon"):
         return
     # Moments start at 0 and are divided by 1 - beta^updates. No single device can check whether
-    # Muon's update is finite, so the bound must ensure it.
+    # Muon's update is finite, so the bound on beta must guarantee that it is.
     limit, shown = (
         (1 - 1e-6, "0.999999")
         if optim.name == "muon"

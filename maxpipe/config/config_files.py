@@ -26,7 +26,7 @@ _LIST = "`maxpipe configs list` lists the bundled configs"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Path of a config file, which may not exist."""
+    """Path of a config file. The file may be missing."""
 
     path: Path
     origin: str
@@ -142,8 +142,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Return the suggested action for a missing file, which names a bundled config, a similar file
-    or the missing folder.
+    """Return the suggested action for a missing file. The action names a bundled config, a similar
+    file or the missing folder.
     """
     if found := bundled_configs.configs().get(path.stem):
         return (

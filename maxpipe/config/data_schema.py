@@ -35,8 +35,8 @@ class SourceConfig:
     prepare`. `megatron`: pairs of `.bin` and `.idx` files with token ids. `synthetic`: random
     tokens."""
     path: str = ""
-    """File, folder or glob pattern, in the local file system or `gs://BUCKET/...`. `huggingface`
-    requires a folder. For `tfds`, the name of a dataset, such as `c4/en:3.1.0`."""
+    """File, folder or glob pattern, local or in `gs://BUCKET/...`; for `tfds`, the name of a
+    dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
     paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
     """List of paths, which are read in this order. Replaces `data.path`."""
     tfds_dir: str = ""
@@ -119,17 +119,18 @@ class SourceConfig:
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:
-    such a message is only context, so only the last response is trained. `each_turn`: every trained
-    message becomes a separate sample, with the preceding conversation as context. `error`: such a
-    message ends the run. `last` and `error` are ignored for templates with `{% generation %}`
-    blocks."""
+    such a message is only context, so the model is trained only on the last response. `each_turn`:
+    every trained message becomes a separate sample, with the preceding conversation as context.
+    `error`: such a message ends the run. `last` and `error` are ignored for templates with `{%
+    generation %}` blocks."""
     long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
         default="truncate", metadata={"before": "split"}
     )
     """Handling of conversations longer than `train.sequence_length`. `truncate` removes tokens at
     the end, `drop` skips the conversation, and `error` ends the run. `split` splits the
-    conversation across sequences, so a response may be trained without its prompt. The run prints
-    the number of long conversations. Ignored for plain texts. For pairs, see `data.long_pairs`."""
+    conversation across sequences, so the model may be trained on a response without its prompt. The
+    run prints the number of long conversations. Ignored for plain texts. For pairs, see
+    `data.long_pairs`."""
     packing: Packing = dataclasses.field(default="auto", metadata={"before": "cut"})
     """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs, `cut`
     for plain texts. `cut`: documents are concatenated and split across sequences. All other values

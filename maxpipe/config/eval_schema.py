@@ -17,7 +17,8 @@ class TaskConfig:
     """File of JSON lines with the fields `context`, `choices` and `answer`. The file is read once,
     at the start of the run."""
     separator: str = " "
-    """Text that is inserted between context and choice if neither has white space there."""
+    """Text inserted between context and choice, unless the context ends or the choice begins with
+    white space."""
     chat: bool = False
     """Render each context as a user message with the tokenizer's chat template. No separator is
     added between context and choice."""

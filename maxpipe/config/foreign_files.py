@@ -33,7 +33,8 @@ from maxpipe.io.plain_yaml import compose
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Minimum number of keys of other trainers in a file from which the entire file is translated."""
+"""Minimum number of unknown keys, known from other trainers, for which an entire file is
+translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
 """Maximum number of unknown keys per file that are examined to detect another trainer's file."""
@@ -90,7 +91,7 @@ def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] |
 
 
 def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
-    """Whether the unknown keys of a file show that another trainer uses the file."""
+    """Whether the unknown keys of a file show that the file is a config of another trainer."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):

@@ -246,7 +246,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Saving and retention of checkpoints, and the checkpoint from which a new run starts."""
+    """Saving and retention of checkpoints, and the checkpoint that starts a new run."""
 
     every: int = 1000
     """Number of steps between checkpoints. The last step is always saved. 0 saves only the last

@@ -49,7 +49,7 @@ class DistillConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    """Reinforcement learning with GRPO on sampled completions, scored by a reward function.
+    """Reinforcement learning with GRPO on completions that a reward function scores.
 
     The loss compares completions of the same prompt. Ignored unless `train.objective=grpo`.
     """

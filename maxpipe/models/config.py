@@ -70,8 +70,8 @@ class ModelConfig:
     attention, and projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections that `model.matmul` quantizes: all of them, or only the projections of MLPs and
-    experts (`mlp`). For attention projections, the time to quantize the inputs is about the time
-    that the faster matmuls save. Ignored if `model.matmul` is `default`."""
+    experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
+    the faster matmuls save. Ignored if `model.matmul` is `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
     """Granularity of the quantization scales of weights. `channel` uses one scale per output
     channel. `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit
