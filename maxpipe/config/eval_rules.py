@@ -15,9 +15,7 @@ BestMode = Literal["smallest", "largest"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Return the metrics of an evaluation: a map from each tag to whether the smallest or largest
-    value is the best.
-    """
+    """Return the metrics of an evaluation, as a map from each tag to its better direction."""
     data, found = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":

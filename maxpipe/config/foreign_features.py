@@ -573,4 +573,4 @@ ABSENT_KEY = {
         "Leave it out, or set model.dropout.",
     ),
 }
-"""Maps names to the reason why they have no equivalent, and the suggested action."""
+"""Maps each name to the reason why it has no equivalent, and to a suggested action."""

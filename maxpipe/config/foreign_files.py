@@ -33,8 +33,7 @@ from maxpipe.io.plain_yaml import compose
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Minimum number of unknown keys, known from other trainers, for which an entire file is
-translated."""
+"""Minimum number of keys of other trainers in a file for which the entire file is translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
 """Maximum number of unknown keys per file that are examined to detect another trainer's file."""

@@ -234,7 +234,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
-    """Return the file that an argument refers to. If there is none, add a problem and return
+    """Return the file that an argument refers to. If no such file exists, add a problem and return
     None.
     """
     try:
@@ -469,7 +469,7 @@ def _locate_in_named_section(
     node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
 ) -> tuple[Any, tuple[str, Any]] | Problem | None:
     """Return the node, name and type of a key in a named section. Return None if the assignment
-    needs no further value.
+    only creates an empty section.
     """
     section = assignment.path[0]
     full = f"{section}.{key}"

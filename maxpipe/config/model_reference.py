@@ -17,8 +17,7 @@ from maxpipe.errors import Problem
 from maxpipe.io.formatting import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
-"""Model keys that do not affect parameter shapes. Keys that begin with `matmul` are excluded
-separately."""
+"""Model keys, other than the `matmul*` keys, that do not affect parameter shapes."""
 
 _SHAPE = tuple(
     key

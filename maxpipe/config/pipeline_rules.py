@@ -251,7 +251,7 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:
-            continue  # another rule reports it
+            continue  # another rule reports this batch size
         if rows % each:
             larger = round_up(rows, each)
             take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"

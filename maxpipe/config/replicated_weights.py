@@ -20,7 +20,7 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
 LIMIT = "mesh.max_replicated_bytes"
 _SHARDS = ("fsdp", "expert", "context")
 """Axes over which the default table shards every large weight. Some weights are also sharded over
-tensor and stage; the data axis always replicates."""
+tensor and stage; the data axis never shards weights."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 

@@ -133,7 +133,7 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
 def format_value(value: object) -> str:
     """Format a value as in a config file. Long values are shortened."""
     if is_dataclass(value):
-        return ""  # a section, which the key already names
+        return ""  # the key already names the section
     if isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, list):
@@ -151,7 +151,7 @@ BYTES_VOCABULARY = 259
 _SHARE_LEFT = "1 would drop everything"
 _INT32 = 2**31 - 1
 MAX_STEPS = 10**11
-"""Maximum number of steps of a run. Sequence numbers have 63 bits."""
+"""Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator has a 32-bit seed"),
     Bound("model.num_layers", 1, 1, 2048, "plans and layer partitions enumerate all layers"),
