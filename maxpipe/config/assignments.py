@@ -33,8 +33,8 @@ class Assignment:
 
     path: tuple[str, ...]
     """The section (two parts for the section of a model family), the key, and the entry if the key
-    is a mapping. For a named section, the name and a key in that section follow the key. Missing
-    parts at the end are omitted."""
+    is a mapping. For a key in a named section, the path also contains the name of that section and
+    the key inside it. Missing parts at the end are omitted."""
     raw: Raw
     origin: str
     place: str

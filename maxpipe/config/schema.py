@@ -264,9 +264,9 @@ class CheckpointConfig:
     """Number of best checkpoints to keep in addition to the newest ones, compared by
     `checkpoint.best_metric`. Only checkpoints of steps with an evaluation are compared."""
     best_metric: str = "eval/loss"
-    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare:
-    `eval/loss`, `eval/nats_per_byte`, or `eval/NAME/loss` or `eval/NAME/accuracy` of a validation
-    set or task."""
+    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare.
+    Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation set, and
+    `eval/NAME/accuracy` of a task."""
     best_mode: Literal["smallest", "largest"] = field(
         default="smallest", metadata=renamed_from("best_is")
     )
@@ -286,9 +286,9 @@ class CheckpointConfig:
     'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
     local_dir: str = ""
     """Folder on a fast disk for additional checkpoints between the durable ones. The folder keeps
-    only the newest checkpoint, and must be shared by all processes. A run resumes from the newest
-    checkpoint, local or durable. To start from scratch, delete both checkpoints. If empty, no local
-    checkpoints are saved."""
+    only the newest checkpoint, and must be shared by all processes. A run resumes from its newest
+    checkpoint, which may be local or durable. To start from scratch, delete both checkpoints. If
+    empty, no local checkpoints are saved."""
     local_every: int = 0
     """Number of steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
