@@ -112,9 +112,9 @@ class Hardware:
     """Rate in GB/s at which the temporary memory of a step is allocated and cleared. 0 if devices
     keep this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Size of temporary memory in MiB up to which the process keeps its allocation between steps.
-    From twice this size on, all temporary memory is allocated again in every step. Between both
-    sizes, the reallocated fraction grows quadratically."""
+    """Largest size in MiB of temporary memory that the process keeps allocated between steps. From
+    twice this size on, all temporary memory is allocated again in every step. Between both sizes,
+    the reallocated fraction grows quadratically."""
     measured: str = ""
     """Date and machine of the measurement; empty for published figures."""
 

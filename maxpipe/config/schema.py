@@ -108,10 +108,11 @@ class TrainConfig:
     objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
     """Training objective. `pretrain`: next-token cross-entropy on documents. `sft`: supervised
     fine-tuning, with the cross-entropy of the assistant's tokens in conversations. It requires
-    documents with a loss mask; see `data.chat`. Both losses are means over all trained tokens of a
-    batch. `preference`: preference optimization on pairs of responses; see `preference.loss`.
-    `distill`: the next-token loss plus a divergence from a teacher; see the section `distill`.
-    `grpo`: reinforcement learning on completions with rewards; see the section `grpo`."""
+    documents with a loss mask; see `data.chat`. `pretrain` and `sft` average the loss over all
+    trained tokens of a batch. `preference`: preference optimization on pairs of responses; see
+    `preference.loss`. `distill`: the next-token loss plus a divergence from a teacher; see the
+    section `distill`. `grpo`: reinforcement learning on completions with rewards; see the section
+    `grpo`."""
     steps: int = 0
     """Number of optimizer steps. With 0, `train.tokens` determines the length of the run."""
     tokens: int = 0

@@ -52,7 +52,7 @@ class Translation(NamedTuple):
     """The equivalent key, if there is one."""
 
     def action_text(self, *, in_file: bool) -> str:
-        """Return the action as text, for the command line or for a file."""
+        """Return the suggested action as text, in the syntax of the command line or of a file."""
         if not self.settings:
             return self.action
         if in_file:
@@ -114,7 +114,9 @@ class TranslationContext:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh axes, keyed by config key. -1 is all remaining devices."""
+        """Return the sizes of the mesh axes, keyed by config key. A size of -1 means that the axis
+        gets all remaining devices.
+        """
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
     def _num_cpu_devices(self) -> int | None:
@@ -334,8 +336,8 @@ def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
 def _switch(
     key: str, when_true: str, when_false: str
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Translate a boolean of another trainer to one of two values. For an empty value, the key is
-    omitted.
+    """Translate a boolean of another trainer to one of two values. If that value is empty, the key
+    is omitted.
     """
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:

@@ -97,9 +97,9 @@ class GrpoConfig:
     loss_aggregation: Literal["sequence", "token"] = field(
         default="sequence", metadata=renamed_from("average")
     )
-    """Method that averages the loss. `sequence`: the mean over completions of the mean over their
-    tokens (GRPO). `token`: the mean over all tokens of a step, which gives long completions more
-    weight (DAPO, arXiv:2503.14476)."""
+    """Method that averages the loss. `sequence`: the loss is averaged over the tokens of each
+    completion, and then over completions (GRPO). `token`: the loss is averaged over all tokens of a
+    step, which gives long completions more weight (DAPO, arXiv:2503.14476)."""
     clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
     """Lower clipping range: within one rollout, the probability ratio of a token is clipped at 1 -
     clip_ratio."""

@@ -7,8 +7,8 @@ the secret is redacted wherever maxpipe writes it: console, error messages, trac
 Redaction does not affect resuming: a resumed run reads its config from the command line, and
 compares only sections that contain numbers and choices.
 
-A value counts as a secret if it has the form of a known secret, if the name before it is that of a
-secret, or if it equals the value of an environment variable with such a name.
+A value counts as a secret in three cases: it has the form of a known type of secret, it follows the
+name of a secret, or it equals the value of an environment variable with such a name.
 """
 
 from __future__ import annotations
