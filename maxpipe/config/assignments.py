@@ -150,7 +150,9 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
 
 
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
-    """Yield one assignment, or one per entry of a mapping, so that files merge by entry."""
+    """Yield one assignment, or one per entry of a mapping, so that the entries of several files are
+    merged.
+    """
     key = ".".join(path)
     if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_key(key) in NAMED_SECTIONS):
         for name, value in raw.items():

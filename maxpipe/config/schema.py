@@ -445,9 +445,9 @@ class LaunchConfig:
     consecutive restarts: on GKE, the total number of restarts is limited to ten times this
     value."""
     grace_seconds: int = 120
-    """Time in seconds between the stop signal and the end of the job, in which the run saves a
-    checkpoint. The signal is sent before SLURM's time limit is reached, and when GKE evicts the
-    node."""
+    """Time in seconds between the stop signal and the end of the job. The run saves a checkpoint
+    during this time. The signal is sent before SLURM's time limit is reached, and when GKE evicts
+    the node."""
     time_limit_minutes: int = 0
     """Time limit of one SLURM job in minutes. The run resumes in the next job. 0 uses the time
     limit of the partition."""

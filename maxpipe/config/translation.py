@@ -428,7 +428,7 @@ def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
 
 
 def _datasets(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate a list of datasets with a path and a type."""
+    """Translate a list of datasets, each with a path and a type."""
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
     if not entries or not all(paths):

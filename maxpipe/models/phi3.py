@@ -28,15 +28,15 @@ class Phi3Config:
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factors that multiply the rotary wavelengths (LongRoPE, arXiv:2402.13753), one per rotated
-    pair. They apply to sequences of at most `model.phi3.original_max_position_embeddings` tokens.
-    An empty list means factors of 1."""
+    """Factors that multiply the rotary wavelengths for short sequences (LongRoPE,
+    arXiv:2402.13753), one per rotated pair. They apply to sequences of at most
+    `model.phi3.original_max_position_embeddings` tokens. An empty list means factors of 1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the rotary wavelengths, one per rotated pair. They apply to sequences
-    longer than `model.phi3.original_max_position_embeddings`, and to generation with a larger
-    cache."""
+    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
+    apply to sequences longer than `model.phi3.original_max_position_embeddings`, and to generation
+    with a larger cache."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length. The rotated entries are
     multiplied by `sqrt(1 + log(rope_factor) / log(original_max_position_embeddings))`."""

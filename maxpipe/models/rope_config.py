@@ -41,15 +41,15 @@ class RopeConfig:
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factors that multiply the rotary wavelengths, one per rotated pair. They apply to sequences
-    of at most `original_max_position_embeddings` tokens. Ignored unless `rope_type` is
-    `longrope`."""
+    """Factors that multiply the rotary wavelengths for short sequences, one per rotated pair. They
+    apply to sequences of at most `original_max_position_embeddings` tokens. Ignored unless
+    `rope_type` is `longrope`."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the rotary wavelengths, one per rotated pair. They apply to sequences
-    longer than `original_max_position_embeddings`, and to generation with a larger cache. Ignored
-    unless `rope_type` is `longrope`."""
+    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
+    apply to sequences longer than `original_max_position_embeddings`, and to generation with a
+    larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
     """Minimum number of rotations within the original context for a wavelength to remain unscaled
     (`beta_fast`, `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
