@@ -1,7 +1,8 @@
-"""Errors that users can cause, and the exit code of each.
+"""Errors that users can cause, and their exit codes.
 
-A message has four parts: the location, the given value, the rule with its numbers, and one action
-that works. `assert` is for bugs in maxpipe; all errors that users can cause are a `MaxpipeError`.
+A message has four parts: the location, the given value, the violated rule with its numbers, and one
+action that solves the problem. `assert` is reserved for bugs in maxpipe. Every error that a user
+can cause is a `MaxpipeError`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes, on which restart rules of clusters depend."""
+    """Exit codes. Restart rules of clusters depend on these values."""
 
     DONE = 0
     CONFIG = 2
@@ -25,14 +26,16 @@ class ExitCode(enum.IntEnum):
 
 
 MAX_VALUE_CHARS = 500
-"""Maximum length of a given value in a message, in characters."""
+"""Maximum length in characters of the value in a message."""
 _MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
 _MAX_PROBLEMS = 120
 """Maximum number of problems in one message."""
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """Return `text`; if it exceeds `limit` characters, return both ends and its length."""
+    """Return `text`. If `text` exceeds `limit` characters, keep only its beginning and end, and
+    insert its length.
+    """
     if len(text) <= limit:
         return text
     return f"{text[: limit - limit // 4]}... ({len(text):,} characters) ...{text[-(limit // 4) :]}"
@@ -40,9 +43,9 @@ def truncate_middle(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A single mistake; `where` is the file (or override) and the full key.
+    """A single problem. `where` names the file (or override) and the full key.
 
-    The length of every part is limited, so that no value from a file fills the screen.
+    Every part has a maximum length, so that a value from a file cannot fill the screen.
     """
 
     where: str
@@ -54,24 +57,24 @@ class Problem:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
         object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
-        # An action with several lines contains a translated file.
+        # Only an action that contains a translated file has several lines.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.value}" if self.value else self.where
-        heading = heading.replace("\n", "\\n")  # a value may hold line breaks
+        heading = heading.replace("\n", "\\n")  # a value may contain line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
     @property
     def line(self) -> str:
-        """The problem on one line, for a warning."""
+        """The problem as a single line, for warnings."""
         heading = f"{self.where} = {self.value}" if self.value else f"{self.where}:"
         return " ".join(filter(None, (heading, self.rule, self.action)))
 
 
 class RuleViolation(NamedTuple):
-    """A violated rule: the key, the rule with its numbers, and the action."""
+    """A violated rule: the key, the text of the rule with its numbers, and the suggested action."""
 
     key: str
     rule: str
@@ -87,7 +90,9 @@ def escape_control_chars(text: str) -> str:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes, each once: some libraries create cyclic chains."""
+    """Yield the error and its causes. Each is yielded only once, because some libraries create
+    cyclic chains.
+    """
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -97,7 +102,7 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 class MaxpipeError(Exception):
-    """A failure that is reported to the user without a traceback."""
+    """Base class of errors that are reported to the user without a traceback."""
 
     exit_code = ExitCode.BUG
 
@@ -131,46 +136,50 @@ def out_of_memory_error(error: MemoryError) -> ConfigError:
 
 
 class UnreachableError(MaxpipeError):
-    """Processes of a run did not connect in time or are unreachable; a restart may help."""
+    """Raised if processes of a run did not connect in time or became unreachable. A restart may
+    help.
+    """
 
     exit_code = ExitCode.HANG
 
 
 class StorageError(MaxpipeError):
-    """A run folder or checkpoint that cannot be read or written."""
+    """Raised for a run folder or checkpoint that cannot be read or written."""
 
     exit_code = ExitCode.STORAGE
 
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
-        """Return an error for a failed write; the default action applies to a run folder."""
+        """Return an error for a failed write. The default action is suited to a run folder."""
         action = action or "Free space, or set run.dir to a writable folder."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
 class DivergenceError(MaxpipeError):
-    """Loss or gradients with which the config does not allow the run to continue.
+    """Raised for a loss or gradient with which the config does not allow the run to continue.
 
-    Runs are deterministic, so a restarted run would fail again. The exit code is therefore that of
-    a config that must be changed first.
+    Runs are deterministic, so a restarted run would fail again. The exit code is therefore the one
+    for an invalid config.
     """
 
     exit_code = ExitCode.CONFIG
 
 
 class ReplicaError(MaxpipeError):
-    """Replicas on different devices differ; checkpoints on disk are valid."""
+    """Raised if replicas on different devices differ. Checkpoints on disk are still valid."""
 
     exit_code = ExitCode.STORAGE
 
 
 class Preemption(MaxpipeError):
-    """The run was stopped by a signal, has saved its state, and can be restarted."""
+    """Raised after a signal stopped the run. Its state has been saved, and the run can be
+    restarted.
+    """
 
     exit_code = ExitCode.PREEMPTED
 
 
 class UserInterrupt(Preemption):
-    """The run was stopped by Ctrl-C and should not be restarted automatically."""
+    """Raised after Ctrl-C stopped the run. The run should not be restarted automatically."""
 
     exit_code = ExitCode.INTERRUPTED

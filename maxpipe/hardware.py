@@ -1,6 +1,7 @@
-"""Performance figures of one device of each type, from `configs/hardware/*.yml`.
+"""Performance figures of each device type, from `configs/hardware/*.yml`.
 
-Does not import jax. A device type without a file is unknown; figures are never guessed.
+This module does not import jax. Device types without a file are unsupported; figures are never
+guessed.
 """
 
 from __future__ import annotations
@@ -26,95 +27,100 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Figures of one device and its links. Rates are decimal and memory is binary, as vendors state
-    them.
+    """Performance figures of one device and its links. Rates use decimal units (GB) and memory
+    sizes binary units (GiB), as in vendor specifications.
     """
 
     name: str
     topology: str
     """Prefix of topology names, e.g. `v5p` in `v5p:2x4x4`."""
     device_kind: str
-    """Regular expression that matches jax's device kind."""
+    """Regular expression that matches jax's `device_kind`."""
     bf16_tflops: float
-    """Dense bf16 peak in TFLOP/s."""
+    """Peak rate of dense bf16 matmuls, in TFLOP/s."""
     memory_gib: float
     memory_gb_per_second: float
     links: int
-    """Number of links to neighbors in the slice."""
+    """Number of links from one device to its neighbors in the slice."""
     link_gb_per_second: float
-    """Bandwidth of one link, in one direction."""
+    """Bandwidth of one link in one direction, in GB/s."""
     torus_dims: int
-    """Number of dimensions of the torus; 0 for a switch."""
+    """Number of dimensions of the torus; 0 for devices that are connected by a switch."""
     network_gb_per_second: float
-    """Bandwidth per device between slices, in one direction."""
+    """Bandwidth between slices per device in one direction, in GB/s."""
     largest_slice: int
-    """Maximum number of devices that the links connect."""
+    """Maximum number of devices in a slice."""
     clock_ghz: float
-    """Clock of the matrix units; 0 if cycles are not estimated."""
+    """Clock rate of the matrix units in GHz; 0 if cycles are not estimated."""
     matmul_efficiency: float = 0.75
-    """Fraction of the peak that the forward of a layer reaches."""
+    """Fraction of the peak FLOP/s that the forward pass of a layer reaches."""
     kernel_efficiency: float = 0.5
-    """Assumed fraction of the peak in custom kernels such as fused attention, for which compilers
-    provide no estimates."""
+    """Assumed fraction of the peak FLOP/s in custom kernels such as fused attention, for which
+    compilers provide no estimates."""
     input_grad_cost: float = 1.0
-    """Time of a layer's input gradient in units of its forward, without recomputation."""
+    """Time to compute a layer's input gradient, relative to its forward-pass time, without
+    recomputation."""
     weight_grad_cost: float = 1.0
-    """Time of a layer's weight gradients in units of its forward."""
+    """Time to compute a layer's weight gradients, relative to its forward-pass time."""
     deferred_cost: float = 0.0
-    """Extra time of a split backward compared with an unsplit one, in units of a forward. Only
-    measured figures set this value, and their gradient costs include the extra time. In published
-    figures, the memory bandwidth determines the extra time."""
+    """Extra time of a split backward pass compared with an unsplit one, relative to the
+    forward-pass time. Only measured figures set this value, and their gradient costs include the
+    extra time. For published figures, the extra time is derived from the memory bandwidth."""
     names_recomputed: float = 0.02
-    """Recomputation in a backward with `pipeline.remat=names`, in units of a forward: norms and
-    other operations that the TPU compiler fuses with the matmuls that read them."""
+    """Time to recompute activations in a backward pass with `pipeline.remat=names`, relative to the
+    forward-pass time. Only norms and other operations are recomputed, which the TPU compiler fuses
+    into the matmuls that consume them."""
     none_recomputed: float = 0.0
-    """Time to write and read saved activations with `pipeline.remat=none`, in units of a forward.
-    Only measured figures set this value, and their `names_recomputed` includes the same time. In
-    published figures, the memory bandwidth determines the time."""
+    """Time to write and read back saved activations with `pipeline.remat=none`, relative to the
+    forward-pass time. Only measured figures set this value, and their `names_recomputed` includes
+    the same time. For published figures, the time is derived from the memory bandwidth."""
     fastest_mib: float = 0.0
-    """Memory traffic in MiB of a layer's forward at the microbatch size with the lowest time per
-    token; 0 if only one size was measured."""
+    """Memory traffic in MiB of a layer's forward pass at the fastest measured microbatch size,
+    which has the lowest time per token. 0 if only one size was measured."""
     growth_above: float = 0.0
-    """Relative increase of the time per token with each doubling of that traffic, due to cache
-    misses."""
+    """Relative increase of the time per token for each doubling of the memory traffic above
+    `fastest_mib`, due to cache misses."""
     growth_below: float = 0.0
-    """Relative increase of the time per token with each halving of that traffic, due to
-    overheads."""
+    """Relative increase of the time per token for each halving of the memory traffic below
+    `fastest_mib`, due to overheads."""
     split_cost: float = 0.0
-    """Relative increase of the time of a layer with each doubling of the tensor axis: matmuls are
-    narrower, and devices that share cores wait for each other at every reduction."""
+    """Relative increase of a layer's time for each doubling of the tensor axis. The matmuls become
+    narrower, and devices that share CPU cores wait for each other at every reduction."""
     ring_cost: float = 0.05
-    """Relative increase of the time of collective matmuls for each additional shard of the tokens,
-    from the TPU compiler's cycles with 8 shards (`benchmarks/collective_matmul.py`)."""
+    """Relative increase of the time of collective matmuls for each additional shard of the tokens.
+    The default is derived from the TPU compiler's cycle estimate for 8 shards
+    (`benchmarks/collective_matmul.py`)."""
     copy_efficiency: float = 0.43
-    """Fraction of the memory bandwidth at which slices of a buffer are copied, for reads and writes
-    together: the TPU compiler's estimate."""
+    """Fraction of the memory bandwidth that copies of buffer slices reach, counting both reads and
+    writes. The default is the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Bandwidth of an all-to-all relative to an all-gather, for the same bytes per device."""
+    """Bandwidth of an all-to-all relative to an all-gather with the same number of bytes per
+    device."""
     tokens_rate: float = 1.0
-    """Bandwidth of gathers and reductions of sharded tokens relative to other traffic."""
+    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to other
+    collectives."""
     latency_us: float = 2.0
-    """Latency of a collective or message inside a slice."""
+    """Latency of a collective or message inside a slice, in microseconds."""
     network_latency_us: float = 100.0
-    """Additional latency across slices."""
+    """Additional latency of collectives and messages between slices, in microseconds."""
     tick_us: float = 5.0
-    """Overhead of one iteration of the loop over ticks."""
+    """Overhead of one iteration of the loop over pipeline ticks, in microseconds."""
     shared_by: float = 0.0
-    """Number of devices that can compute at the same time if they share the cores of the machine; 0
-    if each device has separate cores."""
+    """Number of devices that can compute at the same time, if all devices share the CPU cores of
+    the machine. 0 if each device has its own cores."""
     fresh_gb_per_second: float = 0.0
-    """Rate at which the temporary memory of a step is allocated and cleared; 0 if devices keep this
-    memory between steps, as accelerators do."""
+    """Rate in GB/s at which the temporary memory of a step is allocated and cleared. 0 if devices
+    keep this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Temporary memory in MiB up to which the process keeps its allocation between steps. From
-    twice this size on, all of it is allocated again in every step; in between, the fraction grows
-    quadratically."""
+    """Largest size in MiB of temporary memory that the process keeps allocated between steps. From
+    twice this size on, all temporary memory is allocated again in every step. Between both sizes,
+    the reallocated fraction grows quadratically."""
     measured: str = ""
-    """Date and place of the measurement; empty for published figures."""
+    """Date and machine of the measurement; empty for published figures."""
 
     @property
     def is_tpu(self) -> bool:
-        """Whether the links form a torus."""
+        """Whether the device is a TPU: only TPUs have links that form a torus."""
         return self.torus_dims > 0
 
     @property
@@ -126,14 +132,14 @@ class Hardware:
 
     @property
     def ways(self) -> int:
-        """Number of directions in which a ring of devices sends at the same time."""
+        """Number of directions in which the devices of a ring send at the same time."""
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """Return the traffic of a link in an all-to-all over `count` devices, relative to an
+        """Return the traffic per link of an all-to-all over `count` devices, relative to an
         all-gather.
 
-        In a ring of N devices, bytes travel N / 4 hops on average (jax-ml.github.io/scaling-book,
+        In a ring of N devices, data travels N / 4 hops on average (jax-ml.github.io/scaling-book,
         chapter 3). The devices are assumed to form a block of the torus with equal sides.
         """
         return max(1.0, count ** (1 / self.torus_dims) / 4) if self.torus_dims else 1.0
@@ -151,7 +157,7 @@ class Hardware:
 
 @cache
 def published_hardware() -> Mapping[str, Hardware]:
-    """Return published figures of all device types, by the prefix of their topologies."""
+    """Return the published figures of all device types, keyed by topology prefix."""
     found = {}
     for path in sorted((folder() / "hardware").glob("*.yml")):
         each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
@@ -161,7 +167,7 @@ def published_hardware() -> Mapping[str, Hardware]:
 
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
-    """Return figures of all device types, by the prefix of their topologies.
+    """Return the figures of all device types, keyed by topology prefix.
 
     Figures measured on this machine replace published ones.
 
@@ -182,7 +188,8 @@ def measured_folder() -> Path:
 
 
 def measured_file(topology: str) -> Path:
-    """Return the file of measured figures for this device type; its folder is created if necessary.
+    """Return the path of the measured figures of this device type. The folder is created if
+    necessary.
 
     Raises:
         StorageError: the file cannot be written.
@@ -221,9 +228,9 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Current names of figures by their names in earlier releases."""
+"""Maps names of figures in earlier releases to current names."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""Errors raised when an invalid file is parsed."""
+"""Exceptions that can be raised while an invalid file is parsed."""
 
 
 _NONZERO_FIELDS = {
@@ -231,10 +238,10 @@ _NONZERO_FIELDS = {
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
-"""Figures that must not be 0."""
+"""Names of the figures that must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
-"""Limits of all figures in their units, beyond those of any device."""
+"""Limits of all figures, in the unit of each figure. No real device exceeds these limits."""
 
 
 def _check_figures(figures: Mapping[str, object]) -> None:
@@ -273,8 +280,8 @@ def _read_measured(path: Path) -> Hardware:
 
 
 def hardware_of_device(device_kind: str) -> Hardware | None:
-    """Return the hardware of a jax device kind; None if it is unknown or a MIG
-    partition of a GPU.
+    """Return the hardware of a jax device kind. Return None if the device kind is unknown or is a
+    MIG partition of a GPU.
     """
     if "MIG" in device_kind:
         return None
@@ -285,6 +292,6 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the bf16 FLOP/s of one device, or None if it is unknown."""
+    """Return the peak bf16 FLOP/s of one device, or None if the device kind is unknown."""
     found = None if device_kind == "cpu" else hardware_of_device(device_kind)
     return found and found.flops

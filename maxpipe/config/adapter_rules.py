@@ -1,4 +1,4 @@
-"""Rules on adapters."""
+"""Rules for adapters."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
 
 @rule(*_KEYS, *axis_keys("tensor"))
 def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
-    """Check that shards contain complete bytes (two 4-bit values) and complete blocks
-    (one scale).
+    """Check that each shard contains only complete bytes (two 4-bit values each) and complete
+    blocks (one scale each).
     """
     if not config.adapter.rank or config.adapter.base_quantization != "nf4":
         return

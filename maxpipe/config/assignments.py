@@ -28,15 +28,16 @@ from maxpipe.io import redact
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """An unparsed value for a key."""
+    """A key and its unparsed value."""
 
     path: tuple[str, ...]
-    """The section (two parts for a family), the key, and the entry if the key is a mapping. For
-    named sections, the name and a key in that section follow. Shorter if a part is missing."""
+    """The section (two parts for the section of a model family), the key, and the entry if the key
+    is a mapping. For a key in a named section, the path also contains the name of that section and
+    the key inside it. Missing parts at the end are omitted."""
     raw: Raw
     origin: str
     place: str
-    """The location for messages: the file with the line number, or the command line."""
+    """The location that messages name: the file with the line number, or the command line."""
     option: str = ""
     """Original text of the option, such as `--lr=1`; empty for other assignments."""
 
@@ -46,7 +47,7 @@ class Assignment:
         return self.place != "command line"
 
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
-        """Return a problem with this assignment; secrets are redacted."""
+        """Return a problem that concerns this assignment, with secrets redacted."""
         is_secret = self.path[:2] == ("launch", "environment")
         raw = redact.redact_variable_names(self.raw) if is_secret else self.raw
         if is_secret and len(self.path) > 2:
@@ -58,7 +59,7 @@ class Assignment:
 def from_document(
     root: yaml.MappingNode, file: str, problems: list[Problem]
 ) -> Iterator[Assignment]:
-    """Yield the assignments in a file."""
+    """Yield the assignments in a parsed file."""
     for section, line, content in entries(root, file, "", problems):
         place = f"{file}:{line}"
         if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
@@ -79,7 +80,7 @@ def _read_section(
             yield from _read_section(path, value, file, problems)
             continue
         if isinstance(value, yaml.MappingNode):
-            # Checked only for problems, such as duplicate keys.
+            # Read only to find problems, such as duplicate keys.
             for inner, _, below in list(entries(value, file, f"{'.'.join(path)}.", problems)):
                 if isinstance(below, yaml.MappingNode):
                     list(entries(below, file, f"{'.'.join(path)}.{inner}.", problems))
@@ -103,7 +104,7 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Convert Python values to the form in which a file contains them."""
+    """Convert Python values to the form that a file contains."""
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -115,7 +116,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     """Yield the assignments of `section.key=value`."""
     key, _, text = arg.partition("=")
     section, rest = split_key(key.split("."))
-    # The entry of a mapping may contain dots.
+    # An entry of a mapping may contain dots.
     path = (*section.split("."), *_key_path(section, rest)) if rest else (section,)
     if arg.startswith("-"):
         path = tuple(key.lstrip("-").split("."))
@@ -142,13 +143,15 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         if isinstance(raw, dict) and (
             ".".join(path) in KEYS or declared_key(".".join(path)) in NAMED_SECTIONS
         ):
-            # This replaces the mapping; a single entry (a.b.c=...) is added to the mapping.
+            # `a.b=...` replaces the mapping, while `a.b.c=...` sets a single entry.
             yield Assignment(path, {}, arg, "command line")
         yield from _split(path, raw, arg, "command line")
 
 
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
-    """Yield one assignment, or one per entry of a mapping, so that files merge by entry."""
+    """Yield one assignment, or one per entry of a mapping, so that the entries of several files are
+    merged.
+    """
     key = ".".join(path)
     if isinstance(raw, dict) and (is_mapping(KEYS.get(key)) or declared_key(key) in NAMED_SECTIONS):
         for name, value in raw.items():
@@ -160,20 +163,24 @@ def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator
 
 
 def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
-    """Split the part after the section into the key, and the entry or the name and key below it."""
+    """Split the path after the section into the key, and the entry (or the name and key in a named
+    section).
+    """
     holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED_SECTIONS
     return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
 
 
 def _hint(path: Sequence[str]) -> Any:
-    """Return the type of an override's key; for an entry, the type of the mapping."""
+    """Return the declared type of an override's key. For an entry, return the type of the
+    mapping.
+    """
     section, rest = split_key(path)
     key = declared_key(".".join(path))
     return NAMED_KEYS[key] if key in NAMED_KEYS else KEYS.get(".".join([section, *rest[:1]]))
 
 
 def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type holds entries that are set one by one."""
+    """Whether a key of this type is a mapping whose entries can be set separately."""
     return typing.get_origin(hint) is dict
 
 
@@ -184,7 +191,7 @@ def _is_collection(hint: Any) -> bool:
 def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
     """Yield a warning for each assignment that uses a key of an earlier release.
 
-    Values that an earlier release saved are exempt.
+    Assignments that an earlier release saved are exempt.
     """
     for each in assignments:
         new = rename_former_key(each)
@@ -196,7 +203,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """Yield a problem for each former key whose current key one file also sets."""
+    """Yield a problem for each former under whose current former one file also sets."""
     first: dict[tuple[str, str], Assignment] = {}
     for each in assignments:
         key = ".".join(rename_former_key(each).path)

@@ -1,4 +1,4 @@
-"""Bundled configs: `configs/` of a checkout, or its copy in the installed package.
+"""Bundled configs, in `configs/` of a checkout or in its copy in the installed package.
 
 This module also defines the names of files and folders in a run folder.
 """
@@ -15,19 +15,19 @@ from typing import Literal
 
 SUFFIX = ".yml"
 _FOLDERS = (
-    Path(__file__).parents[1] / "configs",  # installed
-    Path(__file__).parents[2] / "configs",  # a checkout
+    Path(__file__).parents[1] / "configs",  # installed package
+    Path(__file__).parents[2] / "configs",  # source checkout
 )
 
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """A config that can be given by name instead of a file."""
+    """A config that commands accept by name instead of a file."""
 
     name: str
     kind: Literal["run", "model", "sft"]
-    """Type of the config. A `model` is merged with a file or overrides that configure its training.
-    `sft` is a run that fine-tunes the model in the folder `base` on conversations."""
+    """Type of the config. A `model` config is merged with a file or overrides that configure the
+    training. An `sft` config fine-tunes the model in the folder `base` on conversations."""
     path: Path
 
     @property
@@ -56,7 +56,9 @@ def folder() -> Path:
 
 @cache
 def configs() -> Mapping[str, BundledConfig]:
-    """Return the bundled configs by name: runs, models in order of size, then fine-tuning runs."""
+    """Return the bundled configs, keyed by name: first runs, then models in order of size, then
+    fine-tuning runs.
+    """
     runs = [BundledConfig(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
     found = {
         kind: [
@@ -69,13 +71,13 @@ def configs() -> Mapping[str, BundledConfig]:
 
 
 def _by_number(path: Path) -> list[str]:
-    """Return a sort key that orders 8b before 70b."""
+    """Return a sort key that orders `8b` before `70b`."""
     return [part.zfill(9) if part.isdecimal() else part for part in re.split(r"(\d+)", path.stem)]
 
 
 def find_config(argument: str) -> BundledConfig | None:
-    """Return the config of this name. None if there is no such config, or if a local file has the
-    name.
+    """Return the bundled config with this name. Return None if it does not exist, or if a local
+    file has the same name.
     """
     if os.path.isfile(argument):
         return None
@@ -83,41 +85,45 @@ def find_config(argument: str) -> BundledConfig | None:
 
 
 def find_model(text: str) -> BundledConfig | None:
-    """Return the model of this name in any spelling, such as `meta-llama/Llama-3.1-8B`."""
+    """Return the bundled model with this name in any spelling, such as
+    `meta-llama/Llama-3.1-8B`.
+    """
     if found := configs().get(text):
         return found if found.kind == "model" else None
     return _models().get(_normalize_model_name(text))
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text has the form `OWNER/NAME` of a model on the Hugging Face Hub."""
+    """Whether the text has the form `OWNER/NAME`, like the name of a model on the Hugging Face
+    Hub.
+    """
     form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
     return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
 
 
 def hub_download_action(text: str) -> str:
-    """Return the action that downloads a model from the Hub."""
+    """Return the suggested action that downloads this model from the Hub."""
     folder = text.rpartition("/")[2]
     return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
 
 
 def _normalize_model_name(text: str) -> str:
-    """Return letters and digits of a model name, without its owner and tuning variant."""
+    """Return the letters and digits of a model name, without the owner and the tuning variant."""
     words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
     return "".join(word for word in words if word not in _TUNED)
 
 
 _TUNED = ("instruct", "it", "chat", "base", "hf", "pt", "meta")
-"""Words in model names that do not affect the shape."""
+"""Words in model names that do not affect the shape of the model."""
 
 _SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
-"""Models with the same shape as another model."""
+"""Maps names of models to bundled models with the same shape."""
 
 
 @cache
 def _models() -> Mapping[str, BundledConfig]:
-    """Return models by the normalized form of their names and of the source names in
-    their files.
+    """Return the bundled models, keyed by the normalized forms of their names and of the source
+    names in their files.
     """
     models = [each for each in configs().values() if each.kind == "model"]
     sources = {

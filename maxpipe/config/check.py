@@ -1,8 +1,8 @@
 """Rules between config values that can be checked without devices.
 
-Each rule is a range in `rules.py` or a small function; `check` runs all rules and reports every
-violation. A rule lists the keys it reads, and is skipped if one of them is already known to be
-wrong. Rules that depend on the machine (the number of devices, the value of a -1) are checked where
+Each rule is a range in `rules.py` or a small function. `check` runs all rules and reports every
+violation. A rule lists the keys that it reads, and is skipped if one of these keys is already known
+to be invalid. Rules that depend on the machine, such as on the number of devices, are checked when
 the mesh is built.
 """
 
@@ -42,7 +42,7 @@ from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import FAMILIES, describe
 
 DEFAULT = "default"
-"""Origin of a value that is not set."""
+"""Origin of a value that no file or override sets."""
 
 
 def is_override(argument: str) -> bool:
@@ -51,7 +51,7 @@ def is_override(argument: str) -> bool:
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """Return the start of an error message: the key, and the file or command line that set it."""
+    """Return the beginning of an error message: the key, and the file or option that sets it."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
 
@@ -67,8 +67,8 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
     """Return all rule violations. Rules that read a key in `skip` are not run."""
     wrong = set(skip)
     problems: list[Problem] = []
-    # Rules on a single key come first: if one fails, rules that relate its key to others are
-    # skipped.
+    # Rules for a single key run first. If one of them fails, rules that relate the key to other
+    # keys are skipped.
     for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
         if not wrong.isdisjoint(each.keys):
             continue
@@ -136,7 +136,8 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
 
 
 _LARGEST_RATE = 1.0
-"""Threshold of a warning: usual learning rates of these optimizers are at most about 0.02."""
+"""Learning rate from which a warning is printed. Usual learning rates of these optimizers are at
+most about 0.02."""
 
 
 def _rate_is_large(config: Config) -> Iterator[Problem]:
@@ -151,14 +152,14 @@ def _rate_is_large(config: Config) -> Iterator[Problem]:
 
 def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
-    if optim.learning_rate < 1e-10:  # updates have about this size, and parameters about 0.01
+    if optim.learning_rate < 1e-10:  # updates are about this large, and parameters about 0.01
         yield Problem(
             "optim.learning_rate",
             f"{optim.learning_rate:g}",
             "is too small: float32 rounding removes all updates, and parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
-    # The norm is over more entries than the embedding table has.
+    # The gradient norm covers more entries than the embedding table has.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(
@@ -170,7 +171,7 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
         )
 
 
-# Rules on single values.
+# Rules for single values.
 
 _LENGTH = (
     "train.steps",
@@ -179,11 +180,11 @@ _LENGTH = (
     "train.batch_ramp",
     "train.sequence_length",
 )
-"""Keys that `total_steps` reads."""
+"""Keys that determine `total_steps`."""
 
 
 _ROUNDS_TO_ONE = 1 - 2.0**-25
-"""Smallest value that float32 rounds to 1."""
+"""Smallest value that is rounded to 1 in float32."""
 
 
 @rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
@@ -197,8 +198,8 @@ def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
 
 
 def _example_ramp(config: Config) -> str:
-    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps, or
-    `[]`.
+    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps.
+    Return `[]` if there is none.
     """
     plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
     if steps := total_steps(plain.train):
@@ -243,8 +244,8 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
     optim = config.optim
     if optim.name not in ("adamw", "muon"):
         return
-    # Moments that start at 0 are divided by 1 - beta^updates. A device cannot check alone whether
-    # Muon's update is finite, so its bound must be finite.
+    # Moments start at 0 and are divided by 1 - beta^updates. No single device can check whether
+    # Muon's update is finite, so the bound on beta must guarantee that it is.
     limit, shown = (
         (1 - 1e-6, "0.999999")
         if optim.name == "muon"
@@ -301,7 +302,8 @@ for _bound in BOUNDS.values():
 
 
 MAX_NAME = 200
-"""Maximum length of a run name. File systems allow 255 characters, and other names contain it."""
+"""Maximum length of a run name. File systems allow 255 characters, and names of other files contain
+the run name."""
 
 
 @rule("run.name")
@@ -519,12 +521,12 @@ def _process_id_is_in_range(config: Config) -> Iterator[RuleViolation]:
 
 
 def _is_host(text: str) -> bool:
-    """Whether the text is an IPv4 address, an IPv6 address in brackets, or a possible host name."""
+    """Whether the text is an IPv4 address, an IPv6 address in brackets, or a valid host name."""
     with contextlib.suppress(ValueError):
         if in_brackets := re.fullmatch(r"\[([0-9A-Fa-f:.]+)\]", text):
             return ipaddress.ip_address(in_brackets[1]).version == 6
         return ipaddress.ip_address(text).version == 4
-    # Python's name lookup does not raise OSError for labels of other lengths.
+    # For labels of other lengths, Python's name lookup raises an error that is not an OSError.
     label = r"[A-Za-z0-9_-]{1,63}"
     is_name = re.fullmatch(rf"(?![0-9.]+$){label}(\.{label})*\.?", text)
     return len(text) <= 253 and is_name is not None
@@ -548,8 +550,8 @@ def _coordinator_is_an_address(config: Config) -> Iterator[RuleViolation]:
 
 
 def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
-    """Restrict a value that is inserted into scripts and manifests to characters without meaning
-    there.
+    """Restrict a value that is inserted into scripts and manifests to characters without a special
+    meaning in them.
     """
 
     @rule(key)
@@ -566,7 +568,7 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
-"""Maximum length of a launch value, and of one path component: the limit of file systems."""
+"""Maximum length of a launch value, and of one path component (the limit of file systems)."""
 _MOST_VARIABLES = 1000
 _NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
 _PATH, _PATH_WORDS = (

@@ -18,32 +18,34 @@ SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
-"""Suffixes of config files of other trainers, which can be translated but not used for training."""
+"""Suffixes of config files of other trainers. These files can be translated but not used for
+training."""
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` lists the bundled configs"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Path of a config file that may not exist."""
+    """Path of a config file. The file may be missing."""
 
     path: Path
     origin: str
-    """Name in messages and in `config print --origin`."""
+    """Name of the file in messages and in `config print --origin`."""
     argument: str = ""
-    """Name on the Hugging Face Hub by which the file was found, if any."""
+    """Name on the Hugging Face Hub that selected the file, if any."""
 
     @property
     def run_name(self) -> str:
-        """Default name of a run."""
+        """Default run name for this file."""
         return folder_name(self.path.stem)
 
 
 def locate(argument: str, keys: Collection[str]) -> ConfigFile:
-    """Return the file that an argument other than an override denotes. `keys` are all config keys.
+    """Return the config file that an argument (not an override) refers to. `keys` are all config
+    keys.
 
     Raises:
-        ConfigError: the argument is neither a path nor a name of a config.
+        ConfigError: the argument is neither a path nor the name of a bundled config.
     """
     path = Path(argument)
     if path.suffix in SUFFIXES:
@@ -58,7 +60,9 @@ def locate(argument: str, keys: Collection[str]) -> ConfigFile:
 
 
 def _check_ambiguous_name(found: bundled_configs.BundledConfig) -> None:
-    """Reject the name of a bundled config if a local file has this name and other content."""
+    """Reject the name of a bundled config if a local file has the same name but different
+    content.
+    """
     here = Path(f"{found.name}{bundled_configs.SUFFIX}")
     try:
         if not here.is_file() or read(here, _MAX_BYTES) == found.path.read_bytes():
@@ -85,7 +89,7 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         action = "Write each setting as section.key=value, such as train.batch_size=64, or edit a "
         action += "file written by `maxpipe init DIR`."
         return Problem(where, "", f"{rule} Programs cannot be configs.", action)
-    if os.path.isfile(argument):  # pathlib raises for a name that is too long
+    if os.path.isfile(argument):  # pathlib raises an error for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
         return Problem(where, "", f"{rule} It is a run folder.", f"Give {inside}.")
@@ -112,7 +116,7 @@ def _hub_model_action(argument: str) -> str:
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:
-    """Describe a broken symbolic link; return an empty string for anything else."""
+    """Describe a broken symbolic link. Return an empty string if the path is not a broken link."""
     if not os.path.islink(path):
         return ""
     try:
@@ -125,7 +129,7 @@ def broken_link(path: str | os.PathLike[str]) -> str:
 
 
 def _similar_folder(path: Path) -> Path | None:
-    """Return the path of the same file name in a folder with a similar name."""
+    """Return the path of a file with the same name in a folder with a similar name."""
     above = path.parent.parent
     try:
         folders = sorted(each.name for each in above.iterdir() if each.is_dir())
@@ -138,8 +142,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Return an action for a missing file: a bundled config, a similar file or the
-    missing folder.
+    """Return the suggested action for a missing file. The action names a bundled config, a similar
+    file or the missing folder.
     """
     if found := bundled_configs.configs().get(path.stem):
         return (

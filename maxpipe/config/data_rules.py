@@ -1,4 +1,4 @@
-"""Rules on the sources, mixtures and validation sets of documents."""
+"""Rules for document sources, mixtures and validation sets."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from maxpipe.models.config import LARGEST
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 _NAMED = ("data.mixture", "data.validation")
 _MOST_EPOCHS = 1e9
-"""Maximum number of epochs: sample numbers of a source have 63 bits."""
+"""Maximum number of epochs. The limit exists because sample numbers of a source have 63 bits."""
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
-"""Fields of `data.chat` that may be templates."""
+"""Prefixes of the `data.*_field` keys that may be templates."""
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
 
 _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield all sources with their section, such as `data.mixture.NAME`."""
+    """Yield (section, source) for all sources. A section is, for example, `data.mixture.NAME`."""
     for name, each in all_sources(config.data).items():
         yield section_of(name), each
 
 
 def _source_rule(*keys: str) -> Callable[[_Find], None]:
-    """Register a rule on these keys of each source."""
+    """Register a rule that reads these keys of each source."""
 
     def register(find: _Find) -> None:
         @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
@@ -57,7 +57,7 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
 @_source_rule()
 def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if section == "data":
-        return  # `check` has range rules for this section
+        return  # range rules in `check` cover this section
     for field in dataclasses.fields(SourceConfig):
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):

@@ -1,6 +1,6 @@
-"""Helpers for the section `data`: its sources, paths, templates and mixture weights.
+"""Helpers for the section `data`: sources, paths, templates and mixture weights.
 
-This module parses `data.mixture_stages`, and does not import jax.
+This module also parses `data.mixture_stages`. It does not import jax.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TEXT = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCI
 
 
 class MixtureStage(NamedTuple):
-    """A part of the run with separate mixture weights."""
+    """A stage of the run with separate mixture weights."""
 
     weights: dict[str, float]
-    """Weight by source name; missing sources have weight 0."""
+    """Weights, keyed by source name. Sources that are not listed have weight 0."""
     length: int
     unit: Literal["steps", "tokens"]
 
@@ -34,7 +34,7 @@ def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
     """Parse the texts of `data.mixture_stages`.
 
     Raises:
-        ValueError: a text cannot be parsed; the message is the rule.
+        ValueError: a text cannot be parsed; the message describes the valid form.
     """
     return [_stage(text) for text in texts]
 
@@ -68,7 +68,7 @@ def _weight(text: str, stage: str) -> float:
 
 
 def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
-    """Return the number of sequences before the end of each stage; stages end with a complete
+    """Return the number of sequences before the end of each stage. Each stage ends with a complete
     batch.
     """
     batch, edges = 0, []
@@ -84,7 +84,7 @@ def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: 
 
 
 def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
-    """Return the training sources by name, in an order that does not depend on the config.
+    """Return the training sources, keyed by name, in an order that does not depend on the config.
 
     Without a mixture, `data` is the only source, and its name is empty.
     """
@@ -92,7 +92,9 @@ def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
 
 
 def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """Return the fraction of sequences of each source; weights are raised to 1 / temperature."""
+    """Return the fraction of the sequences that each source provides. Weights are raised to the
+    power of 1 / temperature.
+    """
     largest = max(weights.values())
     flat = {
         name: (weight / largest) ** (1 / temperature) if weight else 0.0
@@ -103,15 +105,15 @@ def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str
 
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
-"""Source formats whose records have, or may have, columns."""
+"""Source formats whose records can have columns."""
 FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
-"""Source formats that read files from paths."""
+"""Source formats that read files."""
 
 ONE_PATH = ("tfds", "tokens", "megatron")
 """Source formats with a single path or dataset name."""
 
 SPLITS = ("validation", "train", "all")
-"""Splits of the training documents that a command can select."""
+"""Splits of the documents that a command can select."""
 
 _VALIDATION = "validation."
 _TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
@@ -119,24 +121,24 @@ _ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 
 
 def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return the sources of `data.validation`, by `validation.NAME`. Names in a mixture have no
-    dots.
+    """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys are unique,
+    because names in a mixture have no dots.
     """
     return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
 
 
 def validation_key(name: str) -> str:
-    """Return the name of a validation set among all sources."""
+    """Return the key of a validation set in the mapping of all sources."""
     return f"{_VALIDATION}{name}"
 
 
 def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return all sources of training and evaluation, by name."""
+    """Return all sources for training and evaluation, keyed by name."""
     return {**train_sources(data), **validation_sets(data)}
 
 
 def check_split(name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError if the split on the command line does not exist."""
+    """Raise ConfigError if the split given on the command line does not exist."""
     if name not in known:
         action = f"Write --split {did_you_mean(name, known) or known[0]}."
         rule = f"must be one of {', '.join(known)}."
@@ -183,10 +185,10 @@ def is_template(field: str) -> bool:
 
 
 def split_template(template: str) -> list[tuple[str, str]]:
-    r"""Split a template into pairs of fixed text and the column after it.
+    r"""Split a template into pairs of fixed text and the column that follows the text.
 
-    The last pair has an empty column. `{name}` denotes a column, `{{` and `}}` braces, `\n` and
-    `\t` a line break and a tab.
+    The column of the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote braces,
+    and `\n` and `\t` denote a line break and a tab.
 
     Raises:
         ValueError: a brace is unmatched, or a column has no name.

@@ -1,4 +1,4 @@
-"""Rules on distillation."""
+"""Rules for distillation."""
 
 from __future__ import annotations
 

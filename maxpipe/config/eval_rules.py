@@ -1,4 +1,4 @@
-"""Rules of in-training evaluation: tasks, samples, best checkpoint and early stopping."""
+"""Rules for evaluation during training: tasks, samples, best checkpoint and early stopping."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ BestMode = Literal["smallest", "largest"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Return the metric tags of an evaluation, each with its better direction: smallest
-    or largest.
-    """
+    """Return the metrics of an evaluation, as a map from each tag to its better direction."""
     data, found = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":
@@ -42,7 +40,7 @@ PAIR_METRICS: dict[str, BestMode] = {
     "nats_chosen": "smallest",
     "nats_rejected": "largest",
 }
-"""Metrics of preference evaluations in addition to the loss."""
+"""Metrics of preference evaluations, in addition to the loss."""
 _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
 
 
@@ -74,10 +72,10 @@ def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
 
 
 def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
-    """Yield problems of evaluation, early stopping and samples in training.
+    """Yield problems with evaluation, early stopping and samples during training.
 
-    These checks are not rules of the config, because `maxpipe eval` reads the same section with
-    other documents.
+    These checks are not config rules, because `maxpipe eval` reads the same section but uses other
+    documents.
     """
     given, best = config.eval, config.checkpoint
     if given.patience > 0 and not given.every:

@@ -1,7 +1,8 @@
-"""Keys of other trainers without an equivalent: the behavior of maxpipe, and an action. Data only.
+"""Keys of other trainers that have no equivalent in maxpipe, with reasons and suggested actions.
 
-A name may be a glob pattern over lower-case words joined by `_`, including the section. `{value}`
-in an action is replaced by the given value.
+This module contains only data. A name may be a glob pattern. Patterns are matched with the section
+and key as lower-case words, joined by `_`. `{value}` in an action is replaced by the value in the
+file.
 """
 
 from __future__ import annotations
@@ -572,4 +573,4 @@ ABSENT_KEY = {
         "Leave it out, or set model.dropout.",
     ),
 }
-"""The reason why a name has no equivalent, and the action, by names."""
+"""Maps each name to the reason why it has no equivalent, and to a suggested action."""

@@ -1,4 +1,4 @@
-"""Translate config files of other trainers and report every key."""
+"""Translate config files of other trainers, and report the result for every key."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from maxpipe.io.plain_yaml import compose
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Minimum number of foreign keys in a file for which the entire file is translated."""
+"""Minimum number of keys of other trainers in a file for which the entire file is translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
-"""Maximum number of unknown keys per file that are looked up to detect another trainer."""
+"""Maximum number of unknown keys per file that are examined to detect another trainer's file."""
 _NOT_KNOWN = "unknown names"
 
 
@@ -77,11 +77,11 @@ def _leaves(path: tuple[str, ...], raw: Raw) -> Iterator[tuple[tuple[str, ...], 
 
 
 _CONFIG_FILE = ("job.config_file", "job_config_file", "config_file")
-"""Names of the config file among the options of torchtitan, which may also appear in a file."""
+"""Names of torchtitan's option for the config file. The option may also appear in a file."""
 
 
 def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
-    """Return the key that refers to another trainer's config file, and the path of that file."""
+    """Return the key that refers to a config file of another trainer, and the path of that file."""
     for assignment in assignments:
         for path, raw in leaves(assignment):
             if (name := ".".join(path)) in _CONFIG_FILE and isinstance(raw, str) and raw:
@@ -90,7 +90,7 @@ def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] |
 
 
 def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
-    """Whether a file is from another trainer, based on its unknown keys."""
+    """Whether the unknown keys of a file show that the file is a config of another trainer."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):
@@ -102,7 +102,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
         ]
         known += sum(found)
         is_section = isinstance(assignment.raw, dict) and assignment.path[0] not in SECTIONS
-        # A misspelled maxpipe section contains maxpipe keys.
+        # A section with a misspelled name still contains maxpipe keys.
         is_section &= not all(path[-1] in _OWN_NAMES for path, _ in leaves(assignment))
         if known >= _FEWEST or (is_section and any(found) and all(found)):
             return True
@@ -110,7 +110,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
 
 
 def _is_misspelled(assignment: Assignment) -> bool:
-    """Whether the assignment is a section of maxpipe with a misspelled name."""
+    """Whether the assignment sets a maxpipe section whose name is misspelled."""
     if len(assignment.path) != 1 or not isinstance(assignment.raw, dict):
         return False
     (section,) = assignment.path
@@ -119,7 +119,7 @@ def _is_misspelled(assignment: Assignment) -> bool:
 
 
 def _is_misplaced(path: Sequence[str]) -> bool:
-    """Whether the path is a key of maxpipe in the wrong section."""
+    """Whether the path is a maxpipe key in the wrong section."""
     return path[0] in SECTIONS and path[-1] in _OWN_NAMES
 
 
@@ -127,17 +127,17 @@ _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
 class TranslationReport(NamedTuple):
-    """Translation of a file of another trainer."""
+    """Result of translating one config file of another trainer."""
 
     problem: Problem
     origin: str
     text: str
-    """Config with the settings that could be translated."""
+    """maxpipe config, as text, with the settings that could be translated."""
     has_config_file_key: bool
     """Whether a key refers to another config file, which may set required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
-        """Return the settings in `text`."""
+        """Return the assignments in `text`."""
         root = compose(self.text)
         if not isinstance(root, yaml.MappingNode):
             return []
@@ -145,7 +145,7 @@ class TranslationReport(NamedTuple):
 
 
 class OtherTrainerError(Exception):
-    """Raised if files are configs of other trainers."""
+    """Raised if config files belong to other trainers."""
 
     def __init__(self, reports: dict[str, TranslationReport]):
         super().__init__()
@@ -158,14 +158,15 @@ def translate_files(
     foreign: Collection[str],
     context: TranslationContext,
 ) -> dict[str, TranslationReport]:
-    """Return the translation of each file of another trainer, by origin.
+    """Return the translations of all files of other trainers, keyed by origin.
 
-    `foreign` are the origins of files whose format only other trainers use.
+    `foreign` contains the origins of files in formats that only other trainers use.
     """
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
         theirs = [each for each in unknown if each.origin == origin]
-        # Values from a published config.json have its path as origin, but maxpipe sections.
+        # Values from a published config.json have the path of that file as origin, but are in
+        # maxpipe sections.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
             found[origin] = translate_file(origin, [*mine, *theirs], context)
@@ -192,7 +193,9 @@ def translate_file(
             continue
         count += 1
         if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
-            raw = f"{names['name']}-{raw}".lower()  # torchtitan's name and flavor of a model
+            raw = (
+                f"{names['name']}-{raw}".lower()
+            )  # torchtitan's keys for the name and flavor of a model
             path = ("model_name",)
         found = translate(_unambiguous(path, names), raw, context)
         settings = dict(found.settings)
@@ -231,7 +234,7 @@ _ACCELERATE_KEYS = ("distributed_type", "compute_environment")
 
 
 def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
-    """Return a more specific name for a key whose meaning depends on other keys of the file."""
+    """Return a more specific name for a key whose meaning depends on other keys in the file."""
     if path == ("num_processes",) and any(each in names for each in _ACCELERATE_KEYS):
         return ("num_gpus",)
     return path

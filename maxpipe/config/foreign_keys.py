@@ -1,9 +1,9 @@
-"""Tables of keys, values and commands of other trainers, with their equivalents in maxpipe.
+"""Tables that map keys, values and commands of other trainers to their equivalents in maxpipe.
 
 The names come from MaxText, torchtitan, `Trainer` of transformers, TRL, Axolotl, Megatron-LM,
-nanoGPT, and configs of published models. An entry maps to the equivalent name, or to a reason and
-an action if there is none. Names are compared by letters and digits only: `max_steps`, `maxSteps`
-and `max-steps` are equal.
+nanoGPT, and configs of published models. An entry maps a name to its equivalent, or to a reason and
+an action if there is no equivalent. Only the letters and digits of names are compared: `max_steps`,
+`maxSteps` and `max-steps` are equal.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ SAME_KEY = {
     "heartbeat_reporting_interval_in_seconds",
     "runtime.compiled_step": "compiled_trainstep_file",
 }
-"""Names of each key in other trainers."""
+"""Maps each key to its names in other trainers."""
 
 
 _ZERO_BUBBLE = (
@@ -265,7 +265,7 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "data.packing": {
         "concat concatenate concat_and_split wrapped greedy": "cut",
-        # Other trainers do not split conversations if packing is enabled.
+        # With packing enabled, other trainers do not split conversations.
         "true on yes bfd best_fit_decreasing ffd first_fit_decreasing multipack": "best_fit",
         "ff first_fit_shuffle": "first_fit",
         "false off no none padding padded": "pad",
@@ -407,13 +407,13 @@ VALUES: dict[str, dict[str, str]] = {
     "checkpoint.best_metric": {"loss eval_loss val_loss": "eval/loss"},
     "log.progress": {"rich bar tqdm true": "live", "lines text none false off": "plain"},
 }
-"""Values of other trainers for each key, mapped to the value here or to an action."""
+"""Maps each key to a table from values of other trainers to the equivalent value or an action."""
 
 LISTS = {
     "data.path": "Set data.paths to the list, or write a glob pattern such as 'data/*.jsonl' or "
     "'data/**/part-[0-4]*'.",
 }
-"""Action for keys that may be lists in other trainers."""
+"""Suggested actions for keys that may be lists in other trainers."""
 
 COMMANDS = {
     "train": "fit pretrain finetune run start sft dpo",
@@ -431,7 +431,7 @@ COMMANDS = {
     "init": "new create quickstart",
     "board": "tensorboard tb watch dashboard",
 }
-"""Names of each command in other programs."""
+"""Maps each command to its names in other programs."""
 
 NO_COMMAND = {
     "serve api": "maxpipe does not serve models; `maxpipe generate RUN --interactive` reads "
@@ -445,28 +445,30 @@ NO_COMMAND = {
 
 
 _PREFERRED = "model.moe."
-"""Preferred section among keys that several families have."""
+"""Section that is preferred if several families have the same key."""
 
 
 class NameMatch(NamedTuple):
-    """Table entry for a foreign name; either `name` or `action` is empty."""
+    """Equivalent of a name of another trainer. Either `name` or `action` is empty."""
 
     name: str = ""
     """The equivalent key."""
     why: str = ""
     action: str = ""
     is_exact: bool = True
-    """Whether a table contains the name, rather than a similar name."""
+    """Whether a table contains this exact name rather than a similar name."""
 
 
 def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:
-    """Return the key that an unknown key denotes; `path` is its section (if any) and name."""
+    """Return the key that an unknown key refers to. `path` contains its section (if any) and its
+    name.
+    """
     guess = NameMatch(_similar_key(path, keys), is_exact=False)
     return match_exact_key(path, keys) or guess
 
 
 def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | None:
-    """Return the entry for exactly this name, without guesses."""
+    """Return the entry for exactly this name, ignoring similar names."""
     full, tail = normalize_name("".join(path)), normalize_name(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
@@ -475,7 +477,7 @@ def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | N
     if len(path) > 1 and (answer := _match_pattern(path)):
         return answer
     if found := [key for key in keys if normalize_name(key.rpartition(".")[2]) == tail]:
-        # Keys in the given section take precedence.
+        # Keys in the same section take precedence.
         found = [key for key in found if key.startswith(f"{path[0]}.")] or found
         found.sort(key=lambda key: (key.count(".") > 1, not key.startswith(_PREFERRED)))
         return NameMatch(found[0])
@@ -491,7 +493,7 @@ def _match_pattern(path: Sequence[str]) -> NameMatch | None:
 
 
 def join_reason(rule: str, why: str) -> str:
-    """Append the reason to the rule, if there is one."""
+    """Append the reason to the rule, if the reason is not empty."""
     return f"{rule.removesuffix('.')}: {why}" if why else rule
 
 
@@ -506,27 +508,27 @@ def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
 
 
 def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return the choice that a value denotes, or an action; empty if no table contains
-    the value.
+    """Return the choice that is equivalent to a value, or an action. Return an empty string if no
+    table contains the value.
     """
     exact = [choice for choice in choices if normalize_name(choice) == normalize_name(value)]
     return exact[0] if exact else _foreign_values(key).get(normalize_name(value), "")
 
 
 def value_action(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return the action for an invalid value, or an empty string."""
+    """Return the suggested action for an invalid value, or an empty string."""
     choices = list(choices)
     found = match_exact_value(key, value, choices) or did_you_mean(value, choices)
     return f"Set {key}={found}." if found in choices else found.replace("KEY", key)
 
 
 def list_action(key: str) -> str:
-    """Return the action for a list in place of a single text, or an empty string."""
+    """Return the suggested action for a list in place of a single text, or an empty string."""
     return LISTS.get(key, "")
 
 
 def match_command(word: str, commands: Collection[str]) -> NameMatch:
-    """Return the command that an unknown command denotes."""
+    """Return the command that an unknown command refers to."""
     if exact := [
         command for command in commands if normalize_name(command) == normalize_name(word)
     ]:

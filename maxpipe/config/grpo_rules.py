@@ -1,4 +1,4 @@
-"""Rules on reinforcement learning: prompts, rewards, and rollouts of several steps."""
+"""Rules for reinforcement learning: prompts, rewards, and rollouts of several steps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _REQUIRED_VALUES = {
     "model.mtp_heads": (0, "multi-token prediction is not supported"),
     "model.dropout": (0.0, "completions are sampled without dropout"),
 }
-"""Keys with the values that this objective requires, and the reasons."""
+"""Maps keys to the values that this objective requires, and the reasons."""
 
 
 def _add_required_value_rule(key: str, wanted: object, why: str) -> None:

@@ -1,4 +1,6 @@
-"""Template of `maxpipe init`: a small config, with a comment from the schema above every key."""
+"""Template of `maxpipe init`: a small config with the schema documentation of each key as a
+comment.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _MORE = {
     "mesh.ici_data": "-1 uses all devices.",
     "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Additional comments on values of this template, after the schema texts."""
+"""Comments on values of this template, which follow the documentation from the schema."""
 
 
 _NAMED = (
@@ -52,7 +54,9 @@ _NAMED = (
 
 
 def render_first_config(name: str, train: str) -> str:
-    """Return the config file of a run with this name, which the command `train` trains."""
+    """Return the text of a config file for a run with this name. `train` is the command that trains
+    the run.
+    """
     pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
     head = _HEAD.format(train=train, pad=pad)
     lines = [f"# {line}".rstrip() for line in head.splitlines()]

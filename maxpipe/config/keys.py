@@ -2,7 +2,7 @@
 
 A section is a field of `Config`, or the section of a family inside `model`, such as `model.llama`.
 A config contains the keys of one family only; these tables contain the keys of all families. A key
-may hold sections under user-defined names: `data.mixture.web.path` is declared as
+may contain sections with user-defined names: `data.mixture.web.path` is declared as
 `data.mixture.NAME.path`.
 """
 
@@ -19,7 +19,7 @@ from maxpipe.models.registry import FAMILIES
 FAMILY = "model.family"
 _MODEL = "model"
 _FILLED = ("own", "adapter")
-"""Fields of the model section that are copied from other sections."""
+"""Fields of the model section that are filled from other sections."""
 
 
 def _sections() -> Iterator[tuple[str, type]]:
@@ -30,7 +30,7 @@ def _sections() -> Iterator[tuple[str, type]]:
 
 
 SECTIONS: dict[str, type] = dict(_sections())
-"""The dataclass that declares each section, by section name."""
+"""Maps section names to the dataclasses that declare them."""
 
 KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
@@ -38,7 +38,7 @@ KEYS: dict[str, Any] = {
     for name, hint in typing.get_type_hints(declared).items()
     if section != _MODEL or name not in _FILLED
 }
-"""The type of each key, by full key, in the order of the schema."""
+"""Maps full keys to their types, in schema order."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]
 
 NAME = "NAME"
@@ -46,7 +46,7 @@ NAME = "NAME"
 
 
 def _named_section_types(hint: Any) -> list[type]:
-    """Return the dataclass of the named sections that a key of this type holds, if any."""
+    """Return the dataclass of the named sections that a key of this type contains, if any."""
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
 
@@ -54,14 +54,14 @@ def _named_section_types(hint: Any) -> list[type]:
 NAMED_SECTIONS: dict[str, type] = {
     f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _named_section_types(hint)
 }
-"""The dataclass of each section under a user-defined name, by the declared section name."""
+"""Maps declared names of named sections, such as `data.mixture.NAME`, to their dataclasses."""
 
 NAMED_KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
     for section, declared in NAMED_SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
 }
-"""The type of each key in a named section, by full key with `NAME` as the name."""
+"""Maps full keys in named sections, such as `data.mixture.NAME.path`, to their types."""
 
 
 def declared_key(key: str) -> str:
@@ -78,7 +78,7 @@ RENAMED_KEYS: dict[str, str] = {
     for field in dataclasses.fields(declared)
     for name in field.metadata.get("was", ())
 }
-"""The current full key, by the full key of an earlier release."""
+"""Maps full keys of earlier releases to current full keys."""
 
 _RENAMED_VALUES: dict[str, dict[str, Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
@@ -89,7 +89,7 @@ _RENAMED_VALUES: dict[str, dict[str, Any]] = {
 
 
 def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
-    """Translate a setting of an earlier release to this release's key and value."""
+    """Convert a setting of an earlier release to this release's key and value."""
     declared = declared_key(key)
     if new := RENAMED_KEYS.get(declared):
         is_named = declared != key
@@ -118,14 +118,14 @@ def names_in(section: str) -> list[str]:
 
 
 def field_of(key: str) -> dataclasses.Field[Any]:
-    """Return the dataclass field that declares a full key."""
+    """Return the dataclass field that declares this full key."""
     section, _, name = key.rpartition(".")
     of_section: Any = SECTIONS.get(section) or NAMED_SECTIONS[section]
     return next(each for each in dataclasses.fields(of_section) if each.name == name)
 
 
 def default_of(key: str) -> Any:
-    """Return the default of a full key, or `dataclasses.MISSING` if the key is required."""
+    """Return the default value of a full key, or `dataclasses.MISSING` if the key is required."""
     field = field_of(key)
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -143,12 +143,12 @@ def family_section(family: str) -> str:
 
 
 def is_of_another_family(section: str, family: str) -> bool:
-    """Whether a section belongs to a family other than this one."""
+    """Whether a section belongs to a different model family."""
     return section.startswith(f"{_MODEL}.") and section != family_section(family)
 
 
 def sections_of(config: Config) -> dict[str, Any]:
-    """Return the sections of a config: the common ones and that of its family."""
+    """Return all sections of a config: the common sections and the section of its model family."""
     found: dict[str, Any] = {}
     for section, declared in SECTIONS.items():
         if section == family_section(config.model.family):
@@ -159,9 +159,10 @@ def sections_of(config: Config) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of nested dicts, as in a config or checkpoint, by full key.
+    """Flatten nested dicts, as in a config or checkpoint, to values keyed by full key.
 
-    Named sections are flattened as well. An empty mapping of named sections is kept as one value.
+    Named sections are flattened as well. An empty mapping of named sections is kept as a single
+    value.
     """
     found: dict[str, Any] = {}
     for section, values in nested.items():
@@ -188,7 +189,7 @@ OWN_KEYS = frozenset(
 
 
 def may_differ(key: str) -> bool:
-    """Whether processes may have different values of a full key."""
+    """Whether processes may have different values for a full key."""
     outer, _, inner = declared_key(key).rpartition(".")
     return (
         key.partition(".")[0] in OWN_SECTIONS

@@ -1,7 +1,7 @@
-"""Load a `Config` from files and overrides, with the origin of each value.
+"""Load a `Config` from files and overrides, and record the origin of each value.
 
-Only this module uses OmegaConf. The schema determines the type of each value, not YAML: `name: on`
-is the string "on". All problems are collected and raised as one `ConfigError`.
+Only this module uses OmegaConf. The type of each value is determined by the schema, not by YAML:
+`name: on` is the string "on". All problems are collected and raised as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -71,24 +71,26 @@ from maxpipe.config.yaml_values import (
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
-"""Maximum number of unknown keys whose values affect later translations. The longest config of
-another trainer has 700 keys."""
+"""Maximum number of unknown keys whose values affect the translation of other keys. The longest
+known config of another trainer has 700 keys."""
 _MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A valid config, and the origin of each value."""
+    """A valid config, with the origin of each value."""
 
     config: Config
     origins: dict[str, str]
-    """Origin of each full key: "default", a file, or the text of an override."""
+    """Maps each full key to the origin of its value: "default", a file, or the text of an
+    override."""
     inferred: frozenset[str] = frozenset()
-    """Full keys with the value -1 that was resolved from the number of devices."""
+    """Full keys that had the value -1, which was replaced using the number of devices."""
     warnings: tuple[Problem, ...] = ()
-    """Warnings about settings that are accepted but deprecated."""
+    """Warnings about deprecated settings that are still accepted."""
     notes: tuple[str, ...] = ()
-    """Notes to print first: the origin of the model, if several files set it."""
+    """Notes to print before training, such as the origin of the model if several files set model
+    keys."""
 
 
 def load(
@@ -98,15 +100,16 @@ def load(
     *,
     to_train: bool = False,
 ) -> LoadedConfig:
-    """Load the config that files and `section.key=value` overrides describe.
+    """Load the config that files and `section.key=value` overrides define.
 
-    Files are merged left to right onto `saved` (a result of `to_dict` with the origin `origin`).
-    Overrides apply after all files, regardless of their position. A file may be the name of a
-    bundled config. With `to_train`, the config must also have training data.
+    Files are merged from left to right onto `saved`, a result of `to_dict` with the origin
+    `origin`. Overrides apply after all files, regardless of their position. A file may be the name
+    of a bundled config. With `to_train`, the config must also pass the checks that apply only to
+    training.
 
     Raises:
-        ConfigError: lists every mistake in the files, the overrides and the values. For a file of
-            another trainer it contains the translation, and the mistakes that remain in it.
+        ConfigError: lists all problems in the files, overrides and values. For a file of another
+            trainer, the error contains the translation and its remaining problems.
     """
     try:
         return _load_translated(args, saved, origin, {}, to_train=to_train)
@@ -129,7 +132,9 @@ def _load_translated(
     *,
     to_train: bool,
 ) -> LoadedConfig:
-    """Implement `load`; `translated` are files of other trainers, by their origin."""
+    """Implement `load`. `translated` contains translations of other trainers' files, keyed by
+    origin.
+    """
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
@@ -145,7 +150,7 @@ def _load_translated(
     problems += duplicate_settings(assignments)
     assignments = [rename_former_key(assignment) for assignment in assignments]
     named = _default_run_name(located[-1]) if located and located[-1] else None
-    # If an option gives another trainer's config file, that file may set the missing keys.
+    # If a key refers to another trainer's config file, that file may set the missing keys.
     is_complete = None not in read and foreign_files.find_config_file_key(given) is None
     is_complete = is_complete and not any(each.has_config_file_key for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
@@ -163,12 +168,14 @@ def _load_translated(
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """Return the config in nested dicts, under the rules of a file."""
+    """Return the config that nested dicts define, with the same checks as for a file."""
     return load([], values, "from_dict").config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Return all sections and keys as nested dicts; the section of the family is inside `model`."""
+    """Return all sections and keys as nested dicts. The section of the model family is inside
+    `model`.
+    """
     nested: dict[str, dict[str, Any]] = {}
     for section, values in sections_of(config).items():
         outer, _, inner = section.partition(".")
@@ -179,14 +186,15 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _to_plain_value(value: Any) -> Any:
-    """Return a copy of the value, with named sections as dicts."""
+    """Return a copy of the value in which named sections are dicts."""
     if isinstance(value, dict):
         return {name: _to_plain_value(each) for name, each in value.items()}
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
-    """Return a file that loads to an equal config: every key on one line, in schema order.
+    """Return the text of a file that loads as an equal config, with one line per key in schema
+    order.
 
     `comment` returns the comment for the line of a full key.
     """
@@ -222,11 +230,13 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return f"{section}.{name}", OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-# From assignments to values.
+# Conversion of assignments to values.
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
-    """Return the file that an argument denotes; otherwise add a problem and return None."""
+    """Return the file that an argument refers to. If no such file exists, add a problem and return
+    None.
+    """
     try:
         return locate(arg, KEYS)
     except ConfigError as error:
@@ -239,7 +249,9 @@ def _read(
     translated: Mapping[str, foreign_files.TranslationReport],
     problems: list[Problem],
 ) -> list[Assignment] | None:
-    """Return the settings in a file; if it cannot be read, add a problem and return None."""
+    """Return the assignments in a file. If the file cannot be read, add a problem and return
+    None.
+    """
     if report := translated.get(file.origin):
         return report.assignments(problems)
     if _is_foreign(file):
@@ -263,7 +275,7 @@ def _shape_only_note(argument: str) -> str:
 
 
 def _default_run_name(file: ConfigFile) -> Assignment:
-    """Return the default run name, which differs between files."""
+    """Return the assignment of the default run name, which depends on the file."""
     origin = f"the name of {file.origin}"
     return Assignment(("run", "name"), file.run_name, origin, file.origin)
 
@@ -320,7 +332,7 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        nodes[section][name] = KEYS[key]()  # a placeholder, so that the other rules can run
+        nodes[section][name] = KEYS[key]()  # a placeholder value, so that the other rules can run
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
@@ -331,7 +343,8 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
-    # A file that could not be read might set keys that still have their defaults.
+    # Ignore problems with default values if a file could not be read, because that file might set
+    # them.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
         raise ConfigError(problems)
@@ -340,8 +353,8 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections without values. A copy of the result is four times as fast as
-    a rebuild.
+    """Return all sections without values. Copying the cached result is four times as fast as
+    building it again.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
@@ -350,8 +363,8 @@ def _unset() -> dict[str, Any]:
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
-    """Yield a problem for each key of another model family; the last assignment of each key is
-    used.
+    """Yield a problem for each key of another model family. If a key is assigned several times,
+    only the last assignment counts.
     """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
@@ -381,7 +394,7 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
 
 
 def _is_unknown(assignment: Assignment) -> bool:
-    """Whether the key does not exist."""
+    """Whether the assigned key does not exist."""
     section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(split_key(assignment.path))
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
@@ -398,7 +411,7 @@ def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) ->
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
-    """Return the current settings, including those translated from names of other trainers."""
+    """Return the current settings, including settings translated from keys of other trainers."""
     values: dict[str, Any] = {
         key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
     }
@@ -411,13 +424,15 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
-                if key in values and key == found.key:  # excludes the family that a key implies
+                if (
+                    key in values and key == found.key
+                ):  # ignores a model family that a key only implies
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
-    """Store the value in its section, or return the problem."""
+    """Store the value in its section, or return a problem."""
     section, rest = split_key(assignment.path)
     name, *entry = rest or (".",)
     if _is_unknown(assignment):
@@ -453,8 +468,8 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
 def _locate_in_named_section(
     node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
 ) -> tuple[Any, tuple[str, Any]] | Problem | None:
-    """Return the node, name and type of a key in a named section; None if nothing remains to be
-    set.
+    """Return the node, name and type of a key in a named section. Return None if the assignment
+    only creates an empty section.
     """
     section = assignment.path[0]
     full = f"{section}.{key}"
@@ -502,11 +517,11 @@ _LISTS = {
     list[float]: ("list of numbers", "[1.5, 2]"),
     list[str]: ("list of names", "[]"),
 }
-"""Name and example of each list type."""
+"""Maps list types to their names and examples."""
 
 
 def type_name(hint: Any) -> str:
-    """Return the name of a type: `integer`, `one of a, b`."""
+    """Return the name of a type, such as `integer` or `one of a, b`."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(typing.get_args(hint))}"
     if is_mapping(hint):
@@ -519,7 +534,7 @@ def type_name(hint: Any) -> str:
 
 
 def _is_too_large(raw: object) -> bool:
-    """Whether the text is an integer that exceeds the range of float."""
+    """Whether the text is an integer that exceeds the range of floats."""
     return bool(re.fullmatch(r"[-+]?\d{309,}", str(raw) if isinstance(raw, str) else ""))
 
 
@@ -581,7 +596,7 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
 
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
-    """Return the rule that an unknown key violates, and where valid keys are listed."""
+    """Return the rule that an unknown key violates, and the command that lists valid keys."""
     section, rest = split_key(assignment.path)
     if assignment.option:
         return "is not an option of this command.", "Run the command with --help."
@@ -594,7 +609,9 @@ def _rule(assignment: Assignment) -> tuple[str, str]:
 
 
 def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
-    """Return the translation; an option that names an existing key translates to that key."""
+    """Translate an unknown key. An option with the name of an existing key translates to that
+    key.
+    """
     key = ".".join(assignment.path)
     if key in KEYS:
         text = assignment.raw if isinstance(assignment.raw, str) else "VALUE"

@@ -1,6 +1,6 @@
-"""Rules on the axes of the mesh, and on the dimensions that they shard.
+"""Rules for mesh axes, and for the dimensions that they shard.
 
-Rules that depend on the available devices are checked where the mesh is built.
+Rules that depend on the available devices are checked when the mesh is built.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _parts(config: Config) -> Iterator[Part]:
 
 
 def has_experts(config: Config) -> bool:
-    """Whether some layers have experts, which the expert axis shards."""
+    """Whether any layer has experts, which the expert axis shards."""
     return any(isinstance(part, Experts) for part in _parts(config))
 
 
 def has_sequential_layers(config: Config) -> bool:
-    """Whether a part other than attention reads other tokens of the sequence.
+    """Whether a part other than attention depends on other tokens of the sequence.
 
     Such parts need all tokens of a sequence on one device.
     """
@@ -145,7 +145,7 @@ def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
     tokens, mesh = config.train.sequence_length, config.mesh
     context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
     if mesh.sequence_parallel and tokens % (context * tensor):
-        # With a context axis, the length must also be a multiple of 2 x context.
+        # With a context axis, the sequence length must also be a multiple of 2 x context.
         more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
         sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
         yield RuleViolation(
@@ -262,23 +262,24 @@ def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
 
 
 _WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
-"""Mesh axes that shard weights."""
+"""Mesh axes that can shard weights."""
 
 
 _NONE: Mapping[str, str] = {}
 
 
 def _sizes_over(config: Config, logical: str) -> dict[str, int]:
-    """Return the sizes of the mesh axes that shard a logical axis; unknown sizes are 1."""
+    """Return the sizes of the mesh axes that shard a logical axis. Unknown sizes count as 1."""
     axes = axis_table(config.mesh)[logical]
     return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
 
 
 def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
-    """Require the value of `key` to be a multiple of the mesh axes that shard it.
+    """Add a rule that the value of `key` must be divisible by the sizes of the mesh axes that shard
+    it.
 
-    `partners` are other keys with their logical axes. The suggested value is also a multiple of the
-    sizes that other violations suggest for these keys.
+    `partners` maps other keys to their logical axes. The suggested value is also a multiple of the
+    values that are suggested for violations of these keys.
     """
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
@@ -316,7 +317,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
     is_read = has_experts(config)
-    # Another rule reports a model.d_model that is not divisible for other weights.
+    # If model.d_model is not divisible for other weights, another rule reports it.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
         yield RuleViolation(

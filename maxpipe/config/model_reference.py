@@ -1,4 +1,4 @@
-"""Resolve `model: NAME`, and report which files set the shape of the model."""
+"""Resolve `model: NAME`, and report which files define the shape of the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from maxpipe.errors import Problem
 from maxpipe.io.formatting import pluralize
 
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
-"""Model keys, in addition to those that begin with `matmul`, that do not affect
-parameter shapes."""
+"""Model keys, other than the `matmul*` keys, that do not affect parameter shapes."""
 
 _SHAPE = tuple(
     key
@@ -31,12 +30,12 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Settings of a model that a file or an override refers to by name."""
+    """Assignments of a model that a file or override refers to by name."""
 
     before: list[Assignment]
-    """Assignments that precede those of all files."""
+    """Assignments with lower precedence than those of all files."""
     after: list[Assignment]
-    """Assignments that follow those of all files."""
+    """Assignments with higher precedence than those of all files."""
     notes: tuple[str, ...]
 
 
@@ -52,10 +51,10 @@ def resolve_model(
     *,
     is_saved: bool,
 ) -> ModelReference:
-    """Return the settings of the model that files or overrides refer to.
+    """Return the assignments of the model that files or overrides refer to.
 
-    A name in a file is a default, which a file with a complete model replaces. An override replaces
-    the model of the files.
+    A model name in a file is only a default: a file with a complete model replaces it. A model name
+    in an override replaces the model of all files.
     """
     overrides = [each for each in from_overrides if is_reference(each)]
     in_file = [each for each in in_files if is_reference(each)]
@@ -76,7 +75,7 @@ def resolve_model(
 
 
 def _models(assignments: Sequence[Assignment]) -> list[str]:
-    """Return the origins that set all required model keys, in order."""
+    """Return the origins of complete models, which set all required model keys, in order."""
     keys: dict[str, set[str]] = {}
     for each in assignments:
         keys.setdefault(each.origin, set()).add(".".join(each.path))
@@ -106,9 +105,9 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
 
 
 def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield notes about files that change the shape of a model from an earlier file."""
+    """Yield notes about files that change the shape of a model that an earlier file defines."""
     shape = set(_SHAPE)
-    # Assignments without an origin are placeholders for a model that is not needed.
+    # Assignments without an origin are placeholder values for configs that need no model.
     assignments = [each for each in assignments if each.origin]
     for model in _models([each for each in assignments if each.is_in_file]):
         values = {".".join(a.path): a.raw for a in assignments if a.origin == model}

@@ -1,4 +1,4 @@
-"""Rules on trained and frozen parameters, low-precision matmuls and attention kernels."""
+"""Rules for trained and frozen parameters, low-precision matmuls and attention kernels."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Maximum number of int8 products whose sum fits into 32 bits."""
+"""Maximum number of int8 products whose sum is guaranteed to fit into 32 bits."""
 
 
 @rule("model.matmul", "model.matmul_scales", "model.d_mlp")
@@ -119,7 +119,9 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     "mesh.sequence_parallel", *axis_keys("tensor", "context"), *_MODEL_KEYS, "train.sequence_length"
 )
 def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
-    """Reject layouts that split a quantization block: the loss would depend on the layout."""
+    """Reject layouts that split a quantization block, because the loss would depend on the
+    layout.
+    """
     model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
     if model.matmul == "default" or model.matmul_scales != "block":
         return
@@ -133,7 +135,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
     if model.matmul_weight_gradients == "same":
         shards = axis_size(mesh, "context") or 1
-        pieces = 2 * shards if shards > 1 else 1  # a device has an early and a late piece
+        pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
         cut.append((tokens, f"tokens ({tokens})", "context", pieces))
     for size, words, axis, pieces in cut:
         block = math.gcd(size, QUANTIZATION_BLOCK)
@@ -147,7 +149,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
 
 
 _SPLASH_BLOCK = 128
-"""Block size in tokens: blocks of queries and keys are multiples of it."""
+"""Block size in tokens. The sizes of query and key blocks must be multiples of this value."""
 
 
 @rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
@@ -161,7 +163,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
             "Set model.attention=xla.",
         )
     shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
-    pieces = 2 * shards if shards > 1 else 1  # a device has an early and a late piece
+    pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
     if tokens % (pieces * _SPLASH_BLOCK):
         each = f" in each of {pieces} pieces of a sequence" if pieces > 1 else ""
         yield RuleViolation(

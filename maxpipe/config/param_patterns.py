@@ -1,4 +1,4 @@
-"""Parser of `optim.lr_multipliers` and `optim.weight_decays`. Does not import jax."""
+"""Parser for `optim.lr_multipliers` and `optim.weight_decays`. This module does not import jax."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ FORM = "PATTERN NUMBER"
 
 
 def parse_param_values(texts: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse each text into a pattern over parameter names and a number.
+    """Parse each text into a pair of a parameter name pattern and a number.
 
     Raises:
-        ValueError: a text cannot be parsed; the message is the rule.
+        ValueError: a text cannot be parsed; the message describes the valid form.
     """
     return [_pair(text) for text in texts]
 

@@ -1,4 +1,4 @@
-"""Rules on the layer partition and the pipeline schedule."""
+"""Rules for the layer partition and the pipeline schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from maxpipe.schedule.catalog import (
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
-    """Return the unique activations of the model that the names and presets denote."""
+    """Return the activations of the model that the names and presets select, without duplicates."""
     known = describe(model).activations
     return tuple(dict.fromkeys(each for name in names for each in known[name]))
 
@@ -208,7 +208,7 @@ def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
     if (count := stages * repeats * microbatches) <= MAX_FORWARDS:
         return
     most = MAX_FORWARDS // (stages * repeats)
-    # A divisor of the given number also divides the batch.
+    # Any divisor of the given number of microbatches also divides the batch size.
     fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
     yield RuleViolation(
         "pipeline.microbatches",
@@ -238,7 +238,8 @@ def _batch_divides(config: Config) -> Iterator[RuleViolation]:
 
 _MICROBATCHES = "pipeline.microbatches"
 _MICROBATCH_RULES = [each for each in RULES if _MICROBATCHES in each.keys]
-"""Rules that a smaller batch of the ramp must also satisfy, because it has fewer microbatches."""
+"""Rules that smaller batches of the ramp must also satisfy, because they have fewer
+microbatches."""
 
 
 @rule("train.batch_ramp", *{key: None for each in _MICROBATCH_RULES for key in each.keys})
@@ -250,7 +251,7 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:
-            continue  # another rule reports it
+            continue  # another rule reports this batch size
         if rows % each:
             larger = round_up(rows, each)
             take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"

@@ -1,4 +1,4 @@
-"""Rules on `train.objective=preference` and its data."""
+"""Rules for `train.objective=preference` and its data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Render the schema: explanations, the reference page, a JSON schema and complete configs.
+"""Render the schema as explanations of keys, a reference page, a JSON schema and complete configs.
 
-Everything is generated from the declarations in `schema.py` and the model families, the strings
-below their fields, and the ranges. Facts about a key are written in no other place.
+All output is generated from the declarations in `schema.py` and the model families, the docstrings
+of the fields, and the ranges. Keys are documented only there.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ _SCHEDULE = "pipeline.schedule"
 
 @functools.cache
 def field_docs() -> dict[str, str]:
-    """Return the documentation of each section and full key, on one line."""
+    """Return the documentation of all sections and keys as single lines, keyed by section or full
+    key.
+    """
     docs: dict[str, str] = {}
     for section, declared in (SECTIONS | NAMED_SECTIONS).items():
-        for each in reversed(declared.__mro__[:-1]):  # base classes contribute keys
+        for each in reversed(declared.__mro__[:-1]):  # base classes also declare keys
             node = _classes(inspect.getfile(each))[each.__name__]
             docs[section] = _paragraph(ast.get_docstring(node) or "")
             for statement, after in zip(node.body, node.body[1:], strict=False):
@@ -72,7 +74,8 @@ def _paragraph(text: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return type, default, range and meaning of a key, the keys of a section, or all sections.
+    """Return the type, default, range and documentation of a key, the keys of a section, or all
+    sections.
 
     Raises:
         ConfigError: the name is neither a key nor a section.
@@ -141,7 +144,7 @@ def _labelled(label: str, text: str) -> list[str]:
 
 
 def _axis_rows() -> list[tuple[str, str, str]]:
-    """Return (logical axis, default mesh axes, other allowed mesh axes)."""
+    """Return (logical axis, default mesh axes, other allowed mesh axes) for each logical axis."""
     return [
         (
             name,
@@ -157,7 +160,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _first_sentence(key: str) -> str:
-    # A full stop ends a sentence, except after a single letter, as in `e.g.`
+    # A period ends a sentence, except after a single letter, as in `e.g.`
     first = re.split(r"(?<!\b\w)\.(?=\s)", field_docs()[key])[0]
     return first.removesuffix(".") + "."
 
@@ -172,7 +175,7 @@ def _default_text(key: str) -> str:
 
 
 def markdown() -> str:
-    """Return the page docs/config.md."""
+    """Return the content of docs/config.md."""
     lines = [
         "# Config reference",
         "",
@@ -202,7 +205,7 @@ def markdown() -> str:
 
 
 def _in_order() -> list[str]:
-    """Return all sections, each followed by its named sections."""
+    """Return all sections in order, each followed by its named sections."""
     found = []
     for section in SECTIONS:
         found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
@@ -214,9 +217,9 @@ def _escaped(text: str) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of one file.
+    """Return the JSON schema (draft 2020-12) of a config file.
 
-    No key is required, because files are merged and a model file alone is not a run.
+    No key is required, because files are merged, and a file with only a model is valid.
     """
     sections: dict[str, Any] = {}
     for section in SECTIONS:
@@ -275,5 +278,7 @@ def _type_schema(hint: Any) -> dict[str, Any]:
 
 
 def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
-    """Return the config as a file; with `origin`, comments contain the origin of each value."""
+    """Return the config as the text of a file. With `origin`, comments contain the origin of each
+    value.
+    """
     return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)

@@ -1,4 +1,6 @@
-"""Detection of large weights that are replicated by accident or on purpose. Does not import jax."""
+"""Detection of large weights that are replicated, by accident or on purpose. This module does not
+import jax.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +20,30 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MESH_AXES, axis_table
 LIMIT = "mesh.max_replicated_bytes"
 _SHARDS = ("fsdp", "expert", "context")
 """Axes over which the default table shards every large weight. Some weights are also sharded over
-tensor and stage; the data axis always replicates."""
+tensor and stage; the data axis never shards weights."""
 _BYTES = {"float32": 4, "bfloat16": 2}
 _MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
 
 
 @dataclass(frozen=True)
 class ReplicatedWeight:
-    """A weight that is replicated over several devices; layers of a stage count together."""
+    """A weight that is replicated over several devices, summed over the layers of a stage."""
 
     name: str
     num_bytes: int
-    """Size in bytes on each device."""
+    """Size in bytes per device."""
     axes: Mapping[str, int]
-    """Mesh axes with more than one device over which the weight is replicated."""
+    """Sizes of the mesh axes over which the weight is replicated; all are larger than 1."""
     logical_axis: str
-    """Logical axis that the default table shards over one of these axes, or an empty string."""
+    """Logical axis of the weight that the default table shards over one of these mesh axes, or an
+    empty string."""
     is_intended: bool
-    """Whether an axis rule of the user replicates the weight, or shards it over some of
-    the axes."""
+    """Whether a user-defined axis rule replicates the weight, or shards it over only some of the
+    axes."""
 
     @property
     def description(self) -> str:
-        """Description of the replication for messages."""
+        """Description of the replicated weight for messages."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         return f"all {math.prod(self.axes.values())} devices along {axes} store the same copy"
 
@@ -70,7 +73,9 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """Yield (name, parameter, minimum number of layers with it on a device) in network order."""
+    """Yield (name, parameter, minimum number of layers per device that have the parameter), in
+    network order.
+    """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():
         yield ".".join(path), param, 1
@@ -104,7 +109,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
 
 
 def replication_warnings(config: Config) -> Iterator[Problem]:
-    """Yield warnings about axis rules of the user that replicate large weights."""
+    """Yield warnings about user-defined axis rules that replicate large weights."""
     found = [
         each for each in find_replicated_weights(config) if each.is_intended and each.logical_axis
     ]

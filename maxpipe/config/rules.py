@@ -1,7 +1,7 @@
-"""The registry of config rules, the range of each number, and phrases that messages share.
+"""Registry of config rules, ranges of all numbers, and phrases that several messages share.
 
-A rule lists the keys it reads, and is skipped if one of them is already known to be wrong. The
-rules are defined in `check.py` and in the modules `*_rules`.
+A rule lists the keys that it reads, and is skipped if one of these keys is already known to be
+invalid. The rules are defined in `check.py` and in the modules `*_rules`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a full key or of one entry of a mapping.
+    """Return the value of a full key, or of one entry of a mapping.
 
-    Keys of other model families have their defaults.
+    For keys of other model families, return the default.
     """
     if (outer := declared_key(key).rpartition(".")[0]) in NAMED_SECTIONS:
         section, name, each, inner = key.split(".")
@@ -46,12 +46,12 @@ def applies_to_family(config: Config, key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: `find` yields the violations, and reads only the keys in `keys`."""
+    """A config rule. `find` yields the violations, and reads only the keys in `keys`."""
 
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
-    """Whether rules that relate these keys to others are skipped if this rule is violated."""
+    """Whether a violation of this rule causes other rules that read the same keys to be skipped."""
 
 
 RULES: list[Rule] = []
@@ -63,7 +63,7 @@ _NAME_CHARACTERS = 100
 def rule(
     *keys: str, is_first: bool = False
 ) -> Callable[[Callable[[Config], Iterator[RuleViolation]]], None]:
-    """Register a function as a rule on these keys."""
+    """Register a function as a rule that reads these keys."""
 
     def register(find: Callable[[Config], Iterator[RuleViolation]]) -> None:
         RULES.append(Rule(keys, find, is_first))
@@ -72,7 +72,7 @@ def rule(
 
 
 def axis_keys(*axes: str) -> tuple[str, ...]:
-    """Return the keys with the sizes of these mesh axes."""
+    """Return the config keys that set the sizes of these mesh axes."""
     return tuple(f"mesh.{link}_{axis}" for axis in axes for link in ("ici", "dcn"))
 
 
@@ -82,11 +82,11 @@ _MAX_WORD = 200
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the choice that is most similar to the word, or an empty string.
 
-    A choice with the same letters and digits is preferred, regardless of case and separators.
+    A choice with the same letters and digits, regardless of case and separators, is preferred.
     """
     known = list(choices)
     if len(word) > _MAX_WORD:
-        return ""  # difflib takes quadratic time
+        return ""  # difflib needs quadratic time
     wanted = normalize_name(word)
     same = [choice for choice in known if normalize_name(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}
@@ -101,7 +101,9 @@ def normalize_name(name: str) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Convert the text to a valid run name, from letters, digits, `.`, `_` and `-`."""
+    """Convert the text to a valid run name, which contains only letters, digits, `.`, `_` and
+    `-`.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_NAME_CHARACTERS].strip("-.") or "run"
 
 
@@ -116,7 +118,7 @@ BATCH_AXES = DEFAULT_AXIS_RULES["batch"]
 
 
 def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
-    """Return the known number of batch shards, and the batch axes with their sizes as texts.
+    """Return the number of batch shards over axes of known size, and descriptions of these axes.
 
     The expert axis is listed only if its size is more than 1.
     """
@@ -125,13 +127,13 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
     return math.prod(size or 1 for size in sizes.values()), words
 
 
-# Texts of messages.
+# Phrases for messages.
 
 
 def format_value(value: object) -> str:
-    """Return a value as written in a config file, shortened if it is long."""
+    """Format a value as in a config file. Long values are shortened."""
     if is_dataclass(value):
-        return ""  # a section, which the key already names
+        return ""  # the key already names the section
     if isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, list):
@@ -149,7 +151,7 @@ BYTES_VOCABULARY = 259
 _SHARE_LEFT = "1 would drop everything"
 _INT32 = 2**31 - 1
 MAX_STEPS = 10**11
-"""Maximum number of steps of a run. Sequence numbers have 63 bits."""
+"""Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
 _RANGES = (
     Bound("run.seed", 0, 0, 2**32 - 1, "the random generator has a 32-bit seed"),
     Bound("model.num_layers", 1, 1, 2048, "plans and layer partitions enumerate all layers"),
@@ -277,4 +279,4 @@ _RANGES = (
 
 
 BOUNDS = {bound.key: bound for bound in _RANGES}
-"""The range of each number, by full key."""
+"""Maps full keys to the ranges of their values."""

@@ -1,4 +1,4 @@
-"""Rules on the tokenizer and its file."""
+"""Rules for the tokenizer and its file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TIKTOKEN = {
     "tokenizer.split_pattern": "''",
     "tokenizer.special_tokens": "[]",
 }
-"""Keys of `tiktoken` files, and the values that disable them."""
+"""Maps keys that apply only to `tiktoken` files to the values that disable them."""
 
 
 @rule("tokenizer.kind", *_TIKTOKEN)

@@ -1,4 +1,6 @@
-"""Checks of a config that apply to training only, not to memory forecasts or compiled steps."""
+"""Config checks that apply only to training, not to memory forecasts or ahead-of-time
+compilation.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from maxpipe.config.translation import infer_source
 from maxpipe.errors import ConfigError, Problem
 
 LARGEST_FOR_BYTES = 4096
-"""Maximum vocabulary of a model that is trained on bytes. It is more than 259 because shards of the
-vocabulary must be even. Vocabularies of public models have at least 30,000 ids."""
+"""Maximum vocabulary of a model that is trained on bytes. The limit is larger than 259 because the
+vocabulary size must be divisible by the number of shards. Vocabularies of public models have at
+least 30,000 ids."""
 
 
 def runs_teacher(config: Config) -> bool:
-    """Whether a run computes teacher logits online, instead of reading precomputed ones."""
+    """Whether a run computes teacher logits online instead of reading precomputed logits."""
     return config.train.objective == "distill" and bool(config.distill.teacher)
 
 
@@ -29,7 +32,7 @@ def check_training(
 ) -> list[Problem]:
     """Return problems of a valid config that would probably train on unintended data.
 
-    Memory forecasts and compiled steps need neither text nor tokenizer.
+    Memory forecasts and ahead-of-time compilation need neither text nor a tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     problems = [] if wrong else find_unused_path(config, origins)
@@ -42,7 +45,9 @@ def check_training(
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return the problem of a run without a length. Forecasts and data commands need no length."""
+    """Return a problem if the run length is not set. Forecasts and data commands need no run
+    length.
+    """
     if config.train.steps or config.train.tokens:
         return []
     rule = "must be more than 0 if train.tokens is 0: one of them is the length of the run."
@@ -57,7 +62,7 @@ def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Prob
 
 
 def check_length(config: Config, origins: Mapping[str, str]) -> None:
-    """Raise ConfigError if the run has no length."""
+    """Raise ConfigError if the run length is not set."""
     if problems := find_missing_length(config, origins):
         raise ConfigError(problems)
 
@@ -74,7 +79,7 @@ def _check_evaluation(
 
 
 def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems of documents without a loss mask, which `train.objective=sft` requires."""
+    """Return problems if documents have no loss mask, which `train.objective=sft` requires."""
     if config.train.objective != "sft":
         return []
     problems = []
@@ -96,8 +101,8 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
 def _check_adapter_base(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """Return the problem of adapters without base weights: adapters of random weights
-    are useless.
+    """Return a problem if adapters have no pretrained base weights. Adapters for random weights are
+    useless.
     """
     key = "checkpoint.restore_from"
     if not config.adapter.rank or config.checkpoint.restore_from or key in skip:
@@ -108,7 +113,9 @@ def _check_adapter_base(
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems of paths that the source ignores: the run would train on other text."""
+    """Return problems with paths that the source ignores, because the run would train on different
+    text.
+    """
     problems = []
     for section, each in named_sources(config):
         if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
@@ -134,7 +141,9 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
 def _check_vocabulary(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """Return problems of a large vocabulary with the default text or the bytes tokenizer."""
+    """Return problems with a large vocabulary that is combined with the default text or the bytes
+    tokenizer.
+    """
     vocabulary = config.model.vocab_size
     if not {"model.vocab_size", "tokenizer.kind", "data.source"}.isdisjoint(skip):
         return []

@@ -1,6 +1,6 @@
-"""Batch-size ramp (`train.batch_ramp`) and phases of the learning rate (`optim.lr_phases`).
+"""Batch-size ramp (`train.batch_ramp`) and learning-rate phases (`optim.lr_phases`).
 
-Both keys are lists with one text per stage or phase. This module does not import jax.
+Both keys are lists of texts, one per stage or phase. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ class RampStage(NamedTuple):
 class BatchRamp(NamedTuple):
     """Batch size as a function of the batch number, which starts at 0.
 
-    Batches follow each other in the data without gaps: the position of a batch is the number of
-    sequences in all earlier batches.
+    Consecutive batches use consecutive sequences of the data. The position of a batch is the number
+    of sequences in all earlier batches.
     """
 
     stages: tuple[RampStage, ...]
     batch_size: int
-    """Batch size after all stages."""
+    """Batch size after the last stage."""
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> BatchRamp:
         """Return the ramp of a config.
 
         Raises:
-            ValueError: a stage cannot be parsed; the message is the rule.
+            ValueError: a stage cannot be parsed; the message describes the valid form.
         """
         stages = (_stage(text, train.sequence_length) for text in train.batch_ramp)
         return cls(tuple(stages), train.batch_size)
 
     @property
     def steps(self) -> int:
-        """Number of steps before the final batch size."""
+        """Number of steps before the final batch size is reached."""
         return sum(stage.steps for stage in self.stages)
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first batch number, sequences before it, batch size) per stage, then
-        for the rest.
+        """Yield (first batch number, number of earlier sequences, batch size) for each stage, and
+        then for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:
@@ -60,7 +60,7 @@ class BatchRamp(NamedTuple):
         yield first, front, self.batch_size
 
     def position_of(self, number: int) -> tuple[int, int]:
-        """Return the number of sequences before a batch, and the batch size."""
+        """Return the number of sequences in all earlier batches, and the size of this batch."""
         first, front, rows = next(p for p in reversed(list(self.stage_starts())) if p[0] <= number)
         return front + (number - first) * rows, rows
 
@@ -69,18 +69,20 @@ class BatchRamp(NamedTuple):
         return self.position_of(number)[0]
 
     def num_batches(self, rows: int) -> int:
-        """Return the minimum number of initial batches that contain this number of sequences."""
+        """Return the minimum number of batches from the start that contain this number of
+        sequences.
+        """
         first, front, each = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
         return first + -(-(rows - front) // each)
 
     def sizes(self, start: int = 0) -> list[int]:
-        """Return the unique batch sizes from a batch number on, in order."""
+        """Return the batch sizes from this batch number on, in order and without duplicates."""
         ends = [first for first, *_ in self.stage_starts()][1:]
         left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
         return list(dict.fromkeys([*left, self.batch_size]))
 
     def equals_until(self, other: BatchRamp, number: int) -> bool:
-        """Whether both ramps use the same sequences in all batches before this number."""
+        """Whether both ramps use the same sequences in all batches before this batch number."""
         edges = {p[0] for ramp in (self, other) for p in ramp.stage_starts()} | {number}
         return all(
             self.sequences_before(edge) == other.sequences_before(edge)
@@ -89,23 +91,22 @@ class BatchRamp(NamedTuple):
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Return the ramp as JSON values for the fingerprint of the data; `of_facts` is the
-        inverse.
+        """Return the ramp as JSON values for the data fingerprint. `from_metadata` is the inverse.
 
-        Runs without stages keep the format of earlier releases.
+        Without stages, the format is that of earlier releases.
         """
         ramp = [list(stage) for stage in self.stages]
         return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})
 
     @classmethod
     def from_metadata(cls, facts: Any) -> BatchRamp:
-        """Return the ramp in a fingerprint."""
+        """Return the ramp that is stored in a data fingerprint."""
         stages = (RampStage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
         return cls(tuple(stages), int(facts["batch_size"]))
 
 
 METADATA_KEYS = ("batch_size", "batch_ramp")
-"""Keys of the dict that `BatchRamp.facts` returns."""
+"""Keys of the dict that `BatchRamp.metadata` returns."""
 
 
 def _stage(text: str, sequence_length: int) -> RampStage:
@@ -115,14 +116,14 @@ def _stage(text: str, sequence_length: int) -> RampStage:
     if not rows or not count:
         rule = "must have stages with a batch size of at least 1 and at least 1 step"
         raise ValueError(f"{rule}; {text!r} does not.")
-    # Another rule rejects sequences without tokens.
+    # Another rule rejects a sequence length of 0.
     tokens = rows * max(1, sequence_length)
     steps = count if match[3] == "steps" else -(-count // tokens)
     return RampStage(rows, steps)
 
 
 def check_order(ramp: BatchRamp) -> str:
-    """Return the violated rule if batch sizes do not increase, else an empty string."""
+    """Return the violated rule if batch sizes do not increase, or an empty string."""
     sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
     for small, large in itertools.pairwise(sizes):
         if small >= large:
@@ -139,7 +140,9 @@ EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
 
 
 class LRPhase(NamedTuple):
-    """Steps in which the learning rate changes from one fraction of its peak to another."""
+    """Consecutive steps in which the learning rate changes from one fraction of its peak to
+    another.
+    """
 
     steps: int
     shape: Literal["linear", "cosine"]
@@ -154,14 +157,16 @@ _PHASES_TEXT = re.compile(
 
 
 def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
-    """Return the phases of a run with this number of steps.
+    """Parse the learning-rate phases of a run with this number of steps.
 
     The length of a phase is a number of steps, a percentage of the run (`10%`), or `rest`; the
-    prefix `3 x` repeats a phase. Without FROM, a phase starts at the end value of the previous
-    phase, and the first phase at the peak. After the last phase the rate is constant.
+    prefix `3 x` repeats a phase. Without `FROM`, a phase starts at the final value of the previous
+    phase, and the first phase starts at the peak. After the last phase, the learning rate is
+    constant.
 
     Raises:
-        ValueError: a phase cannot be parsed, or several phases are `rest`; the message is the rule.
+        ValueError: a phase cannot be parsed, or several phases are `rest`; the message describes
+            the rule.
     """
     found: list[tuple[int | None, re.Match[str], float, float]] = []
     last = 1.0

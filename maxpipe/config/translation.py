@@ -1,4 +1,4 @@
-"""Translate settings of other trainers: names and values."""
+"""Translate names and values of settings of other trainers."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 
 MODEL = "model"
-"""Section that may be the name of a bundled model."""
+"""Section whose value may be the name of a bundled model."""
 
 
 class Translation(NamedTuple):
-    """A setting of another trainer, translated to settings of maxpipe."""
+    """Translation of a setting of another trainer to maxpipe settings."""
 
     settings: tuple[tuple[str, str], ...] = ()
-    """Keys with the texts of their values; empty if no key is to be set."""
+    """Keys and the texts of their values; empty if no key needs to be set."""
     why: str = ""
     action: str = ""
-    """Action if there are no settings."""
+    """Suggested action if `settings` is empty."""
     is_exact: bool = True
-    """Whether a table contains the name, rather than a similar name."""
+    """Whether a table contains this exact name rather than a similar name."""
     key: str = ""
-    """The key with this meaning, if there is one."""
+    """The equivalent key, if there is one."""
 
     def action_text(self, *, in_file: bool) -> str:
-        """Return the action as text, for the command line or for a file."""
+        """Return the suggested action as text, in the syntax of the command line or of a file."""
         if not self.settings:
             return self.action
         if in_file:
@@ -68,7 +68,7 @@ def _as_lines(key: str, text: str) -> str:
 
 
 def yaml_line_of_text(text: str) -> str:
-    """Return the text of a value as YAML after its key."""
+    """Return the text of a value as YAML that can follow its key."""
     return (
         text
         if text.startswith("[")
@@ -79,7 +79,7 @@ def yaml_line_of_text(text: str) -> str:
 
 
 def _needs_no_quotes(text: str) -> bool:
-    """Whether the only reason for quotes is that YAML would parse the text as a number."""
+    """Whether the text would be quoted only because YAML would otherwise parse it as a number."""
     return (
         to_yaml_line(text) == f"'{text}'"
         and not set(text) & set(":#{}[],&*!|>%@`\"' ")
@@ -89,12 +89,12 @@ def _needs_no_quotes(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TranslationContext:
-    """Settings that translations depend on."""
+    """Settings on which translations depend."""
 
     values: Mapping[str, Any]
-    """Current value by full key, from files and overrides."""
+    """Current values from files and overrides, keyed by full key."""
     gradient_accumulation: int = 1
-    """Gradient accumulation steps, as other trainers count them."""
+    """Number of gradient accumulation steps, as other trainers define it."""
 
     @property
     def family(self) -> str:
@@ -102,7 +102,7 @@ class TranslationContext:
         return str(self.values[FAMILY])
 
     def num_devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
-        """Return the number of devices along these axes, or None if it is unknown."""
+        """Return the total number of devices along these axes, or None if it is unknown."""
         sizes = self.axis_sizes()
         left = [key for key, size in sizes.items() if size < 1]
         if left:
@@ -114,7 +114,9 @@ class TranslationContext:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the size of each mesh axis by its key; -1 means the remaining devices."""
+        """Return the sizes of the mesh axes, keyed by config key. A size of -1 means that the axis
+        gets all remaining devices.
+        """
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
     def _num_cpu_devices(self) -> int | None:
@@ -136,7 +138,7 @@ CONTEXT_KEYS = (
     "train.steps",
     "optim.learning_rate",
 )
-"""Keys in a `TranslationContext`."""
+"""Keys whose values a `TranslationContext` contains."""
 
 
 def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Translation:
@@ -155,7 +157,7 @@ def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Tra
 
 
 def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
-    """Return the key that an unknown key denotes; keys of this family take precedence."""
+    """Return the key that an unknown key refers to. Keys of this family take precedence."""
     mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
     answer = match_exact_key(path, mine) or match_key(path, KEYS)
     own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
@@ -164,7 +166,7 @@ def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
 
 
 def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Translation:
-    """Return the setting of a key, if the key accepts the value."""
+    """Translate the value of a known key, if the key accepts the value."""
     if key == "run.dir" and isinstance(raw, str) and "://" in raw:
         return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
@@ -187,8 +189,8 @@ def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Transla
 
 
 def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
-    """Convert a value of another trainer to a text that the key accepts; else return None and an
-    action.
+    """Convert a value of another trainer to a text that the key accepts. If that is impossible,
+    return None and an action.
     """
     hint = KEYS[key]
     if isinstance(raw, dict):
@@ -220,7 +222,7 @@ def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
 
 
 def _read(key: str, text: str) -> tuple[str | None, str]:
-    """Implement `convert_value` for a text and a key with a single value."""
+    """Implement `convert_value` for a single text, for keys that are not lists."""
     if (reader := READERS.get(KEYS[key])) is None:
         return text, ""
     bound = BOUNDS.get(key)
@@ -248,7 +250,7 @@ def _leave_out(key: str) -> str:
 
 
 def _element(key: str, raw: Raw) -> Raw:
-    """Translate an element of a list of names."""
+    """Translate one element of a list of names."""
     return (match_exact_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
 
 
@@ -256,7 +258,7 @@ def _joined(raw: list[Raw]) -> str:
     return f"[{', '.join(str(each) for each in raw)}]"
 
 
-# Values that depend on other settings.
+# Translations that depend on other settings.
 
 
 def _number(raw: Raw) -> float | None:
@@ -269,7 +271,9 @@ def _number(raw: Raw) -> float | None:
 def _per_device_batch(
     key: str, axes: Sequence[str] = MESH_AXES
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Translate a number of sequences per device to a total over devices and accumulation steps."""
+    """Convert a number of sequences per device to the total over all devices and accumulation
+    steps.
+    """
     accumulates = key == "train.batch_size"
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
@@ -289,7 +293,9 @@ def _per_device_batch(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
-    """Return an example of the number of sequences, for one size of the mesh axis with size -1."""
+    """Return an example of the number of sequences for one possible size of a mesh axis that is set
+    to -1.
+    """
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -308,7 +314,7 @@ def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
     if not number:
         return Translation(((key, "0"),), why, key=key)
     if steps := int(context.values["train.steps"]):
-        # transformers rounds up, so that short runs also have a warm-up.
+        # Round up like transformers, so that short runs also have a warm-up.
         return Translation(((key, str(math.ceil(number * steps - 1e-9))),), why, key=key)
     return Translation(
         (),
@@ -330,8 +336,8 @@ def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
 def _switch(
     key: str, when_true: str, when_false: str
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Translate a boolean of another trainer to one of two values; an empty value leaves the key
-    out.
+    """Translate a boolean of another trainer to one of two values. If that value is empty, the key
+    is omitted.
     """
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
@@ -358,7 +364,9 @@ def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _base_model(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate a base model to the shape, the initial weights and the tokenizer."""
+    """Translate the name of a base model to the model shape, the initial weights and the
+    tokenizer.
+    """
     found = _model_name(raw, context)
     if not found.settings or not bundled_configs.is_hub_id(str(raw)):
         return found
@@ -387,7 +395,7 @@ def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
 
 
 def _rl(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate an objective of Axolotl."""
+    """Translate an RL objective of Axolotl."""
     name = normalize_name(raw) if isinstance(raw, str) else ""
     if name in ("dpo", "ipo", "orpo", "simpo"):
         settings = (("train.objective", "preference"), ("data.chat", "pairs"))
@@ -411,7 +419,7 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Return the rule and action for a dataset name that is not a file."""
+    """Return the rule and action for a dataset name that does not refer to a file."""
     return (
         "maxpipe downloads nothing: data must be files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
@@ -420,7 +428,7 @@ def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
 
 
 def _datasets(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate a list of datasets with a path and a type."""
+    """Translate a list of datasets, each with a path and a type."""
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
     if not entries or not all(paths):
@@ -457,11 +465,13 @@ SOURCE_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "t
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
 }
-"""Source format by file suffix."""
+"""Maps file suffixes to source formats."""
 
 
 def infer_source(path: str) -> str:
-    """Return the source format of a path by its file suffixes, or an empty string if unclear."""
+    """Infer the source format of a path from its file suffixes. Return an empty string if the
+    format is unclear.
+    """
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, "dataset_info.json")):
         return "huggingface"
@@ -530,13 +540,15 @@ _MAIN_KEY = {
     "run": "run.name",
     "pipeline": "pipeline.schedule",
 }
-"""The key that a text value of a section sets."""
+"""Maps each section to the key that is set if the section has a text as its value."""
 
 _ACCUMULATION = {normalize_name(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
 
 
 def is_main_key(section: str, text: str) -> bool:
-    """Whether a text value of this section sets its main key, as in `optim=adamw`."""
+    """Whether a text as the value of this section sets the main key of the section, as in
+    `optim=adamw`.
+    """
     return (
         section in _MAIN_KEY
         and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None
@@ -547,5 +559,5 @@ def is_main_key(section: str, text: str) -> bool:
 
 
 def is_accumulation(path: Sequence[str]) -> bool:
-    """Whether the name denotes gradient accumulation, which multiplies the batch size."""
+    """Whether the name refers to gradient accumulation, which multiplies the batch size."""
     return normalize_name(path[-1]) in _ACCUMULATION

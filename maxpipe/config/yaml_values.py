@@ -1,4 +1,4 @@
-"""Read YAML files and overrides, and convert texts to values of declared types.
+"""Read YAML files and overrides, and convert texts to values of their declared types.
 
 A scalar remains text until the schema determines its type; YAML does not guess types.
 """
@@ -21,14 +21,14 @@ from maxpipe.io.files import read
 from maxpipe.io.plain_yaml import compose
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-"""Pattern of user-defined names in a config, which become part of metric tags."""
+"""Pattern of valid user-defined names in a config, which become parts of metric tags."""
 
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
-"""A value without a type: scalars are texts, and None is YAML's null."""
+"""A value before type conversion: scalars are texts, and None is YAML's null."""
 
 
 def find_invalid_text(text: str) -> tuple[str, str] | None:
-    """Return (rule, action) for text that is invalid in every value."""
+    """Return (rule, action) if the text contains characters that no value may contain."""
     if "${" in text:
         return "contains `${`, but values have no substitution.", "Write the value itself."
     if "\0" in text:
@@ -43,7 +43,7 @@ def find_invalid_text(text: str) -> tuple[str, str] | None:
 
 
 def texts(raw: Raw) -> Iterator[str]:
-    """Yield all texts in a value."""
+    """Yield all texts in a nested value."""
     if isinstance(raw, str):
         yield raw
     elif isinstance(raw, list):
@@ -56,11 +56,11 @@ def texts(raw: Raw) -> Iterator[str]:
 
 
 class TooLargeError(ValueError):
-    """Raised for an integer that cannot be represented as written; the message is the rule."""
+    """Raised for an integer that cannot be represented exactly; the message describes the rule."""
 
 
 _THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
-"""Power of ten by number suffix: `10k`, `1.5M`."""
+"""Maps suffixes of numbers to powers of ten, as in `10k` or `1.5M`."""
 
 
 def _read_int(raw: Raw) -> int:
@@ -71,7 +71,7 @@ def _read_int(raw: Raw) -> int:
             raise ValueError(text)
         raw = text = str(int(scaled))
     if digits := re.fullmatch(r"[+-]?0*([0-9]+(_[0-9]+)*)", text):
-        # Python refuses to read thousands of digits.
+        # Python refuses to parse integers with thousands of digits.
         value = int(text) if len(digits[1]) < 100 else 2**63
     else:
         number = _read_float(raw)
@@ -110,7 +110,7 @@ def _scalar(raw: Raw) -> str:
 
 
 def read_unchanged(raw: Raw) -> Raw:
-    """Return a string, choice or mapping, whose type OmegaConf checks."""
+    """Return the value unchanged. OmegaConf checks the types of strings, choices and mappings."""
     return raw
 
 
@@ -130,14 +130,14 @@ READERS: dict[Any, Callable[[Raw], Any]] = {
     list[int]: _list_reader(_read_int),
     list[float]: _list_reader(_read_float),
 }
-"""Parsers by type; they raise ValueError or OverflowError."""
+"""Maps types to parsers, which raise ValueError or OverflowError."""
 
 
 MAX_FILE_BYTES = 1 << 20
 
 
 def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | None:
-    """Return the sections of a file; if the file is invalid, add a problem and return None."""
+    """Return the sections of a file. If the file is invalid, add a problem and return None."""
     arg, path = file.origin, file.path
     try:
         root = compose(text := _read_text(path))
@@ -179,7 +179,7 @@ def _read_text(path: Path) -> str:
 
 
 def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
-    """Return a problem for a text that is not valid YAML."""
+    """Return a problem for text that is not valid YAML."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
     if what and what.startswith("but "):
@@ -197,7 +197,9 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
 def entries(
     mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """Yield (key, line, value) of a mapping; duplicate keys are added to the problems."""
+    """Yield (key, line, value) for each entry of a mapping, and add a problem for each duplicate
+    key.
+    """
     first: dict[str, int] = {}
     for key_node, value in mapping.value:
         line = key_node.start_mark.line + 1
@@ -217,7 +219,7 @@ def entries(
 
 
 def raw_of(node: yaml.Node) -> Raw:
-    """Return the texts of a node in their nested structure."""
+    """Return the texts of a node in their nested structure, without type conversion."""
     if isinstance(node, yaml.SequenceNode):
         return [raw_of(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -229,17 +231,17 @@ def raw_of(node: yaml.Node) -> Raw:
 
 
 def to_yaml_line(value: Any) -> str:
-    """Return a value as a config file contains it after the key."""
+    """Format a value as it appears after its key in a config file."""
     text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():
-        # YAML folds line breaks in plain text, including U+0085 and U+2028: escape them.
+        # YAML folds line breaks in plain text, including U+0085 and U+2028, so they are escaped.
         text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
     return text.removesuffix("\n")
 
 
 def format_raw(raw: Raw) -> str:
-    """Return the given value as text for a message."""
+    """Format a raw value as text for a message."""
     if raw is None:
         return "null"
     text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)

@@ -1,4 +1,5 @@
-"""File access: reads with a size limit, writes that do not follow links, and remote storage.
+"""File access: reads with a size limit, writes that never follow symbolic links, and remote
+storage.
 
 This module also detects accelerators from their device files, without jax, and opens buckets of
 Google Cloud Storage (`gs://BUCKET/PATH`) through fsspec.
@@ -35,7 +36,7 @@ def url_scheme(path: str | os.PathLike[str]) -> str:
 def expand_path(path: str | Path, where: str = "path") -> Path:
     """Expand `~` or `~name` at the start of the path to a home folder.
 
-    `where` is the source of the path for messages: a key or an option.
+    `where` is the config key or command-line option that holds the path; error messages name it.
 
     Raises:
         ConfigError: the home folder does not exist, or the option is empty.
@@ -51,14 +52,14 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
 
 
 def has_home() -> bool:
-    """Whether `~` can be expanded: not without HOME for a user id that is unknown on
-    this machine.
+    """Whether `~` can be expanded. It cannot if HOME is unset and the machine has no entry for the
+    user id.
     """
     return os.path.expanduser("~") != "~"
 
 
 class UnsafeFileError(OSError):
-    """A file that must not be read or written: oversized, a link, or not a regular file."""
+    """Raised for a file that is too large, a symbolic link, or not a regular file."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -72,7 +73,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
     try:
-        # The file is truncated after the check.
+        # Truncate only after checking that the file is regular.
         descriptor = os.open(os.path.expanduser(path), flags & ~os.O_TRUNC, mode)
     except ValueError as error:
         raise UnsafeFileError(errno.EINVAL, "it is not a path", repr(path)) from error
@@ -80,7 +81,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         if writes and error.errno == errno.ELOOP:
             words = "it is a symbolic link, and writes do not follow links"
             raise UnsafeFileError(errno.ELOOP, words, str(path)) from error
-        if error.errno == errno.ENXIO:  # a pipe without a reader
+        if error.errno == errno.ENXIO:  # a named pipe without a reader
             raise UnsafeFileError(errno.EINVAL, "it is not a regular file", str(path)) from error
         raise
     try:
@@ -98,10 +99,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read(path: str | os.PathLike[str], most: int) -> bytes:
-    """Return the content of a file with at most `most` bytes.
+    """Return the content of a file of at most `most` bytes.
 
     Raises:
-        UnsafeFileError: the file is larger, or is not a regular file.
+        UnsafeFileError: the file is larger than `most`, or is not a regular file.
         OSError: the file cannot be read.
     """
     with open(open_regular(path), "rb") as stream:
@@ -113,7 +114,7 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Check whether the file can be written, as far as this is known in advance.
+    """Check whether the file can be written, as far as this is possible without writing to it.
 
     Nothing is changed.
 
@@ -131,7 +132,7 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replace a file atomically: afterwards it has either the new or the old content.
+    """Replace a file atomically: after a crash, it has either the old or the new content.
 
     Raises:
         OSError: the file cannot be written, or is not a regular file.
@@ -163,7 +164,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def read_lines(
     path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and content of each line, and skip lines longer than `longest` bytes.
+    """Yield (byte offset, content) of each line. Lines longer than `longest` bytes are skipped.
 
     Raises:
         UnsafeFileError: the file has more than `most` bytes, or is not a regular file.
@@ -184,7 +185,8 @@ def read_lines(
 def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
     """Yield the JSON value on each line, and skip invalid lines.
 
-    Lines may be incomplete after a kill or on a full disk, or contain records of another release.
+    A line may be incomplete because the process was killed or the disk was full, or it may be a
+    record that another release wrote.
 
     Raises:
         OSError: the file cannot be read.
@@ -197,9 +199,9 @@ def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
 
 
 def check_regular_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that each of these files is regular if it exists: not a link or a pipe.
+    """Check that each of these files, if it exists, is a regular file and not a link or a pipe.
 
-    A copied or unpacked folder may contain a link, through which a write would reach its target.
+    A copied or unpacked folder may contain a link, and a write to the link would change its target.
 
     Raises:
         StorageError: a file is not regular.
@@ -243,7 +245,7 @@ def _files(patterns: tuple[str, ...]) -> list[Path]:
 
 @functools.cache
 def gcs_filesystem() -> Any:
-    """Return the file system of all buckets; paths may begin with `gs://`.
+    """Return the fsspec file system of Google Cloud Storage. Paths may begin with `gs://`.
 
     Raises:
         ImportError: gcsfs is not installed.
@@ -251,8 +253,8 @@ def gcs_filesystem() -> Any:
     import fsspec
     from fsspec.config import conf
 
-    # gcsfs logs tracebacks of errors that it also raises or handles.
+    # gcsfs logs tracebacks even for errors that it raises or handles.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # A cache of listings would miss files that tensorstore and other hosts write.
+    # Cached listings would miss files that tensorstore and other hosts write.
     conf.setdefault("gcs", {})["use_listings_cache"] = False
     return fsspec.filesystem("gcs")

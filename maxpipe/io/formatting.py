@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Return the number with its noun: `1 slice`, `2 slices`, `3 batches`."""
+    """Format a number with its noun: `1 slice`, `2 slices`, `3 batches`."""
     plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
 
@@ -15,23 +15,23 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_si(number: float, unit: str) -> str:
-    """Return a number with four digits and a prefixed unit: `21.35 GFLOP`."""
+    """Format a number with four significant digits and an SI prefix: `21.35 GFLOP`."""
     for size, prefix in _PREFIXES:
-        if abs(number) >= size * (1 - 5e-5):  # 999,960 is 1 M in four digits, not 1000 k
+        if abs(number) >= size * (1 - 5e-5):  # with four digits, 999,960 is 1 M, not 1000 k
             return f"{number / size:.4g} {prefix}{unit}"
     return f"{number:.4g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time with three digits: `1.51 s`, `86.2 ms`, `99.7 us`."""
+    """Format a time with three significant digits: `1.51 s`, `86.2 ms`, `99.7 us`."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size * (1 - 5e-4):  # 0.9996 s is 1 s in three digits, not 1e+03 ms
+        if seconds >= size * (1 - 5e-4):  # with three digits, 0.9996 s is 1 s, not 1e+03 ms
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
 def format_count(count: float) -> str:
-    """Return a number of parameters or tokens: `8.03 B`, `0.852 M`, `9,216`."""
+    """Format a number of parameters or tokens: `8.03 B`, `0.852 M`, `9,216`."""
     if count < 1e4:
         return f"{count:,.0f}"
     size, unit = (1e9, "B") if count >= 0.9995e9 else (1e6, "M")
@@ -39,7 +39,7 @@ def format_count(count: float) -> str:
 
 
 def capitalize_first(text: str) -> str:
-    """Capitalize the first letter, and keep the case of the others, as in TPU."""
+    """Capitalize the first letter, and leave all others unchanged, as in `TPU`."""
     return text[:1].upper() + text[1:]
 
 
@@ -49,12 +49,14 @@ def round_up(value: int, factor: int) -> int:
 
 
 def format_divisors(value: int) -> str:
-    """Return the divisors of `value` up to 4096 as a text."""
+    """Return the divisors of `value` up to 4096 as text."""
     return format_choices(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
 
 
 def format_choices(numbers: Iterable[int]) -> str:
-    """Return `1, 2, 4 or 8`; long lists contain only the first six numbers and the last one."""
+    """Format a list of choices as `1, 2, 4 or 8`. Long lists show only the first six numbers and
+    the last one.
+    """
     words = [str(number) for number in numbers]
     if len(words) > 8:
         words = [*words[:6], "..", words[-1]]

@@ -9,7 +9,7 @@ import yaml
 
 MAX_DEPTH = 8
 MAX_VALUES = 20_000
-"""Maximum number of keys and values in a text; PyYAML needs about 50 us for each."""
+"""Maximum number of keys and values in a document. PyYAML needs about 50 us to parse each."""
 MAX_KEY = 1000
 """Maximum length of a key in characters."""
 
@@ -45,10 +45,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Return the node that a text describes.
+    """Parse a YAML text into a node.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, or exceeds a bound.
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
     """
     loader = _Loader(text)
     try:
@@ -58,10 +58,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def load(text: str | bytes) -> Any:
-    """Return the value that a text describes, of the types that YAML gives to scalars.
+    """Parse a YAML text into Python values, with YAML's own scalar types.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, or exceeds a bound.
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
         ValueError: a number or a date cannot be represented.
     """
     loader = _Loader(text)

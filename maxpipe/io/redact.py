@@ -1,14 +1,14 @@
 """Redact secrets in everything that maxpipe prints and writes.
 
 No config key is a secret, and maxpipe never requests secrets: libraries read them from the
-environment. A path, override or traceback may still contain a secret. A run with such a value
-works, and the value is redacted wherever maxpipe writes it: console, error messages, tracebacks,
+environment. A path, override or traceback may still contain a secret. Such a run still works, and
+the secret is redacted wherever maxpipe writes it: console, error messages, tracebacks,
 `config.yml`, TensorBoard, `events.jsonl`, metadata of checkpoints and compiled steps, and reports.
-Redaction does not affect a resume, which reads its config from the command line and compares only
-sections with numbers and choices.
+Redaction does not affect resuming: a resumed run reads its config from the command line, and
+compares only sections that contain numbers and choices.
 
-A secret is recognized by its form, by the name before it, or because an environment variable with
-the name of a secret has this value.
+A value counts as a secret in three cases: it has the form of a known type of secret, it follows the
+name of a secret, or it equals the value of an environment variable with such a name.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ _SECRET_FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Patterns of secrets. In a path, one slash of a URL may be missing."""
+"""Regular expression that matches known forms of secrets. In a path, a URL may have lost one
+slash."""
 
 _SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
-"""Pattern in the names of secrets. It matches `HF_TOKEN`, but not `eos_token`, `experts_per_token`,
-`train.tokens` or `tokenizer`."""
+"""Regular expression that matches names of secrets. It matches `HF_TOKEN`, but not `eos_token`,
+`experts_per_token`, `train.tokens` or `tokenizer`."""
 _SECRET_NAME_PATTERN = re.compile(_SECRET_NAME, re.IGNORECASE)
 _NAMED_SECRET = re.compile(
     rf"""((?<![\w.-])[\w.-]*(?:{_SECRET_NAME})[\w.-]*(?:[ ]?=[ ]?|["']\s*[:=]\s*)"""
@@ -57,7 +58,8 @@ _NAMED_SECRET = re.compile(
     r"""("[^"]*"|'[^']*'|[^\s"'&,;]+)""",
     re.IGNORECASE,
 )
-"""A secret after its name, as in `--api-key=...`, `?token=...`, `Authorization: ...`."""
+"""Regular expression that matches a secret after its name, as in `--api-key=...`, `?token=...` or
+`Authorization: ...`."""
 
 _MIN_ENVIRONMENT_CHARS = 8
 """Minimum length of a secret in an environment variable; shorter values may be ordinary words."""
@@ -65,12 +67,12 @@ _MIN_ARGUMENT_CHARS = 4
 """Minimum length of a secret on the command line."""
 
 _registered_secrets: tuple[str, ...] = ()
-"""Secrets on the command line of this process."""
+"""Secrets that were passed on the command line of this process."""
 
 
 @functools.lru_cache(4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a value with this name is a secret."""
+    """Whether a value with this name counts as a secret."""
     return _SECRET_NAME_PATTERN.search(name) is not None
 
 
@@ -87,7 +89,7 @@ def redact_text(given: str) -> str:
 def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
     """Yield the span of each secret in the original text; spans may overlap."""
     for value in (*_registered_secrets, *_environment_secrets()):
-        for each in {value, value.replace("\n", "\\n")}:  # headings of errors escape line breaks
+        for each in {value, value.replace("\n", "\\n")}:  # error headings escape line breaks
             start = given.find(each)
             while start >= 0:
                 yield start, start + len(each)
@@ -109,7 +111,9 @@ def redact_for_terminal(given: str) -> str:
 
 
 def redact_value(value: _T, name: str = "") -> _T:
-    """Redact secrets in `value`, made of mappings, sequences and dataclasses; `name` is its key."""
+    """Redact secrets in nested mappings, sequences and dataclasses. `name` is the key of
+    `value`.
+    """
     return _redact(value, name)
 
 
@@ -129,14 +133,15 @@ def _redact(value: Any, name: str) -> Any:
 
 
 def register_secrets(argv: Sequence[str]) -> None:
-    """Register secrets on this command line, so that they are redacted in all messages.
+    """Register the secrets on this command line, so that all messages redact them.
 
-    Messages may repeat values: for `run.name=password=X` a hint would be `Set run.name=password-X`.
+    Messages may contain modified values: for `run.name=password=X`, a message would suggest
+    `run.name=password-X`.
     """
     global _registered_secrets
     found = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
     found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
-    for arg in argv:  # the values should be names, but may be secrets
+    for arg in argv:  # these values should be variable names, but users may pass secrets
         if arg.startswith("launch.environment"):
             found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
     values = {value.strip("\"'") for value in found}
@@ -148,7 +153,7 @@ def _is_secret_option(arg: str) -> bool:
 
 
 def redact_variable_names(names: Any) -> Any:
-    """Redact everything that is not a variable name in a list of variable names."""
+    """Redact all entries of a list of variable names that are not valid names."""
     if isinstance(names, list | tuple):
         return [redact_variable_names(each) for each in names]
     if isinstance(names, Mapping):

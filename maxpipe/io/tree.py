@@ -9,7 +9,7 @@ KeyPath = tuple[str, ...]
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are left out."""
+    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are omitted."""
     found: dict[KeyPath, Any] = {}
     for name, part in tree.items():
         if isinstance(part, Mapping):

@@ -2,11 +2,11 @@
 
 Supported types are `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`, `list[T]`, `tuple[A,
 B]`, `dict[str, T]`, unions of these, and a `TypedDict` for objects with known keys. Integers must
-fit into 64 bits, and floats must be finite unless the type is `AnyFloat`. Keys that are not in a
-`TypedDict` are kept, because a later release may have written them.
+fit into 64 bits, and floats must be finite unless the type is `AnyFloat`. Keys that a `TypedDict`
+does not declare are kept, because a later release may have written them.
 
-The module also defines metadata of config fields (former names and legacy values), and JSON with a
-checksum, which detects bit flips.
+The module also defines the metadata of config fields (former names and legacy values), and JSON
+with a checksum that detects corruption.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ AnyFloat = Annotated[float, "any"]
 """A float that may be NaN or infinite, such as a loss."""
 
 MAX_DEPTH = 32
-"""Maximum nesting depth of brackets; maxpipe writes fewer than ten levels."""
+"""Maximum nesting depth of brackets. Files that maxpipe writes have fewer than ten levels."""
 
 _MAX_INT = 2**63
 _MAX_DIGITS = 308
 """Maximum number of digits of an integer that can be converted to a float."""
 _STRIDE = 30
 _DIGITS = re.compile(rf"[0-9]{{{_MAX_DIGITS // _STRIDE}}}")
-"""Pattern that detects a long integer in every 30th character of a text. A search in all characters
-would be slower than the JSON parser."""
+"""Pattern that detects long integers by examining only every 30th character of a text. Searching
+all characters would be slower than parsing the JSON."""
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -55,14 +55,16 @@ def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH)
     """Parse JSON text as a value of type `kind`.
 
     Raises:
-        ValueError: the text is not JSON, is nested deeper than `most_depth`, or has another type.
+        ValueError: the text is not valid JSON, is nested deeper than `most_depth`, or does not have
+            type `kind`.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     depth = _depth(text)
     if depth > most_depth:
         raise ValueError(f"it has {depth} levels of brackets, more than {most_depth}")
-    # A call per number is slow, and Python's limit on digits depends on its settings.
+    # Calling `_parse_int` for every number is slow, so it is used only if the text may contain a
+    # long integer. Python's own limit on digits is configurable and therefore not reliable.
     may_be_long = _DIGITS.search(text[::_STRIDE])
     value = json.loads(text, parse_int=_parse_int) if may_be_long else json.loads(text)
     return check_type(value, kind)
@@ -81,7 +83,7 @@ def check_type(value: object, kind: type[T]) -> T:
     """Return the value after checking that its type is `kind`.
 
     Raises:
-        ValueError: the value has another type; the message contains its position.
+        ValueError: the value does not have this type; the message names its position in the JSON.
     """
     _check(value, kind, "it")
     return value  # type: ignore[return-value]
@@ -193,21 +195,25 @@ def _child_path(where: str, name: object) -> str:
 
 
 def renamed_from(*names: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the metadata of a field that had another former names, and former values mapped to
-    current ones.
+    """Return the metadata of a renamed field: its former names, and a map from former to current
+    values.
 
-    A name without a dot belongs to the section in an earlier release.
+    A former name without a dot belonged to the same section.
     """
     return {"was": names, "values": dict(values or {})}
 
 
 def legacy_value(value: Any) -> dict[str, Any]:
-    """Return the metadata of a field whose value was different before the key existed."""
+    """Return the metadata of a field with the value that applies to runs saved before the key
+    existed.
+    """
     return {"before": value}
 
 
 def dump_checksummed(content: Mapping[str, Any], *, indent: int | None = 1) -> str:
-    """Return the content as JSON with a checksum; without `indent` on a single line."""
+    """Serialize the content as JSON with a checksum. If `indent` is None, the JSON is a single
+    line.
+    """
     return json.dumps({**content, "sha256": _digest(content)}, indent=indent)
 
 

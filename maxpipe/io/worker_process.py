@@ -1,6 +1,6 @@
-"""A worker subprocess with one request line on stdin and one response line on stdout.
+"""A worker subprocess that reads one request per line on stdin and writes one response per line.
 
-A worker that exceeds its time or output limit, or exits, raises an error; callers never hang.
+Callers never hang: a worker that exits or exceeds its time or output limit raises an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _READ_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """A worker subprocess. It is not thread-safe, and ends when it is no longer referenced."""
+    """A worker subprocess. The class is not thread-safe. The process is terminated when the object
+    is garbage-collected.
+    """
 
     def __init__(
         self,
@@ -30,8 +32,8 @@ class WorkerProcess:
     ):
         """Start the process.
 
-        With `shows_errors`, its stderr goes to the user. With `own_session`, signals of the
-        terminal and the cluster to this process do not reach the worker.
+        With `shows_errors`, the worker's stderr is shown to the user. With `own_session`, the
+        worker does not receive signals that the terminal or cluster sends to this process.
         """
         self._process = subprocess.Popen(
             [*command],
@@ -42,7 +44,7 @@ class WorkerProcess:
             start_new_session=own_session,
         )
         self.close = weakref.finalize(self, _terminate, self._process)
-        """End the process."""
+        """Terminates the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -55,8 +57,8 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of a process that exited by itself, or the negative number of a signal; else
-        None.
+        """Exit code of the process, or the negative number of the signal that ended it. None while
+        the process runs.
         """
         return self._process.poll()
 

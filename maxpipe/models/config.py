@@ -16,10 +16,10 @@ class ModelConfig:
     """Config of the decoder, a stack of layers of one model family."""
 
     family: str = "llama"
-    """Name of the model family. The section with the family's name, such as `model.llama`, holds
+    """Name of the model family. The section with the family's name, such as `model.llama`, contains
     the keys that only this family uses."""
     num_layers: int
-    """Number of decoder layers. It can be any number, not only a multiple of stages x repeats."""
+    """Number of decoder layers. It does not have to be a multiple of stages x repeats."""
     d_model: int
     """Width of the residual stream."""
     num_heads: int
@@ -32,96 +32,98 @@ class ModelConfig:
     d_mlp: int
     """Hidden width of the gated MLP."""
     vocab_size: int
-    """Number of token ids, at least the vocabulary size of the tokenizer."""
+    """Number of token ids. Must be at least the vocabulary size of the tokenizer."""
     tied_embeddings: bool = False
     """Use the embedding table as the output projection."""
     mtp_heads: int = field(default=0, metadata=renamed_from("heads_ahead"))
-    """Number of multi-token prediction heads. Head k predicts the token k places after the ordinary
-    target. The heads share the output projection and are used in training only."""
+    """Number of multi-token prediction heads. Head k predicts the token k positions after the
+    ordinary target. The heads share the output projection and are used only in training."""
     mtp_kind: Literal["projection", "layer"] = field(
         default="projection", metadata=renamed_from("ahead")
     )
     """Architecture of each multi-token prediction head. `projection` adds one square matrix.
-    `layer` adds one transformer layer of the last layer's type, as in DeepSeek-V3. Its input is a
-    projection of the previous head's output and the next token's embedding. Ignored unless
-    `model.mtp_heads` is set."""
+    `layer` adds one transformer layer of the same type as the last layer, as in DeepSeek-V3. The
+    layer's input is a projection of the previous head's output and the next token's embedding.
+    Ignored unless `model.mtp_heads` is set."""
     mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
     """Weight of the mean multi-token prediction loss in the objective. Ignored unless
     `model.mtp_heads` is set."""
     rope_theta: float = 10000.0
-    """Base of the wavelengths of the rotary embedding."""
+    """Base of the rotary embedding wavelengths (RoPE theta)."""
     norm_epsilon: float = 1e-5
     """Epsilon that RMS normalization adds to the mean square."""
     dropout: float = 0.0
-    """Fraction of the outputs of each residual branch set to zero in training."""
+    """Dropout rate of the outputs of each residual branch, in training."""
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     """Attention implementation. `xla` and `blockwise` run on every platform; `blockwise` never
-    stores all scores. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and requires sequence
-    lengths that are multiples of 128. `auto` selects the best implementation for the device, the
-    model and the sequence length; a run prints the selection at its start."""
+    stores all attention scores at once. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and
+    requires sequence lengths that are multiples of 128. `auto` selects the best supported
+    implementation for the device, the model and the sequence length. A run prints the selected
+    implementation at the start."""
     compute_dtype: Dtype = "bfloat16"
-    """Type of activations, and of weights in matmuls."""
+    """Dtype of activations, and of weights in matmuls."""
     matmul: Literal["default", "int8", "fp8"] = "default"
     """Number format of the projections in attention, MLPs and experts. `default` uses
     `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
-    `fp8` uses e4m3, and e5m2 for cotangents. The embedding, the router, the output heads, the
-    score and value matmuls of attention, linear attention and projections to latents always use
-    `model.compute_dtype`."""
+    `fp8` uses e4m3, and e5m2 for cotangents. The following always use `model.compute_dtype`: the
+    embedding, the router, the output heads, the score and value matmuls of attention, linear
+    attention, and projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
-    """Projections that `model.matmul` quantizes: `all`, or only those of MLPs and experts (`mlp`).
-    Quantizing the inputs of attention projections takes about as long as the faster matmuls save.
-    Ignored if `model.matmul` is `default`."""
+    """Projections that `model.matmul` quantizes: all of them, or only the projections of MLPs and
+    experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
+    the faster matmuls save. Ignored if `model.matmul` is `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
-    """Granularity of the weight scales. `channel` uses one scale per output channel. `tensor` uses
-    one scale per matrix, so forward and backward share the same 8-bit matrix. `block` uses
-    power-of-two scales for blocks of 128 x 128 weights and of 128 activations along the contracted
-    dim. `block` only simulates the format: it multiplies dequantized values in
+    """Granularity of the quantization scales of weights. `channel` uses one scale per output
+    channel. `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit
+    matrix. `block` uses power-of-two scales for blocks of 128 x 128 weights and of 128 activations
+    along the contracted dim. `block` only simulates the format: it multiplies dequantized values in
     `model.compute_dtype` and is not faster. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
     """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
     `same` uses the format of `model.matmul`. Ignored if `model.matmul` is `default`."""
     param_dtype: Dtype = "float32"
-    """Type of stored parameters and of the optimizer state."""
+    """Dtype of stored parameters and of the optimizer state."""
     frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Patterns of the names of frozen parameters, such as `embedding` or `layers.attention.*`.
-    Frozen parameters keep their values and have no gradients or optimizer state. In models with
-    several layer types, names include the layer type. In a `moe` model with dense layers,
+    """Name patterns of the frozen parameters, such as `embedding` or `layers.attention.*`. Frozen
+    parameters are not updated, and have no gradients or optimizer state. In models with several
+    layer types, names include the layer type. In a `moe` model with dense layers,
     `layers.experts.*` matches complete layers of the type `experts`, including attention and norms;
     `layers.experts.experts.*` matches only their routers and experts. A resumed run must freeze the
-    same parameters. To freeze others, start a run with `checkpoint.restore=weights`."""
+    same parameters. To freeze different parameters, start a new run with
+    `checkpoint.restore=weights`."""
     own: Any = None
-    """Section of the family. None uses its defaults."""
+    """Config section of the family. None uses the defaults of that section."""
     adapter: Any = None
-    """Section `adapter` of the config. None if the config has no adapters."""
+    """Config section `adapter`. None if the config has no adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """Config of low-rank adapters, which are trained while the model is frozen."""
+    """Config of low-rank adapters, which are trained while the base model is frozen."""
 
     rank: int = 0
-    """Rank of each adapter (LoRA, arXiv:2106.09685). A matrix of `K x N` is updated by the product
+    """Rank of each adapter (LoRA, arXiv:2106.09685). The update of a `K x N` matrix is the product
     of a `K x rank` and a `rank x N` matrix. 0 trains the model without adapters."""
     kind: Literal["lora", "dora"] = "lora"
     """Adapter type. `lora` adds the product to the matrix. `dora` also normalizes each column of
-    the sum and multiplies it by a trained magnitude (arXiv:2402.09353)."""
+    the sum, and multiplies the column by a trained magnitude (arXiv:2402.09353)."""
     alpha: float = 16.0
     """Numerator of the adapter scale, which is `alpha / rank`."""
     scale_by: Literal["rank", "root"] = "rank"
-    """Denominator of the adapter scale: `rank`, or the square root of the rank with `root` (rsLoRA,
-    arXiv:2312.03732)."""
+    """Denominator of the adapter scale. `rank` divides by the rank, and `root` by its square root
+    (rsLoRA, arXiv:2312.03732)."""
     dropout: float = 0.0
-    """Fraction of the adapters' inputs set to zero in training."""
+    """Dropout rate of the adapter inputs, in training."""
     targets: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Patterns of the names of matrices with an adapter, such as `layers.attention.*`. The syntax
-    is that of `model.frozen`. An empty list selects all supported matrices: the projections of
-    attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
+    """Name patterns of the matrices that get an adapter, such as `layers.attention.*`. The syntax
+    is the same as in `model.frozen`. An empty list selects all supported matrices: the projections
+    of attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )
-    """Storage format of the frozen matrices of layers. `default` uses `model.param_dtype`,
-    `int8` uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
-    arXiv:2305.14314). Matrices are gathered in this format and multiplied in
+    """Storage format of the frozen matrices in layers. `default` uses `model.param_dtype`, `int8`
+    uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
+    arXiv:2305.14314). Matrices are all-gathered in this format, and matmuls use
     `model.compute_dtype`."""
 
 

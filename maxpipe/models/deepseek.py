@@ -38,34 +38,36 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepseekConfig(RoutedConfig):
-    """Keys that only DeepSeek models use. `model.head_dim` is the size of queries and keys,
+    """Keys that only DeepSeek models use. `model.head_dim` is the size of a query or key head,
     including the rotated entries.
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Size of the key-value latent of a token. All heads' keys and values are projected from it.
-    The decoding cache stores only this latent and the rotated key entries."""
+    """Size of the key-value latent of a token. The keys and values of all heads are projections of
+    this latent. During decoding, the cache stores only the latent and the rotated key entries."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Size of the query latent of a token. 0 projects queries from the layer's input."""
+    """Size of the query latent of a token. With 0, queries are projected directly from the layer's
+    input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
-    """Number of rotated entries of a head, the last ones. Must be even. All heads share the rotated
-    entries of a key."""
+    """Number of trailing entries of each query and key head that are rotated. Must be even. All
+    heads share the rotated entries of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Size of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
+    """Ratio of the extended context length to the original context length (YaRN). 1 disables the
+    scaling."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )
     """Original context length in tokens. Ignored unless `model.deepseek.rope_factor` is above
     1."""
     mscale: float = 0.0
-    """YaRN scale of the rotated entries. They are multiplied by `1 + 0.1 mscale log(rope_scaling)`
-    and divided by the same expression with `mscale_all_dim`. If either key is 0, they are
-    multiplied by `1 + 0.1 log(rope_scaling)`."""
+    """YaRN scale of the rotated entries. The entries are multiplied by `1 + 0.1 mscale
+    log(rope_factor)` and divided by `1 + 0.1 mscale_all_dim log(rope_factor)`. If `mscale` or
+    `mscale_all_dim` is 0, the entries are multiplied by `1 + 0.1 log(rope_factor)`."""
     mscale_all_dim: float = 0.0
-    """YaRN scale of the attention scores. They are multiplied by the square of `1 + 0.1
-    mscale_all_dim log(rope_scaling)`."""
+    """YaRN scale of the attention scores. The scores are multiplied by the square of `1 + 0.1
+    mscale_all_dim log(rope_factor)`."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -23,20 +23,20 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma3Config:
-    """Keys that only Gemma 3 models use. The embedding table is the output projection."""
+    """Keys that only Gemma 3 models use. The embedding table is also the output projection."""
 
     sliding_window: int = field(default=1024, metadata=renamed_from("window"))
-    """Attention window of local layers in tokens, including the query."""
+    """Attention window of local layers in tokens, including the query token."""
     sliding_window_pattern: int = field(default=6, metadata=renamed_from("period"))
-    """Period of global layers, which attend to all tokens. With a period of n, every n-th layer is
-    global and the others are local."""
+    """Period of global layers, which attend to all tokens. With period n, every n-th layer is
+    global, and the others are local."""
     local_rope_theta: float = 10000.0
-    """Base of the rotary wavelengths in local layers. Global layers use `model.rope_theta`."""
+    """Base of the rotary wavelengths (RoPE theta) in local layers. Global layers use
+    `model.rope_theta`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Multiplier of all rotary wavelengths in global layers. 1 disables the scaling."""
+    """Factor that multiplies all rotary wavelengths in global layers. 1 disables the scaling."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Number whose square root divides the attention scores. 0 uses
-    `model.head_dim`."""
+    """Value whose square root divides the attention scores. 0 uses `model.head_dim`."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -22,15 +22,17 @@ class GptOssConfig(MixtureConfig):
     """Keys that only GPT-OSS models use."""
 
     sliding_window: int = field(default=128, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query, of every other layer, starting with the
-    first. The remaining layers attend to all tokens."""
+    """Attention window in tokens, including the query token. The window applies to every other
+    layer, starting with the first; the remaining layers attend to all tokens."""
     swiglu_alpha: float = field(default=1.702, metadata=renamed_from("gate_slope"))
     """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(swiglu_alpha * g)`."""
     swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))
-    """Clamping limit of the experts' activations. Gates are at most this value, and the values that
-    they multiply are within this distance of 0."""
+    """Clamping limit of the experts' activations. Gates are clamped to at most this limit. The
+    values that the gates multiply are clamped to the range from `-swiglu_limit` to
+    `swiglu_limit`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
+    """Ratio of the extended context length to the original context length (YaRN). 1 disables the
+    scaling."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )

@@ -21,14 +21,14 @@ class GraniteConfig(RopeConfig):
     """Keys that only Granite models use."""
 
     embedding_multiplier: float = field(default=1.0, metadata=renamed_from("embed_scale"))
-    """Multiplier of the embeddings."""
+    """Factor that multiplies the embeddings."""
     attention_multiplier: float = field(default=0.0, metadata=renamed_from("score_scale"))
-    """Multiplier of the attention scores. 0 uses `model.head_dim ** -0.5`."""
+    """Factor that multiplies the attention scores. 0 uses `model.head_dim ** -0.5`."""
     residual_multiplier: float = field(default=1.0, metadata=renamed_from("branch_scale"))
-    """Multiplier of the outputs of attention and MLP before they are added to the residual
+    """Factor that multiplies the outputs of attention and MLP before they are added to the residual
     stream."""
     logit_divisor: float = 1.0
-    """Divisor of the logits."""
+    """Value that divides the logits."""
 
 
 def describe(config: ModelConfig) -> Model:

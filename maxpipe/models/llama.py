@@ -25,19 +25,20 @@ class LlamaConfig(RopeConfig):
     """Keys that only Llama models use."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
-    """Method of rotary scaling. `llama3` multiplies the wavelengths that fit fewer than four times
-    into the original context (Llama 3.1). `yarn` does the same with a ramp. `linear` multiplies all
-    wavelengths by `rope_scaling`. `dynamic` (NTK) raises the base for sequences longer than
-    `original_max_position_embeddings`. `longrope` multiplies each wavelength by its own factor."""
+    """Method of rotary scaling. `llama3` (Llama 3.1) scales only wavelengths that fit fewer than
+    four times into the original context. `yarn` also scales only long wavelengths, with a linear
+    ramp. `linear` multiplies all wavelengths by `rope_factor`. `dynamic` (NTK) raises the base for
+    sequences longer than `original_max_position_embeddings`. `longrope` multiplies each wavelength
+    by a separate factor."""
     rope_factor: float = field(
         default=1.0, metadata=renamed_from("model.rope_scaling", "rope_scaling")
     )
-    """Ratio of the context length to the original context length. 1 disables the scaling, except
-    for `longrope`."""
+    """Ratio of the extended context length to the original context length. 1 disables the scaling,
+    except for `longrope`."""
     original_max_position_embeddings: int = field(
         default=8192, metadata=renamed_from("model.rope_original_tokens", "rope_original_tokens")
     )
-    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    """Original context length in tokens. Ignored unless `rope_factor` is above 1 or `rope_type` is
     `longrope`."""
 
 

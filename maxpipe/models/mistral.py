@@ -21,8 +21,8 @@ class MistralConfig(RopeConfig):
     """Keys that only Mistral models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query. 0 attends to all tokens, as in versions 0.2
-    and later."""
+    """Attention window in tokens, including the query token. With 0, all layers attend to all
+    tokens, as in version 0.2 and later."""
 
 
 def describe(config: ModelConfig) -> Model:

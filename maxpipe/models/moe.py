@@ -26,31 +26,32 @@ class RoutedConfig(MixtureConfig):
     num_dense_layers: int = 1
     """Number of leading layers with one MLP of width `model.d_mlp` instead of experts."""
     num_shared_experts: int = 0
-    """Number of shared experts, which process all tokens. Their width is that of the routed
-    experts."""
+    """Number of shared experts, which process all tokens. Shared experts have the same width as
+    routed experts."""
     score_func: Literal["softmax", "sigmoid"] = field(
         default="softmax", metadata=renamed_from("scores")
     )
     """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores."""
     routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
-    """Multiplier of the weights of a token's experts."""
+    """Factor that multiplies the routing weights of a token's experts."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the scores of a token's experts to a sum of 1."""
+    """Normalize the scores of each token's selected experts to a sum of 1."""
     num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
-    """Number of groups of experts, all of the same size. With several groups, each token is routed
-    to experts of `expert_groups_per_token` groups only."""
+    """Number of expert groups, which all have the same size. With several groups, each token is
+    routed only to experts in `expert_groups_per_token` of the groups."""
     expert_groups_per_token: int = field(default=1, metadata=renamed_from("groups_per_token"))
-    """Number of groups per token, those with the largest group scores."""
+    """Number of expert groups that each token is routed to. The groups with the largest scores are
+    selected."""
     group_scores: Literal["max", "top2"] = "max"
-    """Score of a group: its largest expert score (`max`), or the sum of its two largest
-    (`top2`)."""
+    """Score of an expert group: the largest expert score (`max`), or the sum of the two largest
+    expert scores (`top2`)."""
     expert_bias: bool = field(default=False, metadata=renamed_from("router_bias"))
-    """Add a bias to each expert's score for the selection of experts, but not for their weights.
-    The bias has no gradient. Each step updates it to balance expert loads without an auxiliary
-    loss."""
+    """Add a bias to each expert's score when experts are selected, but not when their outputs are
+    weighted. The bias has no gradient. Each step updates the bias to balance expert loads without
+    an auxiliary loss."""
     expert_bias_update_rate: float = field(default=0.001, metadata=renamed_from("balance_rate"))
-    """Step size of the router bias update. The bias increases for experts that received fewer
-    tokens than the mean and decreases for the others. Ignored unless `router_bias` is set."""
+    """Step size of the expert bias update. The bias increases for experts that received fewer
+    tokens than the mean, and decreases for the others. Ignored unless `expert_bias` is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,38 +22,41 @@ class MixtureConfig:
     num_experts: int = 8
     """Number of experts per layer."""
     top_k: int = 2
-    """Number of experts per token, those with the largest router probabilities."""
+    """Number of experts per token. The experts with the largest router probabilities are
+    selected."""
     d_expert: int = 0
     """Hidden width of one expert. 0 uses `model.d_mlp`."""
     capacity_factor: float = 0.0
-    """Expert capacity in tokens of a sequence, as a multiple of an even share; 1.25 is common.
-    Further tokens are dropped by the expert, second choices first. Generation drops no tokens. 0
-    disables the limit."""
+    """Capacity factor: the maximum number of tokens that an expert processes per sequence, as a
+    multiple of an even share. A common value is 1.25. Tokens beyond this capacity are dropped,
+    second choices first. Generation never drops tokens. 0 disables the limit."""
     all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
-    """All-to-all capacity with expert parallelism (`mesh.ici_expert`): token-expert pairs per
-    microbatch that a device sends to each other device, as a multiple of an even share. Further
-    pairs are dropped, second choices first. Generation drops none. 0 disables the limit; its
-    buffers for the worst case need the most memory."""
+    """Capacity factor of the all-to-all with expert parallelism (`mesh.ici_expert`): the maximum
+    number of token-expert pairs per microbatch that a device sends to each other device, as a
+    multiple of an even share. Pairs beyond this capacity are dropped, second choices first.
+    Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case
+    and need the most memory."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
-    """Dispatch of tokens to experts without a capacity. `grouped` sorts tokens by expert and
-    computes only selected experts, with a kernel on TPUs and in blocks of tokens on other
-    platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if there are at
-    least twice as many experts as `top_k`."""
+    """Method that dispatches tokens to experts if there is no capacity limit. `grouped` sorts
+    tokens by expert and computes only the selected experts, with a kernel on TPUs and in blocks of
+    tokens on other platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if
+    there are at least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
-    """Coefficient of the balance loss of each layer with experts. The loss is 1 if all experts get
-    equally many tokens. 0 only records it."""
+    """Coefficient of the load-balance loss of each layer with experts. The loss is 1 if all experts
+    receive the same number of tokens. With 0, the loss is only recorded."""
     load_balance_scope: BalanceOver = field(
         default="sequence", metadata=renamed_from("balance_over")
     )
-    """Tokens over which the balance loss computes expert loads. `sequence` uses each sequence
-    separately, so the loss is independent of the layout. `microbatch`, as in Switch, uses the
-    sequences of one device in a microbatch. That loss depends on batch size, microbatches, data and
-    fsdp. `devices`, known as global-batch, uses the sequences of all devices in a microbatch. That
-    loss depends on the number of microbatches, and on data and fsdp, which select the sequences of
-    a microbatch. The loss never depends on the schedule, stages or tensor."""
+    """Tokens over which the load-balance loss computes expert loads. `sequence` uses each sequence
+    separately, so the loss is independent of the layout. `microbatch`, as in Switch Transformer,
+    uses the sequences of one device in a microbatch. The loss then depends on the batch size, the
+    number of microbatches, and the data and fsdp axes. `devices`, known as global-batch balancing,
+    uses the sequences of all devices in a microbatch. The loss then depends on the number of
+    microbatches, and on the data and fsdp axes, which determine the sequences of a microbatch. The
+    loss never depends on the schedule, or on the stage and tensor axes."""
     z_loss_weight: float = field(default=0.0, metadata=renamed_from("z_weight"))
     """Coefficient of the router z-loss, the mean squared log partition function of the router. The
-    loss keeps logits small. 0 only records it."""
+    z-loss keeps router logits small. With 0, the z-loss is only recorded."""
 
 
 BOUNDS = (

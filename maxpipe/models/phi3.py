@@ -20,28 +20,31 @@ class Phi3Config:
     """Keys that only Phi-3 and Phi-4 models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query. 0 attends to all tokens."""
+    """Attention window in tokens, including the query token. With 0, all layers attend to all
+    tokens."""
     rope_size: int = 0
-    """Number of rotated entries of a head, the first ones. Must be even. 0 rotates all entries."""
+    """Number of leading entries of each head that are rotated. Must be even. 0 rotates all
+    entries."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factors of the wavelengths, one per pair, for sequences of at most
-    `model.phi3.original_max_position_embeddings` (LongRoPE, arXiv:2402.13753). An empty list uses
-    1."""
+    """Factors that multiply the rotary wavelengths for short sequences (LongRoPE,
+    arXiv:2402.13753), one per rotated pair. They apply to sequences of at most
+    `model.phi3.original_max_position_embeddings` tokens. An empty list means factors of 1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
-    larger cache."""
+    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
+    apply to sequences longer than `model.phi3.original_max_position_embeddings`, and to generation
+    with a larger cache."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the longest context to the original context. The rotated entries are multiplied by
-    `sqrt(1 + log(rope_scaling) / log(original_max_position_embeddings))`."""
+    """Ratio of the extended context length to the original context length. The rotated entries are
+    multiplied by `sqrt(1 + log(rope_factor) / log(original_max_position_embeddings))`."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
     )
     """Original context length in tokens. Ignored unless `model.phi3.rope_factor` is above 1 or
-    factors are set."""
+    `rope_short_factor` or `rope_long_factor` is set."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -23,12 +23,13 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Keys that only Qwen3 models with experts use."""
 
     moe_layer_interval: int = field(default=1, metadata=renamed_from("expert_period"))
-    """Period of layers with experts. With a period of n, every n-th layer has experts; the others
+    """Period of layers with experts. With period n, every n-th layer has experts, and the others
     have one MLP of width `model.d_mlp`."""
     dense_layers: list[int] = field(default_factory=list, hash=False)  # a list has no hash
-    """Zero-based indices of layers that have an MLP regardless of `moe_layer_interval`."""
+    """Zero-based indices of layers that have an MLP instead of experts, regardless of
+    `moe_layer_interval`."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the probabilities of a token's experts to a sum of 1."""
+    """Normalize the probabilities of each token's selected experts to a sum of 1."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -38,28 +38,29 @@ class Qwen3NextConfig(MixtureConfig):
     """
 
     full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
-    """Period of layers with full attention. With a period of n, every n-th layer has full
-    attention; the others use the gated delta rule."""
+    """Period of layers with full attention. With period n, every n-th layer has full attention, and
+    the others use the gated delta rule."""
     linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
     """Number of query and key heads in delta-rule layers."""
     linear_num_value_heads: int = field(default=32, metadata=renamed_from("num_value_heads"))
-    """Number of value heads in delta-rule layers, a multiple of `num_key_heads`. Each value head
-    has a separate state."""
+    """Number of value heads in delta-rule layers, a multiple of `linear_num_key_heads`. Each value
+    head has a separate state."""
     linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
     """Size of a query or key head in delta-rule layers."""
     linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Size of a value head in delta-rule layers."""
     linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
-    """Width of the convolution over queries, keys and values in tokens, including the current
+    """Width in tokens of the convolution over queries, keys and values, including the current
     token."""
     gdn_chunk_size: int = field(default=64, metadata=renamed_from("chunk"))
     """Number of tokens per chunk of the delta rule, a power of two. Larger chunks use larger
-    matmuls and more FLOPs. Results differ only by rounding."""
+    matmuls and need more FLOPs. The chunk size changes results only by rounding."""
     rotary_dim: int = field(default=0, metadata=renamed_from("rope_size"))
-    """Number of rotated entries of a head in attention layers, the first ones. Must be even. 0
-    rotates all entries."""
+    """Number of leading entries of each attention head that are rotated. Must be even. 0 rotates
+    all entries."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the context length to the original context length (YaRN). 1 disables the scaling."""
+    """Ratio of the extended context length to the original context length (YaRN). 1 disables the
+    scaling."""
     original_max_position_embeddings: int = field(
         default=262144, metadata=renamed_from("rope_original_tokens")
     )
@@ -68,7 +69,7 @@ class Qwen3NextConfig(MixtureConfig):
     d_shared_expert: int = field(default=512, metadata=renamed_from("d_shared"))
     """Hidden width of the shared expert, which processes all tokens and has a separate gate."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the probabilities of a token's experts to a sum of 1."""
+    """Normalize the probabilities of each token's selected experts to a sum of 1."""
 
 
 def describe(config: ModelConfig) -> Model:

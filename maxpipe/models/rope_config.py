@@ -23,38 +23,40 @@ class RopeConfig:
     """Keys of rotary position scaling for longer contexts."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
-    """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_scaling`. `dynamic`
+    """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_factor`. `dynamic`
     (NTK) raises the base for sequences longer than `original_max_position_embeddings`. `llama3` and
-    `yarn` multiply the wavelengths that do not fit the original context. `longrope` multiplies each
-    wavelength by its own factor."""
+    `yarn` scale only wavelengths that are long relative to the original context. `longrope`
+    multiplies each wavelength by a separate factor."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the context length to the original context length. 1 disables the scaling, except
-    for `longrope`."""
+    """Ratio of the extended context length to the original context length. 1 disables the scaling,
+    except for `longrope`."""
     original_max_position_embeddings: int = field(
         default=32768, metadata=renamed_from("rope_original_tokens")
     )
-    """Original context length in tokens. Ignored unless `rope_scaling` is above 1 or `rope_type` is
+    """Original context length in tokens. Ignored unless `rope_factor` is above 1 or `rope_type` is
     `longrope`."""
     rope_attention_factor: float = field(default=0.0, metadata=renamed_from("rope_length"))
-    """Attention factor: multiplier of rotated queries and keys, for `yarn` and `longrope`. 0 uses
-    the value from the paper, which depends on `rope_scaling`."""
+    """Attention factor that multiplies the rotated queries and keys, for `yarn` and `longrope`. 0
+    uses the value from the paper, which depends on `rope_factor`."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
-    """Factors of the wavelengths, one per pair, for sequences of at most
-    `original_max_position_embeddings`. Ignored unless `rope_type` is `longrope`."""
+    """Factors that multiply the rotary wavelengths for short sequences, one per rotated pair. They
+    apply to sequences of at most `original_max_position_embeddings` tokens. Ignored unless
+    `rope_type` is `longrope`."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors of the wavelengths, one per pair, for longer sequences, and for generation with a
+    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
+    apply to sequences longer than `original_max_position_embeddings`, and to generation with a
     larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
-    """Rotations in `original_max_position_embeddings` from which a wavelength is kept (`beta_fast`,
-    `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
+    """Minimum number of rotations within the original context for a wavelength to remain unscaled
+    (`beta_fast`, `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Rotations in `original_max_position_embeddings` up to which a wavelength is multiplied by the
-    full factor (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in the
-    papers."""
+    """Maximum number of rotations within the original context for a wavelength to be multiplied by
+    the full `rope_factor` (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in
+    the papers."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 
