@@ -80,7 +80,7 @@ class _ReportHeader(TypedDict):
     batches: int
     all_batches: int
     sources: dict[str, float]
-    """Loss by source of a mixture."""
+    """Losses of the sources of a mixture, keyed by source."""
     sequence_length: int
     mesh: str
 
@@ -166,7 +166,7 @@ def evaluate_model(
 
 
 def _check_documents(chosen: OpenedModel) -> None:
-    """Check that a data source is given and that no given path is unused.
+    """Check that a data source is set and that every path in the config is used.
 
     Raises:
         ConfigError: the data source is missing, or a path is unused.
@@ -278,13 +278,13 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
 
 
 def _sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Return the axis sizes of a mesh config by key."""
+    """Return the axis sizes of a mesh config, keyed by config key."""
     values = dataclasses.asdict(mesh)
     return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and a single mesh axis, without larger microbatches."""
+    """Return a config with one stage and a single mesh axis; microbatches do not become larger."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)

@@ -66,7 +66,8 @@ class HarnessModel(LM):
     # Requests. The harness may cache responses through its hook.
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return log-likelihoods of continuations, and whether they are greedy.
+        """Return the log-likelihood of each continuation, and whether greedy decoding would produce
+        it.
 
         Every request contains a context and a continuation.
         """

@@ -51,7 +51,8 @@ class Scorer:
     ) -> list[Score]:
         """Score sequences; a score does not depend on the other sequences of the batch.
 
-        After each batch, `stops` is called, and `moved` with the number of finished sequences.
+        After each batch, `stops` is called, and `moved` is called with the number of finished
+        sequences.
 
         Raises:
             DivergenceError: the outputs of the model are not finite.
@@ -82,7 +83,9 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Compiled function: (parameters, batch) -> target log-probabilities and argmax hits."""
+        """Compiled function: (parameters, batch) -> log-probability of each target, and whether it
+        is the argmax.
+        """
         rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
         return jax.jit(
             partial(_score_batch, dropless_decoder(self.weights.decoder)), out_shardings=rows

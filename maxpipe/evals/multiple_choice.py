@@ -1,7 +1,8 @@
 """Multiple-choice tasks, where the prediction is the most likely choice after the context.
 
-During training, parameters stay on their devices, including stages. Each choice is a sequence, and
-the evaluation step computes its loss separately, in the same way as the losses of mixture sources.
+During training, parameters stay on their devices, even with pipeline stages. Each choice is a
+sequence. The evaluation step computes the loss of each sequence separately, like the losses of
+mixture sources.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Question(NamedTuple):
     """A question of a task file."""
 
     line: int
-    """Line number, from 1."""
+    """Line number in the file, counted from 1."""
     context: str
     choices: tuple[str, ...]
     answer: int
-    """Index of the correct choice, from 0."""
+    """Index of the correct choice, counted from 0."""
 
 
 class QuestionResult(TypedDict):
@@ -121,7 +122,7 @@ def _question(number: int, line: bytes) -> Question:
     """Parse a line.
 
     Raises:
-        ValueError: the line is not a valid question; the text is the violated rule.
+        ValueError: the line is not a valid question; the message is the violated rule.
     """
     try:
         record = parse_json(line, dict[str, Any])
@@ -331,7 +332,7 @@ def _is_replaceable(path: str) -> bool:
 
 
 _MAX_BATCH_SIZE = 64
-"""Maximum batch size, rounded up to a multiple of the shards; the sums of sequences read the
+"""Maximum batch size, rounded up to a multiple of the number of shards. Per-sequence sums read the
 complete batch."""
 
 
@@ -392,7 +393,7 @@ class Task:
         config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, own=own),
-            # Keep the layer partition of the training, which may depend on the sequence length.
+            # Keep the layer partition of training, which may depend on the sequence length.
             pipeline=dataclasses.replace(
                 config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
             ),
@@ -444,7 +445,7 @@ class Task:
     ) -> TaskSummary | None:
         """Evaluate the task; None if `stops` returned true after a batch.
 
-        This is a collective call of all processes.
+        This is a collective operation: all processes must call it.
         """
         self._params, self._should_stop = params, stops
         try:
@@ -464,7 +465,7 @@ class StoppedError(Exception):
 
 
 def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
-    """Return the metrics of a task by tag."""
+    """Return the metrics of a task, keyed by tag."""
     return {
         f"eval/{name}/accuracy": found["accuracy"],
         f"eval/{name}/accuracy_by_bytes": found["accuracy_by_bytes"],
@@ -482,7 +483,7 @@ def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
 
 
 def _halved_lengths(tokens: int) -> list[int]:
-    """Return `tokens` and its repeated halves, in ascending order."""
+    """Return `tokens` and its successive halves, in ascending order."""
     found = [tokens]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)

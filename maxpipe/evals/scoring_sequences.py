@@ -1,4 +1,4 @@
-"""Convert texts to token sequences for scoring with a model; without jax."""
+"""Conversion of texts to token sequences that a model scores, without jax."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ScoringTokenizer:
         return list(self.tokenizer.framing.before)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with prefix tokens, at least one token."""
+        """Return the token ids of a text with its prefix tokens, at least one id."""
         before, reads_control = self._bos_ids, self.tokenizer.framing.reads_control
         encode = self.tokenizer.encode_chat if self.is_chat or reads_control else None
         ids = (encode or self.tokenizer.encode)(text).tolist()
@@ -87,7 +87,7 @@ class ScoringTokenizer:
     def sequence(self, context: str, continuation: str) -> ScoringSequence:
         """Return the scoring sequence of a continuation after a context.
 
-        A token that contains text of both belongs to the continuation.
+        A token that spans the boundary belongs to the continuation.
         """
         before = self.encode(context)
         whole = self.encode(context + continuation) if continuation else before

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder to a checkpoint of weights only."""
+"""Import of a Hugging Face folder as a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of a checkpoint's data position."""
 
 _SLAB_BYTES = 1 << 24
-"""Slab size in bytes. The system would reclaim larger memory blocks after each use, and clear them
-before the next use."""
+"""Slab size in bytes. The operating system would reclaim larger allocations after each use, and
+zero them before the next use."""
 
 
 class Origin(TypedDict):
     """Record of an import, with which an export reproduces the same bits."""
 
     dtype: str
-    """Type of most tensors, by its name in safetensors files."""
+    """Dtype of most tensors, with its name in safetensors files."""
     dtypes: dict[str, str]
-    """Types of the other tensors, by tensor name."""
+    """Dtypes of the other tensors, keyed by tensor name."""
     folder: NotRequired[str]
     """Absolute path of the imported folder, or the hub id of its snapshot."""
 
@@ -179,7 +179,7 @@ def _write(
 
 
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the parameters in checkpoint layout, with the types of the files."""
+    """Return the parameters in checkpoint layout, with the dtypes of the files."""
     tree: dict[str, Any] = {}
     for name, shape in source.mapping.shapes.items():
         *outer, last = name.split(".")
@@ -215,7 +215,9 @@ _TOKENIZER = "tokenizer.json"
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
-    """Return a config for `maxpipe train` that lacks only data and its length."""
+    """Return a config for `maxpipe train` that lacks only the data source and the number of
+    steps.
+    """
     family = section["family"]
     own = section.pop(family, {})
     return "\n".join(
