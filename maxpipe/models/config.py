@@ -142,8 +142,8 @@ class Bound(NamedTuple):
     low_is_inside: bool = True
     high_is_inside: bool = True
     axis: str = ""
-    """Logical axis of the dims with this size. The size must be a multiple of the devices that
-    shard this axis."""
+    """Logical axis of the dims with this size. The size must be a multiple of the number of devices
+    that shard this axis."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

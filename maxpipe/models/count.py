@@ -91,7 +91,8 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs of forward and backward without recomputation, the basis of MFU.
+    """Return the FLOPs per token of the forward and backward passes without recomputation, as used
+    for MFU.
 
     Weight gradients of frozen parameters are not counted. Source: PaLM, arXiv:2204.02311.
     """
@@ -131,7 +132,9 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
-    """Map (part, name) to the fraction of the parameter's entries that is multiplied per token."""
+    """Map (part, name) to the fraction of the parameter's entries that each token is multiplied
+    by.
+    """
     found = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for each in part.operations:
@@ -151,7 +154,9 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
 
 
 def _products(kind: Kind, *, needed: bool) -> float:
-    """Return the multiply-adds per token between activations, without scores."""
+    """Return the multiply-adds per token of matmuls between activations, without attention
+    scores.
+    """
     return sum(
         each.heads * (each.needed if needed else each.computed)
         for part in kind.parts.values()
@@ -161,7 +166,7 @@ def _products(kind: Kind, *, needed: bool) -> float:
 
 
 def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> float:
-    """Return the number of frozen weights per token.
+    """Return the number of frozen weights that one token uses.
 
     `is_frozen` overrides the layer type's own setting.
     """
@@ -207,14 +212,16 @@ def _visible(tokens: int, window: float) -> float:
 
 
 def _projected(model: Model) -> int:
-    """Return the entries of the output projection (or tied table), counted once per head."""
+    """Return the number of entries of the output projection (or tied table), counted once per
+    head.
+    """
     ends = model.ends
     heads = 0 if ends.mtp is None else ends.mtp.num_heads
     return (1 + heads) * size(ends.head or ends.embedding)
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Return the sizes of the matrices of multi-token prediction heads outside layers, by name."""
+    """Return the sizes of multi-token prediction matrices outside layers, keyed by name."""
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -229,8 +236,8 @@ _KERNEL_LANES = 128
 def tokens_before(windows: Iterable[int], run: int) -> int:
     """Return the number of preceding tokens that a run of `run` tokens needs from other devices.
 
-    The result follows from the largest window; without a window it is `run`. `windows` has one
-    entry per layer, 0 for no window.
+    The largest window determines the result. If a layer has no window, the result is `run`.
+    `windows` has one entry per layer, which is 0 if the layer has no window.
     """
     sizes = [*windows] or [0]
     if 0 in sizes:
@@ -279,15 +286,15 @@ _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
 def packed_documents(tokens: int) -> int:
     """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
 
-    The backward pass works on the gradients of a full sequence for each document. More documents
-    would need too much memory, as would even a few in very long sequences.
+    The backward pass allocates gradients of the size of a full sequence for each document. More
+    documents would need too much memory. In very long sequences, even a few documents would.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
-"""Block size and maximum sequence length of the unrolled blockwise attention. On CPUs it takes 0.6
-of the processor time with 256 tokens (`benchmarks/attention.md`)."""
+"""Block size and maximum sequence length of the unrolled blockwise attention. With 256 tokens on
+CPUs, it needs 0.6 times the processor time (`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(

@@ -169,7 +169,7 @@ class _GroupsOfV2:
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the keys; the method follows from the number of groups."""
+        """Return the keys; the number of groups determines `topk_method`."""
         counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
@@ -216,7 +216,7 @@ _YARN = (
 
 
 def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
-    """Return the keys of both classes. The numbers are defaults of transformers."""
+    """Return the keys of both classes. The keyword arguments are defaults of transformers."""
     return (
         *(row for row in sizes if "head_dim" not in row.names),
         _HeadSizes(),

@@ -87,7 +87,8 @@ def alike(
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
-    """Return YaRN positions for a context `factor` times as long (arXiv:2309.00071).
+    """Return YaRN positions for a context `factor` times as long as the original
+    (arXiv:2309.00071).
 
     `options` are further fields of `Rope`.
     """

@@ -15,7 +15,7 @@ Theirs = Mapping[str, Any]
 """Content of `config.json`."""
 
 Ours = Mapping[str, Any]
-"""Values by key below `model`, such as `num_heads` and `llama.rope_factor`."""
+"""Values keyed by name below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
 class Unlike(ValueError):
@@ -61,10 +61,10 @@ class Key:
     theirs: str
     ours: str
     default: Any = None
-    """Value that transformers uses if `config.json` lacks the key, or a function of our values so
-    far."""
+    """Value that transformers uses if `config.json` lacks the key, or a function that computes it
+    from our values so far."""
     zero_means: str = ""
-    """Another key of ours whose value is used if this key is 0."""
+    """Another of our keys, whose value is used if this key is 0."""
     is_integer: bool = False
     """Whether transformers stores an integer where ours is a float."""
     also: str = ""
@@ -99,7 +99,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of `config.json` with the only values that the family can compute."""
+    """A key of `config.json`, with the only values that the family supports."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -112,7 +112,7 @@ class Fixed:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check the value; no key of ours depends on it."""
+        """Check the value; none of our keys depends on it."""
         found = theirs.get(self.theirs)
         found = self.default if found is None else found
         # 0 equals false, and 1 equals true.
@@ -132,7 +132,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of ours without a counterpart, and the only value that transformers supports."""
+    """A key of our config without a counterpart, and the only value that transformers supports."""
 
     ours: str
     value: Any
@@ -174,11 +174,11 @@ class Rotary:
     """Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key of the base."""
+    """Our key for the base."""
     default: float
-    """Default base in transformers."""
+    """Default of the base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
-    """Rows for the other parameters, by `rope_type`."""
+    """Rows for the other parameters, keyed by `rope_type`."""
     unscaled: Ours
     """Our values for the type `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
@@ -190,7 +190,7 @@ class Rotary:
     legacy_type_key: str = "rope_type"
     """Key of the type in older releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    """Rows for keys of `config.json` outside the rotary parameters, by `rope_type`."""
+    """Rows for keys of `config.json` outside the rotary parameters, keyed by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
     """Default parameters in transformers if `config.json` specifies at most the base."""
     default_max_positions: int = 0
@@ -262,7 +262,7 @@ class Twice:
     is_read: bool = True
     """Whether the other key is used if only that key is present."""
     default: Any = None
-    """Value that is used if the other key is ignored."""
+    """Value to use if the other key is ignored."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class HuggingFace:
     """Tensors of multi-token prediction layers in addition to those of ordinary layers. `{layer}`
     continues after the network's layers. Empty if the class has no such layers."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(parameter, tensor) pairs of tensors that such a layer duplicates."""
+    """(parameter, tensor) pairs for tensors that a multi-token prediction layer duplicates."""
     duplicate_keys: tuple[Twice, ...] = ()
     """Pairs of keys with the same meaning."""
 

@@ -20,7 +20,8 @@ def sizes(
     epsilon: float = 1e-6,
     tied: bool = False,
 ) -> tuple[Row, ...]:
-    """Return the keys of nearly all models with the defaults of a class of transformers.
+    """Return rows for the keys that nearly all models have, with the defaults of one transformers
+    class.
 
     `kv_heads` None uses the number of heads. `head_dim` None divides the width by the heads.
     """
@@ -53,7 +54,7 @@ KEPT = tuple(
 """Keys that do not change logits."""
 
 BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
-"""Keys of experts that only affect training and differ in meaning from ours."""
+"""Expert keys that affect only training and differ in meaning from our keys."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ _DEQUANTISED = {
         f'{_LOADED}).dequantize().save_pretrained("NEW"',
     ),
 }
-"""Packages and code that write a bfloat16 folder, by quantization method. GPTQ and AWQ have no such
-code."""
+"""Packages and code that write a bfloat16 folder, keyed by quantization method. No such code exists
+for GPTQ and AWQ."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -170,7 +171,7 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys of the sliding windows of some layers, which are not supported."""
+    """Keys for sliding windows in some layers, which are not supported."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""
@@ -210,7 +211,7 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Period:
-    """`layer_types` in which every n-th layer attends to all tokens, and a key with n."""
+    """`layer_types` in which every n-th layer attends to all tokens, and a key that holds n."""
 
     ours: str
     others: str
@@ -219,7 +220,7 @@ class Period:
     """Value of n if `config.json` has neither key."""
     theirs: str
     also: tuple[str, ...] = ()
-    """Further names of the key with n."""
+    """Further names of the key that holds n."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,7 +228,7 @@ class Period:
         return ("layer_types", self.theirs, *self.also)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the period of the list of layer types."""
+        """Return the period of global layers, from the list of layer types."""
         types = theirs.get("layer_types")
         if types is None:
             period = theirs.get(self.theirs)
@@ -294,7 +295,7 @@ JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
 )
-"""Norms over all heads of a token together."""
+"""Norms that normalize all heads of a token together."""
 
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
@@ -344,7 +345,7 @@ JOINED_EXPERTS = (
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:
-    """Return the scales of a layer's norms, by part name."""
+    """Return the rows for a layer's norm scales. `names` maps part names to tensor names."""
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )

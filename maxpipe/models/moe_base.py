@@ -98,7 +98,8 @@ def model(
     dense: Iterable[bool] = (),
     values: Mapping[str, tuple[float, ...]] | None = None,
 ) -> Model:
-    """Return a model of pre-norm layers with attention and an MLP (`dense`) or experts (`experts`).
+    """Return a model of pre-norm layers with attention and either an MLP (`dense`) or experts
+    (`experts`).
 
     `dense` selects the layers with an MLP, starting with the first. The remaining layers have
     experts.

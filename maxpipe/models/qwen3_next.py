@@ -148,7 +148,7 @@ class _Turning:
     """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     beside: bool = False
-    """Whether the key is in `rope_parameters`, which takes precedence."""
+    """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""
     names = ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:

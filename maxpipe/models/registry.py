@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
-    """Return (tag, summary, families) of the metrics that layers report."""
+    """Yield (tag, summary, families) for each metric that layers report."""
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
         for part in family.metric_parts:

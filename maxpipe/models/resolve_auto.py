@@ -1,7 +1,8 @@
-"""Defaults that depend on sizes: the backend of `model.attention=auto` and the loss blocks.
+"""Defaults that depend on sizes: the backend for `model.attention=auto` and the size of loss
+blocks.
 
-The module does not import jax. Forecasts and programs call the same functions once they know the
-platform.
+The module does not import jax. Forecasts and programs call the same functions once the platform is
+known.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
 is used where the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
-"""Backends by platform, best first. `xla` is the fallback: it supports every option and
-platform."""
+"""Backends in order of preference, keyed by platform. `xla` is the fallback: it supports every
+option and platform."""
 
 _SPLASH_TOKENS = 128
 _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
@@ -53,7 +54,9 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys rotate around a ring. Scores are then computed block by block."""
+        """Return whether keys rotate around a ring. With a ring, scores are computed block by
+        block.
+        """
         return self.context > 1 and self.method == "ring"
 
     @classmethod
@@ -63,11 +66,13 @@ class Divided(NamedTuple):
 
 
 ALONE = Divided()
-"""Sharding with full sequences on every device."""
+"""Sharding in which every device holds full sequences."""
 
 
 def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
-    """Return the backend of a model for sequences of `tokens`; `platform` is jax's name."""
+    """Return the backend for sequences of `tokens` tokens; `platform` is jax's name of the
+    platform.
+    """
     if model.attention != AUTO:
         return Choice(model.attention)
     if divided.uses_ring:

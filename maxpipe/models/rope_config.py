@@ -105,7 +105,7 @@ def longrope(
 ) -> Rope:
     """Return LongRoPE positions with a factor per pair (arXiv:2402.13753).
 
-    `factor` is the ratio of the context length to the original one.
+    `factor` is the ratio of the context length to the original context length.
     """
     by_paper = math.sqrt(1.0 + math.log(factor) / math.log(tokens))
     return Rope(
@@ -156,8 +156,8 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
-    """Yield a violation for each list without one positive factor per pair of the `size` rotated
-    entries.
+    """Yield a violation for each list that does not have one positive factor per pair of the `size`
+    rotated entries.
 
     Empty lists are allowed unless `wanted` is set.
     """
@@ -301,8 +301,8 @@ class Turns:
         return {self.ours: 0.0 if found == self.paper else found}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number, also for the value from the paper: Llama's class has no default for
-        it.
+        """Return the number, even if it equals the value from the paper, because Llama's class has
+        no default.
         """
         return {self.theirs: ours[self.ours] or self.paper}
 

@@ -1,4 +1,4 @@
-"""Description of a model, from which all other code derives. No jax.
+"""Description of a model, which all other code reads. The module does not import jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
 type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
@@ -35,7 +35,7 @@ class Constant(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Initialization from other parameters of the layer (`model.adapters`)."""
+    """Initialization from other parameters of the layer (`maxpipe.models.adapters`)."""
 
     of: tuple[str, str]
 
@@ -58,12 +58,12 @@ class Param:
     """Whether the parameter has a gradient, optimizer state and updates. In a model, `Kind.params`
     and `Ends.params` hold the effective value."""
     own_dtype: str = ""
-    """Type in storage and in computation that overrides the types of the config."""
+    """Dtype in storage and in computation, which overrides the dtypes of the config."""
     num_contracted_dims: int = 0
     """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
     and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
-    """Same as `summed`, for weights that `model.matmul` does not quantize."""
+    """Same as `num_contracted_dims`, for weights that `model.matmul` does not quantize."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -93,7 +93,9 @@ class Follows(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Low-rank adapter of a matrix: the product of two narrow matrices (`model.low_rank`)."""
+    """Low-rank adapter of a matrix: the product of two narrow matrices
+    (`maxpipe.models.adapters`).
+    """
 
     scale: float
     """Multiplier of the product."""
@@ -114,10 +116,10 @@ class Matmul(NamedTuple):
 
 
 Stands = Literal["scores", "mask", "block"]
-"""Attention arrays over pairs of tokens that are in memory. `scores`: the scores of all heads,
-which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel. `block`:
-the scores of one block of pairs at a time. The backward pass recomputes scores for `mask` and
-`block`."""
+"""Attention arrays over pairs of tokens that are stored in memory. `scores`: the scores of all
+heads, which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel.
+`block`: the scores of one block of pairs at a time. The backward pass recomputes scores for `mask`
+and `block`."""
 
 
 class Scores(NamedTuple):
@@ -133,7 +135,7 @@ class Scores(NamedTuple):
     to; 0 means all. Tokens outside the window are not counted as needed, but all pairs are computed
     because one program serves all layers."""
     storage: Stands = "scores"
-    """Arrays over pairs of tokens that are in memory."""
+    """Arrays over pairs of tokens that are stored in memory."""
     query: Dims = ()
     """Dims of the queries."""
     keys: tuple[Dims, ...] = ()
@@ -143,13 +145,13 @@ class Scores(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matmuls between activations whose number per token is constant."""
+    """Matmuls between activations, with a constant cost per token."""
 
     heads: int
     axis: str
     """Logical axis of the heads."""
     needed: float
-    """Multiply-adds per token and head that the model's FLOPs count."""
+    """Multiply-adds per token and head that count as FLOPs of the model."""
     computed: float
     """Multiply-adds per token and head that are computed."""
 
@@ -165,24 +167,24 @@ class Held:
     """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type."""
+    """Arrays in the compute dtype."""
     float32: tuple[tuple[float, Dims], ...] = ()
     """Arrays in float32."""
     one_byte: tuple[tuple[float, Dims], ...] = ()
     """Arrays with one byte per entry."""
     blocks: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type, with one copy per block of queries for at most
+    """Arrays in the compute dtype, with one copy per block of queries for at most
     `count.scored_keys` keys."""
     token_independent: tuple[Dims, ...] = ()
-    """Arrays in the compute type that are stored once, not per token, such as parameters."""
+    """Arrays in the compute dtype that are stored once, not per token, such as parameters."""
     float32_token_independent: tuple[Dims, ...] = ()
     """Arrays with four bytes per entry that are stored once, not per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type, with one copy per document that a kernel processes in one
-    sequence (at most `count.packed_documents`)."""
+    """Arrays in the compute dtype, with one copy per document that a kernel processes in a sequence
+    (at most `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Memory per scored pair of tokens over all heads: copies in the compute type, copies in
-    float32, and bytes of other types."""
+    """Memory per scored pair of tokens over all heads: copies in the compute dtype, copies in
+    float32, and bytes of other dtypes."""
 
     def __add__(self, other: Held) -> Held:
         narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
@@ -202,7 +204,7 @@ NOTHING = Held()
 
 
 class Summary(NamedTuple):
-    """A metric that a run writes from the losses and statistics of layers."""
+    """A metric that a run computes from the losses and statistics of layers."""
 
     of: str
     """Name of the loss or of the statistic."""
@@ -220,7 +222,7 @@ class Part(Protocol):
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the parameters by name, in the order of initialization."""
+        """Return the parameters in the order of initialization, keyed by name."""
         ...
 
     @property
@@ -230,7 +232,7 @@ class Part(Protocol):
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Return, by activation name, further float32 arrays that are saved with that activation.
+        """Return the float32 arrays to save with each activation, keyed by activation name.
 
         The forward pass gives these arrays the same checkpoint name, so results that depend only on
         them are not recomputed.
@@ -254,7 +256,7 @@ class Part(Protocol):
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the part of `working` that exists only if the compiler drops optimization
+        """Return the part of `backward_peak` that exists only if the compiler drops optimization
         barriers.
         """
         return NOTHING
@@ -282,7 +284,9 @@ class Part(Protocol):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the parameters without gradient whose updates follow the part's statistics."""
+        """Return the update rules, based on the part's statistics, of parameters without a
+        gradient.
+        """
         return {}
 
     @property
@@ -291,7 +295,7 @@ class Part(Protocol):
         return {}
 
     metrics: ClassVar[Mapping[str, Summary]] = {}
-    """Metrics of the losses and statistics, by tag."""
+    """Metrics of the losses and statistics, keyed by tag."""
 
     @property
     def note(self) -> str:
@@ -313,7 +317,7 @@ class Branch:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Return the parts by the name under which their parameters are stored."""
+        """Return the parts, keyed by the name under which their parameters are stored."""
         found = {
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
@@ -336,7 +340,7 @@ class Kind:
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
-        """Return all parts by name, in order."""
+        """Return all parts in order, keyed by name."""
         return {name: part for branch in self.branches for name, part in branch.parts.items()}
 
     @cached_property
@@ -382,10 +386,11 @@ class Kind:
 
     @property
     def num_streams(self) -> int:
-        """Return the number of residual-stream arrays from which a split backward pass recomputes.
+        """Return the number of residual-stream arrays that a split backward pass keeps for
+        recomputation.
 
-        They are the layer's input and the cotangent of its output. Each branch adds its part's
-        output if a norm follows, or else its sum, unless that sum is the layer's output.
+        Two of these arrays are the layer's input and the cotangent of its output. Each branch adds
+        its part's output if a norm follows, or else its sum, unless that sum is the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
@@ -412,7 +417,7 @@ class Kind:
 
 
 def _unless(param: Param, frozen: bool) -> Param:
-    """Return the parameter, made not trainable if `frozen` is set."""
+    """Return the parameter. It is not trainable if `frozen` is set."""
     return replace(param, trainable=False) if frozen else param
 
 
@@ -446,7 +451,9 @@ class Ahead:
 
     @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters of all heads, stacked. Each head is initialized as in `one`."""
+        """Return the parameters of all heads, stacked. Each head is initialized as in
+        `params_of_one`.
+        """
         stack = (self.num_heads, "ahead")
         return {
             name: replace(param, dims=(stack, *param.dims))
@@ -455,7 +462,7 @@ class Ahead:
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the heads' losses by name."""
+        """Return the coefficients of the heads' losses, keyed by name."""
         weight = self.loss_weight / self.num_heads
         return {f"ahead_{number}": weight for number in range(1, self.num_heads + 1)}
 
@@ -464,13 +471,13 @@ class Ahead:
 class LayersAhead(Ahead):
     """Multi-token prediction heads with one transformer layer each, applied in sequence.
 
-    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the
-    embedding e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`.
-    Each norm has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding
-    table and the output projection with the network. The paper does not specify where h is normed.
-    Here h is always the normed input of the output projection, so h_0 is the output of the final
-    norm. The implementation in transformers does the same for the published weights. The embedding
-    comes first in the concatenation, as in the published `eh_proj`.
+    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the embedding
+    e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`. Each norm
+    has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding table and
+    the output projection with the network. The paper does not specify where h is normalized. Here h
+    is always the normalized input of the output projection, so h_0 is the output of the final norm.
+    The implementation in transformers does the same for the published weights. The embedding comes
+    first in the concatenation, as in the published `eh_proj`.
     """
 
     layer_type_name: str
@@ -515,7 +522,7 @@ class Ends:
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters by storage path."""
+        """Return the parameters, keyed by storage path."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.mtp is not None:
@@ -575,13 +582,15 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[str, ...]:
-        """Return the layer type of each layer, followed by those of layer heads."""
+        """Return the layer type of each layer, followed by the layer types of layer heads."""
         heads = self.ends.mtp_layers
         return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the layers' scalar losses. `ends` has those of the heads."""
+        """Return the coefficients of the layers' scalar losses. `ends` has the coefficients of the
+        heads.
+        """
         found: dict[str, float] = {}
         for kind in self.layer_types.values():
             found |= kind.losses
@@ -589,7 +598,7 @@ class Model:
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
-        """Return the metrics of the layers' losses and statistics, by tag."""
+        """Return the metrics of the layers' losses and statistics, keyed by tag."""
         found: dict[str, Summary] = {}
         for kind in self.layer_types.values():
             for part in kind.parts.values():
@@ -606,8 +615,9 @@ class Model:
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """Map each name that may be saved to the activations that it selects.
 
-        The names are those of activations and of presets: `matmuls` selects all activations, and a
-        branch's name selects those of its part. Each activation includes the arrays saved with it.
+        A name is that of an activation or of a preset. `matmuls` selects all activations, and a
+        branch's name selects the activations of its part. Each activation includes the arrays saved
+        with it.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

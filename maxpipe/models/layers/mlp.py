@@ -66,7 +66,7 @@ class GatedMLP(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input and output, and the gate's inputs, which are written and read."""
+        """Return the input, the output, and the gate's inputs, which are written and read back."""
         return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
 
     @property
@@ -122,7 +122,7 @@ class Norm(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input and output."""
+        """Return the input and the output."""
         return Held(compute_dtype=((2.0, self._width),))
 
     @property
@@ -139,15 +139,16 @@ class Norm(Part):
         return self.deferred_of((), self._width, recomputed=recomputed)
 
     def residuals_of(self, each: Dims, over: Dims) -> Held:
-        """Return the scaled array; in float32 the input twice and two statistics.
+        """Return the scaled array, and in float32 two copies of the input and two statistics.
 
-        `over` are the dims that a norm reduces; it is applied separately along the dims `each`.
+        `over` are the dims that the norm reduces. The norm is applied separately along the dims
+        `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
-        """Return the norm's parameters; without recomputation also the scaled array and a
+        """Return the norm's parameters, and without recomputation also the scaled array and a
         cotangent.
         """
         if recomputed:
@@ -166,7 +167,7 @@ class Norm(Part):
 
 @dataclass(frozen=True)
 class RMSNorm(Norm):
-    """Normalizes by the root mean square (arXiv:1910.07467)."""
+    """Normalization by the root mean square (arXiv:1910.07467)."""
 
     offset: float = 0.0
     """Offset that is added to the stored scale. 1 means that a stored scale of 0 has no effect."""
@@ -176,7 +177,7 @@ class RMSNorm(Norm):
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the scaled array. It is in the compute type if there is no offset."""
+        """Return the scaled array. It is in the compute dtype if there is no offset."""
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
