@@ -37,7 +37,9 @@ class EarlyStopping:
         checkpoint: CheckpointConfig,
         facts: Mapping[str, Any] | None = None,
     ):
-        """Create the counter; `facts` from a checkpoint are ignored if the metric differs."""
+        """Create the counter; `facts` from a checkpoint are ignored if they belong to another
+        metric.
+        """
         self._config, self._better = config, BestMetric.of(checkpoint)
         self._waited = self._counted = 0
         self._best: float | None = None

@@ -33,9 +33,9 @@ class EvalTotals:
     targets: float
     bytes: float
     by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
-    """Totals of each source of a mixture, by name."""
+    """Totals of the sources of a mixture, keyed by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
-    """Sums of additional metrics of the objective, by name."""
+    """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
     """Whether targets are tokens. Preference pairs have no size in bytes."""
 
@@ -97,8 +97,8 @@ def evaluate(
 ) -> EvalTotals | None:
     """Evaluate batches and return the totals; None if `stops` returned true after a batch.
 
-    `sources` are the sources of a mixture, for which the step returns separate sums. On return, no
-    device is busy, because Python may crash if it exits during a computation.
+    `sources` are the names of the sources of a mixture. The step returns separate sums for each
+    source. On return, no device is busy, because Python may crash if it exits during a computation.
     """
     total = {name: np.zeros(()) for name in ("loss", "targets")}
 

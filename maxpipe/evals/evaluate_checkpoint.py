@@ -45,7 +45,7 @@ from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, step
 
 MessageCallback = Callable[[str], None]
 
-# Settings of the run that do not change the loss of its parameters.
+# Settings of the run that do not affect the loss.
 _EXCLUDED_SECTIONS = ("checkpoint", "guard", "launch", "log")
 _SOURCE_KEYS = (
     *(
@@ -114,8 +114,8 @@ def evaluate_model(
 
     `inputs` are config files and overrides that change the config of the model. `split` selects the
     documents. The default is the validation split, or all documents and batches if `inputs` name
-    another data source. Weights without a run require a data source. `say` is called with progress
-    messages.
+    another data source. Weights that do not belong to a run require a data source. `say` is called
+    with progress messages.
 
     Raises:
         ConfigError: the model does not exist, or the config does not fit the model or the devices.
@@ -200,13 +200,13 @@ def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a checkpoint's config that apply to evaluation."""
     found = {section: keys for section, keys in config.items() if section not in _EXCLUDED_SECTIONS}
     if isinstance(train := found.get("train"), Mapping):
-        # The smaller batches of a ramp do not limit the microbatches of evaluation.
+        # The smaller batches of a batch-size ramp do not limit the microbatches of evaluation.
         found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
     return found
 
 
 def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a Hugging Face folder with a limited sequence length."""
+    """Return the config of a Hugging Face folder, with an upper limit on the sequence length."""
     length = min(config["train"]["sequence_length"], TrainConfig().sequence_length)
     return {**config, "train": {**config["train"], "sequence_length": length}}
 
@@ -223,7 +223,7 @@ def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callab
 
 @contextlib.contextmanager
 def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
-    """Start the devices and join the other processes; yields a check for stop requests."""
+    """Start the devices, connect to the other processes, and yield a check for stop requests."""
     if config.runtime.num_processes == 1:
         with detect_interrupt() as asked:
             runtime.start(config.runtime, config.mesh.cpu_devices)

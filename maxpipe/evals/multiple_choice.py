@@ -183,7 +183,7 @@ def apply_chat_template(
 
 @dataclass
 class MultipleChoice:
-    """Questions, and their conversion to continuations."""
+    """Multiple-choice questions, and their conversion to continuations."""
 
     questions: Sequence[Question]
     separator: str = " "
@@ -279,8 +279,8 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    Without a path, results are discarded. Existing results are replaced; any other file is an
-    error.
+    Without a path, results are discarded. Existing results are replaced. If the path is any other
+    file, it is an error.
 
     Raises:
         ConfigError: the path is an existing file of another type, such as the questions.
@@ -369,7 +369,7 @@ class Task:
         self._should_stop: Callable[[], bool] = lambda: False
 
     def digest(self) -> str:
-        """Return a digest of the questions, to compare them between processes."""
+        """Return a digest of the questions, which is compared between processes."""
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
@@ -378,7 +378,9 @@ class Task:
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 
     def _build_steps(self, steps: Steps) -> Steps:
-        """Return steps with the shortest possible sequence length and one sum per sequence."""
+        """Return steps that use the shortest possible sequence length and return one sum per
+        sequence.
+        """
         config = self._config
         # As in generation, expert capacity is unlimited, so that sequences are independent.
         own: Any = config.model.own

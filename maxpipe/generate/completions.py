@@ -1,6 +1,6 @@
 """Completion of prompts in batches, where each sequence is generated until it ends.
 
-The module also detokenizes incrementally, up to the first stop string, and does not import jax.
+The module also detokenizes incrementally, up to the first stop string. It does not import jax.
 """
 
 from __future__ import annotations

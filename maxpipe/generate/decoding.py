@@ -60,8 +60,8 @@ def sample(
     keys: Key[Array, " B"],
     sampling: Sampling,
 ) -> SampleOutput:
-    """Sample one token per sequence, which depends only on the sequence's logits, seen tokens and
-    key.
+    """Sample one token per sequence. The token depends only on the sequence's logits, seen tokens
+    and key.
     """
     logits = logits.astype(jnp.float32)
     scores = logits
@@ -101,7 +101,7 @@ def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[
 def apply_repetition_penalty(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float[Array, "B V"]:
-    """Make seen tokens less likely if the penalty is above 1."""
+    """Apply the penalty to seen tokens. They become less likely if the penalty is above 1."""
     less = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, less, logits)
 
@@ -161,7 +161,7 @@ class DecodeState(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Newest token of each sequence; with stages, `[microbatches, sequences]`."""
+    """Newest token of each sequence, `[B]`, or `[microbatches, sequences]` with stages."""
 
     tokens: Int[Array, "*rows"]
     logprobs: Float[Array, "*rows"]
@@ -277,7 +277,7 @@ class DecodeEngine:
             left = size.max_new_tokens
             while left:
                 before, left = drawn, left - (refill is None)
-                if left:  # the next token is computed while this one is read
+                if left:  # the next token is computed while this token is read
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._decode_program(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
@@ -370,7 +370,8 @@ class DecodeEngine:
 
     @cached_property
     def _insert_program(self) -> Any:
-        """Map (state, tokens, indices, other state, other tokens, row, index) to the first three.
+        """Map (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
+        indices).
 
         In the result, the first sequence of the other state replaces `row`.
         """
@@ -403,7 +404,7 @@ class DecodeEngine:
         axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all values
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all the values
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )

@@ -91,8 +91,8 @@ class LazyModel(Protocol):
 def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
     """Open a checkpoint or a Hugging Face folder for inference.
 
-    `inputs` are config files and overrides that change its config: `mesh` selects the devices, and
-    `train.sequence_length` overrides the folder's `max_position_embeddings`.
+    `inputs` are config files and overrides that change the model's config. `mesh` selects the
+    devices, and `train.sequence_length` overrides the folder's `max_position_embeddings`.
 
     Raises:
         ConfigError: the model does not exist, or the inputs or its tokenizer do not match.
@@ -136,7 +136,7 @@ class _Model:
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """Load the parameters and build a decode engine, on any mesh."""
+        """Load the parameters and build a decode engine for any mesh."""
         parts, params = self._load_params(say)
         if parts.mesh.shape[STAGE] == 1:
             params = _unstack_layers(parts.decoder, params)

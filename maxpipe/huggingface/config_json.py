@@ -110,7 +110,7 @@ def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ConfigError: the section violates a rule.
     """
-    # The other sections can have any valid values.
+    # The other config sections can have any valid values.
     others = {"train": {"steps": 1}, "tokenizer": {"kind": "huggingface", "path": FILE}}
     return load([], {**others, "model": section}, where).config.model
 
@@ -178,7 +178,7 @@ def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigE
 
 
 def _coerce(key: str, value: Any) -> Any:
-    """Convert a value to the type of our key; integers are valid floats."""
+    """Convert a value to the type of our key. Integers are accepted as floats."""
     kind = KEYS[key]
     if kind is float and type(value) is int:
         return float(value)

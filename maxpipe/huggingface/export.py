@@ -88,7 +88,9 @@ class _ExportedCheckpoint:
     """Adapters and their base, if the checkpoint holds adapters."""
 
     def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> LazyArray:
-        """Open a parameter of the merged model; `full_name` is its name in the checkpoint."""
+        """Open a parameter of the merged model; `full_name` is the parameter's name in the
+        checkpoint.
+        """
         if self.adapters is not None:
             return self.adapters.array(name, shape)
         return readable_array(self.path, full_name)
@@ -222,7 +224,7 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
 
 @contextlib.contextmanager
 def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
-    """Verify every byte in the background, if the checkpoint has a manifest.
+    """Verify the checksums of all files in the background, if the checkpoint has a manifest.
 
     Decoded arrays are always compared with the saved digests.
 
@@ -306,7 +308,7 @@ def _write_tensors(
     here: Path,
     report: ProgressCallback,
 ) -> list[str]:
-    """Write all weights, and the index if there are several files. Returns the file names."""
+    """Write all weights, and the index if there are several files. Return the file names."""
     total = sum(
         math.prod(shape) * dtype.itemsize
         for group in files.values()

@@ -51,10 +51,10 @@ zero them before the next use."""
 
 
 class Origin(TypedDict):
-    """Record of an import, with which an export reproduces the same bits."""
+    """Record of an import, which allows an export to reproduce the imported files bit for bit."""
 
     dtype: str
-    """Dtype of most tensors, with its name in safetensors files."""
+    """Dtype of most tensors, as named in safetensors files."""
     dtypes: dict[str, str]
     """Dtypes of the other tensors, keyed by tensor name."""
     folder: NotRequired[str]
@@ -73,9 +73,10 @@ def hub_id(folder: Path) -> str | None:
 def import_folder(
     folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
 ) -> None:
-    """Write `<out>/checkpoints/0`, a config.yml that starts from it, and tokenizer files.
+    """Write `<out>/checkpoints/0`, a config.yml for runs that start from this checkpoint, and
+    tokenizer files.
 
-    `say` receives lines for the user, and `report` receives progress in megabytes.
+    `say` receives messages for the user, and `report` receives the progress in megabytes.
 
     Raises:
         ConfigError: the folder cannot be used, or `out` exists.

@@ -1,7 +1,7 @@
 """Mapping of a model's parameters to Hugging Face tensors, as defined by the family's table.
 
-The module also copies between arrays with different memory order, in blocks. A direct numpy copy of
-a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
+The module also copies arrays in blocks to arrays with a different memory order. A direct numpy copy
+of a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
 the cache, the copy reaches 1.6 GB/s.
 """
 
@@ -77,18 +77,18 @@ class InterleavedSlice(NamedTuple):
     every: int = 1
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of these entries."""
+        """Return a view of the selected entries."""
         return tensor[..., self.number :: self.every]
 
 
 class TensorSlice(NamedTuple):
-    """Rows of a tensor that hold one part of a parameter."""
+    """A range of a tensor's rows that holds one part of a parameter."""
 
     tensor: str
     first: int
     """First row in the tensor."""
     shape: tuple[int, ...]
-    """Shape of these rows."""
+    """Shape of the range of rows."""
     at: Index
     """Index of the part in the parameter's checkpoint layout."""
     axis_mapping: AxisMapping
@@ -176,7 +176,7 @@ _MAX_SLICES = 100_000
 
 
 def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> TensorMapping:
-    """Map the parameters of a model, without multi-token prediction heads that the table lacks.
+    """Map the parameters of a model, except for multi-token prediction heads that the table lacks.
 
     Raises:
         ValueError: the model has more than `most` tensors.
@@ -226,7 +226,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
 
 
 def _is_stacked(row: Tensor) -> bool:
-    """Return whether the expert dim, part of the name in other layouts, is a leading tensor dim."""
+    """Return whether the tensor stacks all experts along a leading dim."""
     return bool(parse_axis_mapping(row.dims).index_dim) and "{expert}" not in row.theirs
 
 
@@ -241,8 +241,8 @@ def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Return slices of duplicate tensors by checkpoint name. A tied table has those of both
-    uses.
+    """Return slices of duplicate tensors, keyed by checkpoint name. A tied table has slices for
+    both uses.
     """
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
@@ -361,7 +361,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # rows of the lead dim
+    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the lead dim per slab
     if piece.is_divisible:
         found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):

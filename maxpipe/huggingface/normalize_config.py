@@ -1,6 +1,6 @@
 """Resolution of duplicate values in a config.json, with the precedence of transformers 5.
 
-Table rows then read each value from one place.
+After the resolution, table rows read each value from a single key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NormalizedConfig:
         return used
 
     def note_unread(self, path: str, used: Any, other: str, value: Any) -> None:
-        """Record a value that transformers ignores if it differs from the used one."""
+        """Record a value that transformers ignores, if it differs from the value that is used."""
         if value is not None and used is not None:
             self._note(path, used, other, value)
 
@@ -91,7 +91,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
 def _select_language_model(
     found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
 ) -> None:
-    """Select the section of the language model, which has precedence except for weight tying."""
+    """Select the section of the language model. It takes precedence except for weight tying."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
         found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
@@ -288,6 +288,6 @@ def _shown(value: Any) -> str:
 
 
 def lines(found: Sequence[str], most: int = 8) -> list[str]:
-    """Return the first differences, and a line with the number of the remaining ones."""
+    """Return the first differences, and a line with the number of remaining differences."""
     more = [f"and {len(found) - most} more duplicate values that differ"] * (len(found) > most)
     return [*found[:most], *more]

@@ -26,7 +26,7 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files of tokenizers and generation. Only these and vocabularies are copied."""
+"""Names of tokenizer and generation files. Only these files and vocabularies are copied."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 """Pattern of the file names of SentencePiece and tiktoken vocabularies."""
@@ -121,7 +121,9 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error for a folder that cannot be written. No files remain."""
+    """Return the error for a folder that cannot be written. The message adds that no files
+    remain.
+    """
     return StorageError.unwritable(
         where, error, "Free space, or use a writable folder. All partial files were removed."
     )
@@ -200,7 +202,7 @@ def vocabularies(folder: Path) -> list[str]:
 
 
 MessageCallback = Callable[[str], None]
-"""Function that receives a line for the user."""
+"""Function that receives a message for the user."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Function that receives a task, the megabytes done and the total megabytes."""

@@ -239,7 +239,7 @@ def write_adapters(
     """Write both adapter files, and return the names of the modules with an adapter.
 
     `model` has adapters; `both` maps its parameters without the adapters. `base` is the folder or
-    hub id of the base. None writes the address of its checkpoint.
+    hub id of the base. None writes the address of the base's checkpoint.
 
     Raises:
         ConfigError: PEFT does not support an adapter.
@@ -344,7 +344,7 @@ def _config(
 
 
 def _names(modules: list[str], both: TensorMapping) -> list[str]:
-    """Return the last parts of module names if they are unambiguous, else full names."""
+    """Return the last component of each module name if it is unambiguous, else the full names."""
     last = lambda name: name.rpartition(".")[2]  # noqa: E731
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
     mine, found = set(modules), dict[str, None]()

@@ -1,8 +1,8 @@
 """Safetensors files: validated reading and incremental writing.
 
-A custom reader reads a tensor into a single array. The numpy interface of the `safetensors` package
-lacks bfloat16. The reader also rejects headers with duplicate names or gaps between tensors,
-because folders come from untrusted sources.
+The custom reader reads a tensor into a single array. The numpy interface of the `safetensors`
+package lacks bfloat16. The reader also rejects headers with duplicate names or gaps between
+tensors, because folders come from untrusted sources.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -45,7 +45,7 @@ _BITS = {
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _MAX_DIMS = 16
-"""Maximum number of dims. Weights of published models have at most 6 dims."""
+"""Maximum number of dims of a tensor. Weights of published models have at most 6 dims."""
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 

@@ -130,7 +130,7 @@ class HuggingFaceFolder:
     ) -> np.ndarray:
         """Read a region of one of our parameters, with stacked layers in network order.
 
-        With a `vocab_size` larger than the folder's, new rows are the mean of the existing ones.
+        With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
 
         Raises:
             ConfigError: a file cannot be read, or a value is NaN or infinite.
@@ -318,8 +318,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
     """Remove multi-token prediction layers from the description if the folder has none.
 
-    Also returns their number. transformers drops these layers when it saves, but not their number
-    in config.json.
+    Return the number of removed layers as well. transformers drops these layers when it saves a
+    model, but keeps their number in config.json.
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))

@@ -308,7 +308,7 @@ def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names, quoted, and the number of others."""
+    """Return the first names in quotes, and the number of remaining names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(quote_name, names[:_SHOWN])) + more
 

@@ -1,7 +1,7 @@
 """Low-rank adapters of a model's matrices, and quantization of its frozen base.
 
 A matrix W of `K x N` with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
-and B are parameters next to W with the logical axes of W and one axis for the rank. Stacking,
+and B are stored next to W. They have the logical axes of W and one axis for the rank. Stacking,
 sharding, the optimizer and forecasts therefore need no special case. The module does not import
 jax.
 
@@ -23,12 +23,12 @@ Key = tuple[str, str]
 """(part, name) of a parameter."""
 
 RANK = "lora"
-"""Logical axis of the rank and of dims of size 1."""
+"""Logical axis of the rank dim and of dims of size 1."""
 DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
 """Suffixes of a matrix name for the adapter factors, the column magnitudes and the quantization
 scales."""
 BLOCK = 64
-"""Number of values that share a scale in nf4, if it divides the dim."""
+"""Number of values that share a scale in nf4, if this number divides the size of the dim."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
 """Logical axes inside a layer. Values share scales along the first of these axes that a matrix
@@ -36,7 +36,9 @@ has."""
 
 
 def with_adapters(model: Model, config: AdapterConfig) -> Model:
-    """Return the model with all parameters frozen and adapters for the matrices in `targets`."""
+    """Return the model with all parameters frozen and adapters for the matrices that `targets`
+    selects.
+    """
     targets = _targets(model, config)
 
     def adapted(name: str, kind: Kind) -> Kind:
@@ -61,8 +63,8 @@ def adaptable(kind: Kind) -> list[Key]:
 
 
 def summed(param: Param) -> int:
-    """Return the number of leading dims that the matmul contracts, or 0 if there is no single
-    matmul.
+    """Return the number of leading dims that the matmul contracts, or 0 if not exactly one matmul
+    uses the parameter.
     """
     return param.num_contracted_dims or param.linear
 

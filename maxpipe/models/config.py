@@ -126,9 +126,10 @@ class AdapterConfig:
 
 
 LARGEST = 3.4e38
-"""Upper limit of config values. Devices compute in float32, where larger values are infinite."""
+"""Upper limit of config values. Devices compute in float32, in which larger values overflow to
+infinity."""
 SMALLEST = 1.2e-38
-"""Lower limit of positive config values. Smaller values are zero in float32."""
+"""Lower limit of positive config values. Smaller values underflow to zero in float32."""
 
 
 class Bound(NamedTuple):

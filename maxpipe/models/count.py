@@ -36,7 +36,9 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 
 
 def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
-    """Return the parameters of a layer with their dims in matmuls, regardless of quantization."""
+    """Return the parameters of a layer with the dims that matmuls use, regardless of
+    quantization.
+    """
     held = {name: param for name, param in kind.declared.items() if name in kind.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
@@ -57,7 +59,7 @@ def num_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Return the number of parameters that one token uses, without unselected experts."""
+    """Return the number of parameters that one token uses, which excludes unselected experts."""
     unused = sum(
         size(part.params[each.param]) * (1.0 - each.needed)
         for kind in model.all_layers
@@ -76,7 +78,8 @@ def num_trained(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts 2.
+    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts as 2
+    FLOPs.
 
     Attention counts only the causal half of the scores, limited to the window. Weights count only
     if the token uses them.
@@ -114,7 +117,7 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
     """Return the computed FLOPs of each layer's forward pass per token, in network order.
 
-    The automatic layer partition balances these costs. They depend on the model only, so the
+    The automatic layer partition balances these costs. The costs depend only on the model, so the
     partition is the same on every device and mesh.
     """
     pairs = scored_pairs(sequence_length) / sequence_length
@@ -253,7 +256,8 @@ sequence. Each block skips the keys after its last query."""
 
 
 def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
-    """Return (start, stop) of each block of queries. A block scores the keys before `stop`.
+    """Return the (start, stop) indices of each block of queries. A block scores the keys before
+    `stop`.
 
     `block` 0 selects the block size automatically.
     """
@@ -264,8 +268,8 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 
 
 _BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
-"""Block sizes of blockwise attention by minimum sequence length. On CPUs, 128 needs the least
-processor time and 256 the least wall time, because several cores share the work
+"""Block sizes of blockwise attention, keyed by minimum sequence length. On CPUs, 128 needs the
+least processor time and 256 the least wall time, because several cores share the work
 (`benchmarks/attention.md`). With several blocks, the block size is a multiple of `_LANES`."""
 
 
@@ -287,22 +291,25 @@ def packed_documents(tokens: int) -> int:
     """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
 
     The backward pass allocates gradients of the size of a full sequence for each document. More
-    documents would need too much memory. In very long sequences, even a few documents would.
+    documents would need too much memory. In very long sequences, even a few documents would exceed
+    it.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
-"""Block size and maximum sequence length of the unrolled blockwise attention. With 256 tokens on
-CPUs, it needs 0.6 times the processor time (`benchmarks/attention.md`)."""
+"""Block size and maximum sequence length of unrolled blockwise attention. With 256 tokens on CPUs,
+unrolling reduces processor time to 0.6 times that of loops (`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(
     tokens: int, windows: Sequence[int] = (0,), size: int = _UNROLLED_BLOCK
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (first key, start, stop) of unrolled query blocks; empty for long sequences.
+    """Return the (first key, start, stop) indices of unrolled query blocks; empty for long
+    sequences.
 
-    A block scores the keys from the first key in the largest window (0 for no window) to `stop`.
+    A block scores the keys from the first key in the largest window to `stop`. A window of 0 means
+    no window.
     """
     if tokens > _UNROLLED_TOKENS:
         return ()

@@ -126,7 +126,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """Sizes of the rotated and the other entries of queries and keys.
+    """Numbers of rotated and of unrotated entries of queries and keys.
 
     The last two keys are redundant.
     """
@@ -157,7 +157,9 @@ class _GroupsOfV2:
         return ("topk_method", "n_group", "topk_group")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of groups and the groups per token; 1 for `greedy`."""
+        """Return the number of groups and the number of groups per token; both are 1 for
+        `greedy`.
+        """
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             rule = "must be 'greedy' or 'group_limited_greedy': other values are not supported."
@@ -191,7 +193,7 @@ class _LayersAhead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key of published folders and the key of transformers."""
+        """Return the key that published folders use and the key that transformers uses."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:

@@ -66,13 +66,13 @@ class Key:
     zero_means: str = ""
     """Another of our keys, whose value is used if this key is 0."""
     is_integer: bool = False
-    """Whether transformers stores an integer where ours is a float."""
+    """Whether transformers stores an integer where our config has a float."""
     also: str = ""
     """Second name of the key in some releases of transformers. Exports write both names."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one or both names."""
+        """Return the key's name, or both names."""
         return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -103,7 +103,7 @@ class Fixed:
 
     theirs: str
     values: tuple[Any, ...]
-    """Accepted values. Exports write the first one."""
+    """Accepted values. Exports write the first value."""
     default: Any = None
     """Value that transformers uses if `config.json` lacks the key."""
 
@@ -192,7 +192,8 @@ class Rotary:
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
     """Rows for keys of `config.json` outside the rotary parameters, keyed by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
-    """Default parameters in transformers if `config.json` specifies at most the base."""
+    """Default rotary parameters in transformers if `config.json` specifies nothing except the
+    base."""
     default_max_positions: int = 0
     """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
@@ -240,7 +241,7 @@ class Rotary:
 
 
 def an_object(theirs: Theirs, key: str) -> Theirs:
-    """Return the object below a key; empty for null.
+    """Return the object below a key, or an empty object for null.
 
     Raises:
         Unlike: the value is not an object.
@@ -255,7 +256,7 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
 
 @dataclass(frozen=True)
 class Twice:
-    """Two keys of `config.json` with the same meaning. transformers prefers the first one."""
+    """Two keys of `config.json` with the same meaning. transformers prefers the first key."""
 
     primary: str
     other: str
@@ -269,11 +270,11 @@ class Twice:
 class Tensor:
     """A parameter and the Hugging Face tensors that store it.
 
-    Rows with the same tensor name are concatenated along its first dim.
+    Rows with the same tensor name are concatenated along the tensor's first dim.
     """
 
     ours: str
-    """`PART.PARAM` of a layer, or the name in checkpoints of a parameter outside layers."""
+    """`PART.PARAM` for a layer parameter, or the checkpoint name of a parameter outside layers."""
     theirs: str
     """Tensor name with `{layer}`, the layer's index in the network, and optionally `{expert}`."""
     dims: str
@@ -304,11 +305,11 @@ class HuggingFace:
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of tensor names that some releases saved but never read."""
+    """Patterns of the names of tensors that some releases saved but never read."""
     containers: tuple[Whole, ...] = ()
     mtp_tensors: tuple[Tensor, ...] = ()
-    """Tensors of multi-token prediction layers in addition to those of ordinary layers. `{layer}`
-    continues after the network's layers. Empty if the class has no such layers."""
+    """Tensors of multi-token prediction layers in addition to the tensors of ordinary layers. The
+    `{layer}` index continues after the network's layers. Empty if the class has no such layers."""
     copies: tuple[tuple[str, str], ...] = ()
     """(parameter, tensor) pairs for tensors that a multi-token prediction layer duplicates."""
     duplicate_keys: tuple[Twice, ...] = ()
@@ -321,7 +322,7 @@ class HuggingFace:
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
-    """Return `config.json` for our values.
+    """Return the content of `config.json` for our values.
 
     Raises:
         Unlike: transformers cannot represent a value.
@@ -331,6 +332,6 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
         for name, value in row.write(ours).items():
             before = found.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
-                value = {**before, **value}  # merges entries by layer type
+                value = {**before, **value}  # merges entries of different layer types
             found[name] = value
     return found

@@ -23,7 +23,8 @@ def sizes(
     """Return rows for the keys that nearly all models have, with the defaults of one transformers
     class.
 
-    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the heads.
+    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the number of
+    heads.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -71,11 +72,11 @@ class OrNone:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number; 0 for null."""
+        """Return the number, or 0 for null."""
         return {self.ours: theirs.get(self.theirs, self.default) or 0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number; null for 0."""
+        """Return the number, or null for 0."""
         return {self.theirs: ours[self.ours] or None}
 
 
@@ -145,7 +146,7 @@ class LayerTypes:
     """`layer_types`, which is determined by the family."""
 
     types: tuple[str, ...]
-    """Layer types of the first layers. They repeat for the following layers."""
+    """Layer types of the first layers. The sequence repeats for the following layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -178,7 +179,7 @@ class NoWindow:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one key; `Kept` rows handle the others."""
+        """Return one key; `Kept` rows handle the other keys."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -248,7 +249,9 @@ class Period:
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """Return the key whose period contradicts `layer_types` and its value, or None."""
+        """Return the key whose period contradicts `layer_types`, and the value of the key, or
+        None.
+        """
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None

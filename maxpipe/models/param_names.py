@@ -42,7 +42,7 @@ def declared(model: Model) -> Mapping[str, Param]:
 
 
 def trained(model: Model) -> frozenset[str]:
-    """Return the names of the trained parameters."""
+    """Return the checkpoint names of the trained parameters."""
     return frozenset(name for name, param in declared(model).items() if param.trainable)
 
 
@@ -74,7 +74,7 @@ def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
 
 
 def suggestions(model: Model) -> list[str]:
-    """Return patterns for all parameters, parts and layer types."""
+    """Return suggested patterns for all parameters, parts and layer types."""
     found: dict[str, None] = {}
     for names, _ in _declared(model):
         for name in names:

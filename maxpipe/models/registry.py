@@ -54,7 +54,7 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
 def describe(config: ModelConfig) -> Model:
     """Return the model of a valid config.
 
-    Equal configs share one object, because counts are cached by model.
+    Equal configs share one model object, because counts are cached per object.
     """
     model = FAMILIES[config.family].describe(config)
     if config.mtp_heads:

@@ -18,9 +18,9 @@ from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
-"""Minimum sequence length for `blockwise`. On CPUs it is faster from 64 tokens
-(`benchmarks/attention.md`) but takes longer to compile with several blocks. On other platforms it
-is used where the scores of plain attention would need too much memory."""
+"""Minimum sequence length for `blockwise`. On CPUs, `blockwise` is faster from 64 tokens
+(`benchmarks/attention.md`), but compilation is slower with several blocks. On other platforms, it
+is used if the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
 """Backends in order of preference, keyed by platform. `xla` is the fallback: it supports every
@@ -61,7 +61,7 @@ class Divided(NamedTuple):
 
     @classmethod
     def from_mesh(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
-        """Return the sharding on a mesh with these axis sizes."""
+        """Return the sharding on a mesh with the given axis sizes."""
         return cls(axes["context"], axes["tensor"], mesh.context_attention)
 
 
@@ -95,7 +95,7 @@ def resolved(
 
 
 def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
-    """Describe the selected backend and the reasons; empty unless `model.attention=auto`."""
+    """Describe the selected backend and the reasons; return "" unless `model.attention=auto`."""
     if model.attention != AUTO:
         return ""
     backend, refused = choose(model, platform, tokens, divided)

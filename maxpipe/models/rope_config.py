@@ -224,7 +224,7 @@ class _Length:
 
 @dataclass(frozen=True)
 class Longest:
-    """Factor of LongRoPE: the ratio of the longest context to the original context."""
+    """Scaling factor of LongRoPE, the ratio of the longest context to the original context."""
 
     factor: str
     original: str

@@ -1,4 +1,4 @@
-"""Description of a model, which all other code reads. The module does not import jax.
+"""Model descriptions, which all other code reads. The module does not import jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
 type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
@@ -48,7 +48,7 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its shape by logical axes, and its initialization."""
+    """A parameter: its shape, its logical axes and its initialization."""
 
     dims: Dims
     init: Normal | Constant | Entries | Made
@@ -56,7 +56,7 @@ class Param:
     """Whether weight decay applies."""
     trainable: bool = True
     """Whether the parameter has a gradient, optimizer state and updates. In a model, `Kind.params`
-    and `Ends.params` hold the effective value."""
+    and `Ends.params` have the effective setting."""
     own_dtype: str = ""
     """Dtype in storage and in computation, which overrides the dtypes of the config."""
     num_contracted_dims: int = 0
@@ -112,7 +112,7 @@ class Matmul(NamedTuple):
     needed: float = 1.0
     """Fraction of the parameter that one token needs. Used for the model's FLOPs."""
     computed: float = 1.0
-    """Fraction of the parameter that is multiplied with each token."""
+    """Fraction of the parameter by which each token is multiplied."""
 
 
 Stands = Literal["scores", "mask", "block"]
@@ -132,7 +132,7 @@ class Scores(NamedTuple):
     """Size of a key head and of a value head, or their mean if the sizes differ."""
     window: str = ""
     """Name of the per-layer value (`Model.values`) with the number of tokens that a query attends
-    to; 0 means all. Tokens outside the window are not counted as needed, but all pairs are computed
+    to; 0 means all. Pairs outside the window do not count as needed. All pairs are computed,
     because one program serves all layers."""
     storage: Stands = "scores"
     """Arrays over pairs of tokens that are stored in memory."""
@@ -180,8 +180,8 @@ class Held:
     float32_token_independent: tuple[Dims, ...] = ()
     """Arrays with four bytes per entry that are stored once, not per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy per document that a kernel processes in a sequence
-    (at most `count.packed_documents`)."""
+    """Arrays in the compute dtype, with one copy for each document that a kernel processes in a
+    sequence (at most `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Memory per scored pair of tokens over all heads: copies in the compute dtype, copies in
     float32, and bytes of other dtypes."""
@@ -218,7 +218,9 @@ class Summary(NamedTuple):
 
 @runtime_checkable
 class Part(Protocol):
-    """A component of a layer: declared in `maxpipe.models.layers`, computed by a module."""
+    """A component of a layer. It is declared in `maxpipe.models.layers` and computed by a
+    module.
+    """
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -246,7 +248,9 @@ class Part(Protocol):
 
     @property
     def traffic(self) -> Held:
-        """Return the activations that a forward pass reads and writes in memory, without scores."""
+        """Return the activations that a forward pass reads from and writes to memory, without
+        scores.
+        """
         ...
 
     @property
@@ -367,8 +371,8 @@ class Kind:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without gradient, frozen ones
-        excluded.
+        """Map (part, name) to the update rule of each parameter without a gradient, except for
+        frozen parameters.
         """
         return {
             (name, param): how
@@ -390,7 +394,8 @@ class Kind:
         recomputation.
 
         Two of these arrays are the layer's input and the cotangent of its output. Each branch adds
-        its part's output if a norm follows, or else its sum, unless that sum is the layer's output.
+        its part's output if a norm follows. Otherwise it adds the residual sum, unless this sum is
+        the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
@@ -511,7 +516,7 @@ class Ends:
     head: Param | None
     """Output projection. None uses the embedding table."""
     embed_scale: float = 1.0
-    """Multiplier of the embedding, rounded to the compute type."""
+    """Multiplier of the embedding, rounded to the compute dtype."""
     logit_scale: float = 1.0
     """Multiplier of the logits."""
     final_logit_softcapping: float = 0.0
@@ -542,7 +547,9 @@ class Ends:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without gradient in layer heads."""
+        """Map (part, name) to the update rule of each parameter without a gradient in layer
+        heads.
+        """
         if (heads := self.mtp_layers) is None:
             return {}
         return {
@@ -564,8 +571,8 @@ class Model:
     """Values that differ between layers, with one entry per layer of `all_layers`."""
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
-        """Return the model with `change` applied to the part of each branch; self if nothing
-        changes.
+        """Return the model with `change` applied to the part of each branch; return the same object
+        if nothing changes.
         """
 
         def changed(branch: Branch) -> Branch:

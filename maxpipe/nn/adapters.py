@@ -73,8 +73,8 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Random stream of adapter dropout. Example ids are far smaller, so their streams do not collide
-with it."""
+"""Random stream of adapter dropout. Example ids are far smaller, so the streams of examples do not
+collide with it."""
 
 
 def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:

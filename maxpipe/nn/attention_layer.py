@@ -70,16 +70,14 @@ def rotary_frequencies(
 def _ntk_base_factor(
     rope: attention.Rope, turned: int, context: LayerContext
 ) -> float | Float[Array, ""]:
-    """Return the multiplier of the rotary base in NTK scaling, which scales the slowest pair in
-    full.
-    """
+    """Return the multiplier of the rotary base in NTK scaling."""
     longer = max(_max_visible_tokens(context) / rope.original_tokens, 1.0)
     more = context.number(rope.factor) * (longer - 1.0) + 1.0
     return more ** (turned / (turned - 2))
 
 
 def _max_visible_tokens(context: LayerContext) -> int:
-    """Return the static maximum number of tokens that a query can see."""
+    """Return the maximum number of tokens that a query can see, which is static."""
     cache = context.cache
     return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
@@ -89,8 +87,8 @@ def _yarn(
 ) -> Float[Array, " half"]:
     """Blend scaled and unscaled frequencies with a ramp over pair indices.
 
-    The ramp is linear in the logarithm of a pair's rotations. Its boundaries are integers in most
-    released models (arXiv:2309.00071).
+    The ramp is linear in the logarithm of a pair's rotations. The ramp boundaries are integers in
+    most released models (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 

@@ -49,7 +49,7 @@ _MODULES: Mapping[type, Any] = {
 
 
 def norm_module(part: Part) -> Any:
-    """Return the module of a norm."""
+    """Return the module that computes a norm."""
     return _NORMS[type(part)](part)
 
 
@@ -74,7 +74,9 @@ def _first(find: Callable[[Any, Part], Any], kind: Kind) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
+    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each of its
+    branches.
+    """
 
     def __init__(self, kind: Kind, rules: AxisRules):
         for branch in kind.branches:
@@ -162,8 +164,8 @@ def normal_approximation(
     """Return approximately normal float32 samples with mean 0, within 3.5 standard deviations.
 
     A sample is a scaled sum of four uniform 16-bit integers. Integer sums and one multiplication
-    are exact on every device and for any sharding, unlike the usual inverse error function. The
-    same seed therefore gives the same bits under every layout.
+    are exact on every device and for any sharding, unlike the usual method, which uses the inverse
+    error function. The same seed therefore gives the same bits under every layout.
     """
     bits = jax.random.bits(key, (2, *shape), jnp.uint32)
     halves = (bits & 0xFFFF) + (bits >> 16)
@@ -503,7 +505,7 @@ class Decoder:
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """Return the training objective for an output of the plain loop."""
+        """Return the training objective, computed from the output of the plain loop."""
         total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in found.losses.items():
@@ -515,8 +517,8 @@ class Decoder:
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
         """Return the parameters with a list of layers in network order instead of stacked layers.
 
-        Decoding reads every layer for each token; slices of a stack would be copied first. `split`
-        splits a stacked array into one array per layer.
+        Decoding reads every layer for each token; slices of a stacked array would be copied first.
+        `split` splits a stacked array into one array per layer.
         """
         stacks = params["layers"]
         if not isinstance(stacks, Mapping):

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, dispatch over the expert axis, and computation of experts.
+"""Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
 For expert parallelism, every device reserves capacity for tokens from every other device. Tokens
 are sent in buffers of a fixed size, whose last rows may be empty. On TPUs, a ragged all-to-all
@@ -100,7 +100,7 @@ def dispatch_tokens(
 
 
 def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
-    """Sum each token's outputs over its experts."""
+    """Sum the expert outputs of each token."""
     return unpermute_tokens(_all_to_all(x[0], sent.received_counts, sent.counts), sent.slots)
 
 
@@ -143,7 +143,7 @@ class Routing(NamedTuple):
     expert_ids: Int[Array, "B T k"]
     """Experts of each token, best first. Ties are resolved in favor of the lower index."""
     expert_mask: Float[Array, "B T E"]
-    """Selection mask with 1 for selected experts and 0 for others."""
+    """Selection mask, 1 for selected experts and 0 for unselected experts."""
     weights: Float[Array, "B T E"]
     """Weights of the outputs of selected experts; 0 for unselected experts."""
 
@@ -415,7 +415,7 @@ class Experts(SpecModule):
         slots: TokenPermutation,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Compute the experts for the tokens within their capacity."""
+        """Compute each expert for the tokens within its capacity."""
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         gate = _expert_matmul("end,def->enf", inside, self.gate, low)

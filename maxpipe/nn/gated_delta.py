@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     key: Float[Array, "B K r C dk"]
     """Keys that write to the state after the chunk."""
     value: Float[Array, "B K r C dv"]
-    """Values written to an empty state."""
+    """Values that are written to an empty state."""
     known: Float[Array, "B K r C dk"]
     """Keys that read values which the state already contains."""
     mixing: Float[Array, "B K r C C"]
@@ -140,7 +140,7 @@ class GatedDelta(SpecModule):
 
 
 def _empty_cache(part: gated_delta.GatedDelta, like: Float[Array, "B T K E"]) -> GatedDeltaCache:
-    """Return an empty cache for sequences with the shape of `like`."""
+    """Return an empty cache for sequences whose projections have the shape of `like`."""
     rows, _, heads, _ = like.shape
     width = part.kernel - 1
     state = (rows, heads, part.group, part.key_size, part.value_size)

@@ -443,7 +443,7 @@ def grouped_matmul_loop(
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-    """Implement `_outer` on any platform, accumulated in float32."""
+    """Implement `_outer` on any platform, with float32 accumulation."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:

@@ -96,7 +96,7 @@ def gated_mlp(
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Compute a gated MLP with the parameters of `module` whose names have the prefix."""
+    """Compute a gated MLP with the parameters of `module` whose names start with the prefix."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )

@@ -169,7 +169,7 @@ def _inverse_rms(
 
 
 class LayerNorm(SpecModule):
-    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
+    """Normalization by the mean and the standard deviation (arXiv:1607.06450)."""
 
     scale: nnx.Param
     bias: nnx.Param

@@ -1,7 +1,7 @@
-"""Permutation of tokens to rows with one token-expert pair each, and back.
+"""Permutation of tokens to rows and back. Each row holds one token-expert pair.
 
-A row holds one token, and a token has several rows. The transpose of each function is another
-function of this module, so gradients need no scatter, which is slow on TPUs.
+A token has several rows. The transpose of each function is another function of this module, so
+gradients need no scatter, which is slow on TPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class TokenPermutation(NamedTuple):
     """Assignment of the k token-expert pairs of n tokens to rows."""
 
     choice_of_row: Int[Array, " N"]
-    """Pair in each row: the token index times k, plus the choice. An empty row has n times k."""
+    """Pair in each row: the token index times k, plus the choice. The value of an empty row is n
+    times k."""
     row_of_choice: Int[Array, "n k"]
     """Row of each pair; N for a dropped pair."""
 

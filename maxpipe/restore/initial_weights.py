@@ -159,7 +159,7 @@ class InitialWeights(NamedTuple):
     description: str
     """Description of the source."""
     address: str
-    """Address of the exact checkpoint or folder."""
+    """Address of the exact checkpoint or folder that was read."""
 
 
 def read_weights(
@@ -353,7 +353,7 @@ _FREE = frozenset({"dropout", "targets"})
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record of a base that checkpoints store."""
+    """Return the record of a base, which checkpoints store."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
@@ -368,7 +368,7 @@ def read_base(
     """Read the base of a checkpoint's adapters in checkpoint layout, and return its record.
 
     For a run's `own` checkpoint, a changed `checkpoint.restore_from` replaces the recorded address.
-    Otherwise that key names the checkpoint itself.
+    For other checkpoints, that key names the checkpoint itself.
 
     Raises:
         ConfigError: the base does not exist, or its weights have changed.

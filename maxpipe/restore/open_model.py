@@ -76,7 +76,7 @@ class OpenedModel:
         return tokenizer.with_control(framing=tokenizer.control.published)
 
     def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer, checked and adapted for this model.
+        """Check the tokenizer, and return it adapted to this model.
 
         Raises:
             ConfigError: the model was trained with another tokenizer, or ids exceed its vocabulary.
@@ -289,7 +289,8 @@ def detect_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed; only the second press raises.
+    """Yield a function that returns whether Ctrl-C was pressed. Only a second press raises
+    KeyboardInterrupt.
 
     Python may crash if it exits while devices compute, so the caller waits for the devices.
     """

@@ -61,7 +61,7 @@ class Rope:
 
     theta: Number
     factor: Number = 1.0
-    """Factor that multiplies the wavelengths."""
+    """Multiplier of the wavelengths."""
     scaling: Scaling = "linear"
     """Method of scaling. `linear` multiplies all wavelengths. `dynamic` increases the base for
     sequences longer than `original_tokens`; in decoding, for caches longer than that length.
@@ -105,8 +105,8 @@ class Attention(Part):
     scale: float | None = None
     """Multiplier of the scores. None uses `head_dim ** -0.5`."""
     window: str = ""
-    """Name of the per-layer value with the number of tokens that a query attends to, including
-    itself. 0 means all tokens."""
+    """Name of the per-layer value with the number of tokens that a query attends to, including the
+    query. 0 means all tokens."""
     soft_cap: float = 0.0
     """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
@@ -201,9 +201,9 @@ class Attention(Part):
     def backward_peak(self) -> Held:
         """Return the score and the probability of each pair.
 
-        Blockwise attention adds the queries and the output cotangent in block order, and copies of
-        keys and values with their float32 gradients. Kernels with a dense mask add gradients of
-        keys and values for each query head.
+        Blockwise attention adds the queries and the output cotangent in block order, copies of keys
+        and values, and the float32 gradients of keys and values. Kernels with a dense mask add
+        gradients of keys and values for each query head.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -244,7 +244,7 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
 
-        Head norms add their arrays. A sink adds its probability and the cotangent of this
+        Head norms add their saved arrays. A sink adds its probability and the cotangent of this
         probability, or only the gradient of the sink.
         """
         del normed

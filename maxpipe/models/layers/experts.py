@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     per_token: int
     """Number of groups per token."""
     by: Literal["max", "top2"]
-    """Score of a group: its largest score, or the sum of its two largest scores."""
+    """Score of a group: its largest expert score, or the sum of its two largest expert scores."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Experts(Part):
     shared_gated: bool = False
     """Whether the shared expert's output is multiplied by a per-token sigmoid gate."""
     normalised: bool = True
-    """Whether the probabilities of a token's experts are normalized to sum to 1."""
+    """Whether the probabilities of a token's experts are normalized to a sum of 1."""
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
     """Whether tokens pass through all experts or only through the selected experts. `auto` computes
     only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
-    """Grouping of the experts. None allows any experts for a token."""
+    """Grouping of the experts. None allows a token to select any experts."""
     load_balance_scope: BalanceOver = "sequence"
     """Tokens over which one balance loss is computed. `sequence`: each sequence separately.
     `microbatch`: a device's sequences in a microbatch. `devices`: all devices' sequences in a

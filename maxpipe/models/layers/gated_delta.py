@@ -30,9 +30,9 @@ _GOLDEN = (5**0.5 - 1) / 2
 class GatedDelta(Part):
     """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
 
-    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct it where the
-    stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has one
-    query, one key and several value heads. Queries, keys and values pass through a short
+    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct the state where
+    the stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has
+    one query, one key and several value heads. Queries, keys and values pass through a short
     convolution over tokens. The output is normalized and gated.
     """
 
@@ -69,7 +69,7 @@ class GatedDelta(Part):
         """Return the projections, convolution kernels, gates and the norm's scale.
 
         For each key head, `qkvz` concatenates query, key, values and output gates, and `ba`
-        concatenates the logits of its write and decay gates.
+        concatenates the logits of the write and decay gates.
         """
         embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
@@ -191,7 +191,7 @@ class GatedDelta(Part):
 
 
 def _rates(heads: int) -> tuple[float, ...]:
-    """Return the logarithms of evenly spaced decay rates."""
+    """Return the logarithms of evenly spaced decay rates, one per head."""
     return tuple(math.log(_FASTEST * (number + 0.5) / heads) for number in range(heads))
 
 

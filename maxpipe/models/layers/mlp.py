@@ -22,8 +22,8 @@ from maxpipe.models.spec import (
 class ClampedSilu(NamedTuple):
     """GPT-OSS gate, `g * sigmoid(slope * g) * (u + 1)`.
 
-    The gate g is clamped to at most `limit`, and u to `-limit`..`limit`, as in the released models
-    of arXiv:2508.10925.
+    The gate g is clamped to at most `limit`, and u is clamped to the range from `-limit` to
+    `limit`, as in the released models of arXiv:2508.10925.
     """
 
     slope: float
@@ -31,7 +31,8 @@ class ClampedSilu(NamedTuple):
 
 
 Gate = Literal["silu", "gelu"] | ClampedSilu
-"""Activation that combines gate and up: `f(gate) * up` for a named f, or a complete formula."""
+"""Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a complete
+formula."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class GatedMLP(Part):
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls and of the gate."""
+        """Return the inputs of all matmuls and the inputs of the gate."""
         return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -183,7 +184,7 @@ class RMSNorm(Norm):
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
+    """Normalization by the mean and the standard deviation (arXiv:1607.06450)."""
 
     bias: bool = True
     """Whether a bias is added."""

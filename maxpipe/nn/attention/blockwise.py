@@ -4,9 +4,9 @@ Only the scores of one pair of a query block and a key block are in memory at a 
 pass uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from each
 query's log-sum-exp (arXiv:2205.14135). It is algorithm 4 of arXiv:2307.08691 with the loop order of
 that paper's forward pass. The number of loop iterations depends on causality, the window and
-document boundaries. It may differ between devices and layers, because a custom gradient avoids
-differentiating through the loops. Short sequences use no loops: they have few query blocks, and
-each block scores all its visible keys at once.
+document boundaries. This number may differ between devices and layers, because a custom gradient
+avoids differentiation through the loops. Short sequences use no loops: they have few query blocks,
+and each block scores all its visible keys at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import mark_varying
 
 _MASK_VALUE = -1e30
-"""Score of a masked key."""
+"""Score that replaces the scores of masked keys."""
 MIN_SCORE = -1e20
 """Lower bound for the maximum score of a query. With this bound, a query without visible keys has
 probabilities of exactly 0."""
@@ -51,7 +51,7 @@ class Options(NamedTuple):
     document. Sequences with several documents need no more blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block, for computation without loops. The keys of a
-    block also end at `stop`. If the tuple is empty, blocks are computed in loops."""
+    block also end at `stop`. If the tuple is empty, attention is computed in loops."""
 
 
 class QueryKeyMask(NamedTuple):
@@ -116,7 +116,7 @@ def prepare_mask(
 def _mean_trips(
     keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
 ) -> float:
-    """Return the mean number of key blocks per query block for a sequence with one document.
+    """Return the mean number of loop iterations over key blocks, for a sequence with one document.
 
     The loop has the bounds of `_Blocks.bounds`.
     """
@@ -371,7 +371,7 @@ def backward(
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-# Short sequences.
+# Attention over short sequences, without loops.
 
 _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 

@@ -1,7 +1,7 @@
 """Attention with cuDNN's fused kernels, for NVIDIA GPUs.
 
 A kernel with a dense bias is twice as slow as a kernel with document offsets. The kernel is
-therefore selected at run time from the data. If every sequence is one document, the kernel uses
+therefore selected at run time from the data. If every sequence has one document, the kernel uses
 only the causal mask. If documents are contiguous, kernels for Hopper and later skip pairs of
 different documents. In all other cases the kernel reads a dense bias.
 
@@ -50,7 +50,7 @@ class Kernel:
     causal: bool
     scale: float
     window: int = 0
-    """Number of tokens that a query sees, including itself. 0 means all."""
+    """Number of tokens that a query sees, including the query. 0 means all tokens."""
     packed: int = 1
     """Maximum mean number of documents per sequence. 1 means one document per sequence."""
 
@@ -61,7 +61,7 @@ class DocumentOffsets(NamedTuple):
     lengths: Int[Array, "B packed"]
     """Lengths in tokens, padded with 0."""
     starts: Int[Array, "B packed+1"]
-    """Index of the first token in the flattened batch, padded with B times T."""
+    """Index of each document's first token in the flattened batch, padded with B times T."""
 
 
 def forward(
@@ -74,8 +74,8 @@ def forward(
     """Run the forward kernel. Return the output and the log-sum-exp of each query's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` that is added to the scores, or the offsets of packed
-    documents. D is B without packed documents, and the maximum number of documents with them. With
-    packed documents, dim T of the log-sum-exp counts from the first token of each document.
+    documents. D is B without packed documents; otherwise, D is the maximum number of documents.
+    With packed documents, dim T of the log-sum-exp counts from the first token of each document.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -213,7 +213,7 @@ def attend(
     value: Float[Array, "B S G H"],
     mask: Mask,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention in one kernel; `parts.attention.CANNOT` lists unsupported options.
+    """Compute attention in one kernel; `models.layers.attention.CANNOT` lists unsupported options.
 
     With a cache or an odd sequence length, plain jax is used. Config rules exclude both cases in
     training.
@@ -232,7 +232,7 @@ def attend(
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _CudnnMask(mask.segments, window, seen)
     key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
-    # `mark_varying` sums gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, beside)), call)
 
 
@@ -411,7 +411,7 @@ class _PackedDocuments(NamedTuple):
 
 
 _KernelMask = _PackedDocuments | Array | None
-"""Packed documents, a bias `[B, 1, T, S]`, or None if the kernel needs no further mask."""
+"""Additional mask of a kernel: packed documents, a bias `[B, 1, T, S]`, or None."""
 
 
 def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
@@ -419,7 +419,7 @@ def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
 
 
 def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return whether a token starts a document."""
+    """Return a mask of the tokens that start a document."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 

@@ -41,13 +41,13 @@ class Mask:
     """Position of each key in its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
     """Indices of the queries in the sequence of the keys, if the device holds a subset. None uses
-    0 to T - 1."""
+    the indices 0 to T - 1."""
     run: int = 0
     """Number of contiguous queries if `places` is set. Must divide T."""
     causal: bool = True
     """Whether a query sees only itself and earlier tokens."""
     window: int | Int[Array, ""] = 0
-    """Number of tokens that a query sees, including itself. 0 means all."""
+    """Number of tokens that a query sees, including the query. 0 means all tokens."""
     windows: tuple[int, ...] = ()
     """Possible values of `window` if it is an array."""
     scale: float | None = None
@@ -70,7 +70,8 @@ class Mask:
         return self.has_places and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
-        """Return the mask of the keys, among the first `keys`, that queries `start` to `stop` see.
+        """Return a mask of the first `keys` keys that is true where queries `start` to `stop` see a
+        key.
 
         `causal=False` omits the causal mask, which the caller applies.
         """

@@ -45,7 +45,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention in kernels.
+    """Compute attention with splash kernels.
 
     With a cache, or if the sequence length is not a multiple of the block size, plain jax is used.
     Config rules exclude both cases in training. `interpret` runs the kernels as jax operations on
@@ -298,13 +298,13 @@ def _ids(seen: _SplashMask) -> kernels.SegmentIds:
 
 @dataclass(frozen=True)
 class CausalWindowMask:
-    """Causal and window mask by token index, without document boundaries."""
+    """Mask for causality and the window by token index, without document boundaries."""
 
     causal: bool
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of (query, key) pairs, in the interface that the kernels require."""
+        """Return the mask of (query, key) pairs. The kernels require this interface."""
         near = places - keys < self.window
         if not self.causal:
             return near
@@ -362,7 +362,7 @@ def _kernel(
     most = (len(first_keys), len(first))
     if call.causal and window:  # upper bounds for any placement of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # documents only
+    plain = not (call.causal or window)  # the mask has only documents
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}

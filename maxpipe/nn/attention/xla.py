@@ -21,7 +21,7 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention by query blocks. Each block scores only the keys up to its end.
+    """Compute attention in blocks of queries. Each block scores only the keys up to its end.
 
     At T = 2048, the blocks score 9/16 of all pairs. The scores of a block are small enough to stay
     in on-chip memory. `block` 0 selects the block size automatically.
@@ -65,7 +65,7 @@ def _attend_unfused(
     """
     rows, tokens, heads, size = query.shape
     groups, num_keys = key.shape[2], key.shape[1]
-    # Heads come first, as in caches, so that each head is a plain matmul.
+    # Heads come first, as in caches, so that each head needs only a plain matmul.
     grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, groups, -1, size)
     key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
