@@ -145,7 +145,7 @@ def _question(number: int, line: bytes) -> Question:
         most = len(choices) - 1
         raise ValueError(f"must have `answer`, an index from 0 to {most} or one of the choices")
     for text in (context[0], *choices):
-        text.encode()  # raises for half of a surrogate pair
+        text.encode()  # raises an error for an unpaired surrogate
     return Question(number, context[0], tuple(choices), answer)
 
 

@@ -63,7 +63,7 @@ class ScoringTokenizer:
     is_chat: bool = False
     """Whether contexts come from a chat template, so that control tokens in the text are parsed."""
     skips_bos: bool = False
-    """Whether to add no BOS token to the output of a chat template, as in training."""
+    """Whether to omit the BOS token before the output of a chat template, as in training."""
 
     @property
     def _bos_ids(self) -> list[int]:

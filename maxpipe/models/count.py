@@ -135,9 +135,7 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
-    """Map (part, name) to the fraction of the parameter's entries that each token is multiplied
-    by.
-    """
+    """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
     found = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for each in part.operations:

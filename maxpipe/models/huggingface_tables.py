@@ -314,7 +314,7 @@ FUSED = (
     Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
     Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
 )
-"""Attention and MLP with fused projections."""
+"""Rows for attention and an MLP with fused projections."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -324,7 +324,9 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """Return a router and experts with one tensor per expert, named below the layer's `prefix`."""
+    """Return the rows for a router and for experts with one tensor per expert. `prefix` is the
+    prefix of the tensor names within a layer.
+    """
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),

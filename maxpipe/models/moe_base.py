@@ -15,7 +15,9 @@ from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Branch, Kind, Model, Part
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
+@dataclass(
+    frozen=True, kw_only=True
+)  # no slots, because a family may inherit from several such classes
 class MixtureConfig:
     """Keys of all families with experts."""
 

@@ -18,7 +18,9 @@ from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unl
 from maxpipe.models.layers.attention import Rope
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
+@dataclass(
+    frozen=True, kw_only=True
+)  # no slots, because a family may inherit from several such classes
 class RopeConfig:
     """Keys of rotary position scaling for longer contexts."""
 

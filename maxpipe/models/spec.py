@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Sizes and logical axes of an array's dims. Activations omit batch and tokens."""
+"""Size and logical axis of each dim of an array. Activations omit batch and tokens."""
 
 Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""
@@ -55,8 +55,8 @@ class Param:
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
-    """Whether the parameter has a gradient, optimizer state and updates. In a model, `Kind.params`
-    and `Ends.params` have the effective setting."""
+    """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
+    override this value in `Kind.params` and `Ends.params`."""
     own_dtype: str = ""
     """Dtype in storage and in computation, which overrides the dtypes of the config."""
     num_contracted_dims: int = 0
@@ -110,9 +110,9 @@ class Matmul(NamedTuple):
 
     param: str
     needed: float = 1.0
-    """Fraction of the parameter that one token needs. Used for the model's FLOPs."""
+    """Fraction of the parameter's entries that one token needs. It determines the model's FLOPs."""
     computed: float = 1.0
-    """Fraction of the parameter by which each token is multiplied."""
+    """Fraction of the parameter's entries that the matmul uses per token."""
 
 
 Stands = Literal["scores", "mask", "block"]
@@ -180,8 +180,8 @@ class Held:
     float32_token_independent: tuple[Dims, ...] = ()
     """Arrays with four bytes per entry that are stored once, not per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy for each document that a kernel processes in a
-    sequence (at most `count.packed_documents`)."""
+    """Arrays in the compute dtype, with one copy for each packed document of a sequence (at most
+    `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Memory per scored pair of tokens over all heads: copies in the compute dtype, copies in
     float32, and bytes of other dtypes."""
@@ -365,7 +365,7 @@ class Kind:
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the parameter as stored."""
+        """Map (part, name) to the stored parameter."""
         found = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 

@@ -238,7 +238,7 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the window's name; empty if the cache size selects the rotary factors."""
+        """Return the window's name, or "" if the cache size selects the rotary factors."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -112,7 +112,8 @@ def gated_mlp(
 
 
 _UP_AXES = ("embed", "mlp")
-"""Logical axes of the input projections. The output projection has them in reverse order."""
+"""Logical axes of the input projections. The output projection has the same axes in reverse
+order."""
 
 
 # Fully quantized MLP. The differentiation rules below determine which arrays are quantized, and

@@ -45,7 +45,7 @@ class LayerContext:
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
 
     def count(self, name: str) -> Int[Array, ""]:
-        """Return this layer's integer value."""
+        """Return this layer's value of `name` as an integer."""
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
     def counts(self, name: str) -> tuple[int, ...]:

@@ -265,7 +265,7 @@ class Attention(Part):
         return found
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
-        """Return the dims of the separate norms, and the dims that each norm reduces."""
+        """Return the dims that index separate norms, and the dims that each norm reduces."""
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_dim, "norm"),)

@@ -98,9 +98,9 @@ AttentionBackend = Callable[
 ]
 """Function (query, key, value, mask) -> attention output of each query head.
 
-A backend gives its result the checkpoint name `context`. A backend with a custom gradient does so
-in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). A name outside the rule would
-not prevent a second forward pass in the backward pass. Naming the result twice would save two
+A backend gives its result the checkpoint name `context`. A backend with a custom gradient sets the
+name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). A name outside the rule
+would not prevent a second forward pass in the backward pass. Naming the result twice would save two
 copies."""
 
 
