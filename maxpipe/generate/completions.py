@@ -169,7 +169,7 @@ class GenerationLimits:
     stops: tuple[str, ...] = ()
     batch_size: int = 16
     longest_prompt: int = 0
-    """Number of tokens of the longest expected prompt. All prompts share one compiled program."""
+    """Length of the longest expected prompt in tokens. All prompts share one compiled program."""
     stop_ids: frozenset[int] = frozenset()
     """Ids of control tokens that end a completion, in addition to `stops`."""
 

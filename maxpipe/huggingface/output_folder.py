@@ -152,7 +152,7 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 def copy_tokenizer_files(
     source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
 ) -> list[str]:
-    """Copy the named files that exist, and vocabularies. Returns the names of the copies.
+    """Copy vocabularies, and those files in `names` that exist. Return the names of the copies.
 
     Existing files in `target` are kept.
 

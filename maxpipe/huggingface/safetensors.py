@@ -56,7 +56,7 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first byte from the end of the header."""
+    """Offset of the tensor's first byte, counted from the end of the header."""
     end: int
 
 

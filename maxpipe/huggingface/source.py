@@ -34,7 +34,7 @@ from maxpipe.models.registry import describe
 HEAD, EMBEDDING = tensor_layouts.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
-"""Prefix of a folder in `checkpoint.restore_from`."""
+"""Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
 """Model keys that disable multi-token prediction heads."""

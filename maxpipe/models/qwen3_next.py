@@ -261,7 +261,7 @@ _HUGGINGFACE = HuggingFace(
         *_SHARED_EXPERT,
     ),
     duplicate_keys=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
-    # Multi-token prediction layers, which transformers does not read either.
+    # Tensors of multi-token prediction layers, which transformers also ignores.
     unused=("*.rotary_emb.inv_freq", "mtp.*"),
 )
 

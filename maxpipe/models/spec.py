@@ -303,7 +303,9 @@ class Part(Protocol):
 
     @property
     def note(self) -> str:
-        """Describe how the part is computed, for plans and the start of a run."""
+        """Describe how the part is computed. Plans and the start-up screen of a run show the
+        text.
+        """
         return ""
 
 
@@ -349,7 +351,7 @@ class Kind:
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the parameter as its part declares it."""
+        """Map (part, name) to each parameter as declared by its part."""
         return {
             (name, param): declared
             for name, part in self.parts.items()

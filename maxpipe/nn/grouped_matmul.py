@@ -235,7 +235,7 @@ def _outer(
     *,
     dim: int,
 ) -> Float[Array, "_ _ _"]:
-    """Sum the outer products of the rows of each expert."""
+    """Sum the outer products of rows and cotangents for each expert."""
     loop = partial(outer_by_blocks, dim=dim)
     dims = rows.shape[1], cotangents.shape[1]
     tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)

@@ -134,7 +134,7 @@ _FREE_MODEL_KEYS = frozenset(
     | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Keys of a family's section that may change, for any family."""
+"""Keys that may change in the section of any family."""
 
 # Also the dtype of the optimizer state. A run that starts from weights alone has no saved optimizer
 # state, so it can cast the weights.

@@ -27,7 +27,7 @@ class Mask:
     """Mask and score transformations of attention.
 
     By default, queries and keys are the same tokens of a sequence, starting with its first token.
-    `places` gives the indices of queries that are a subset of the sequence. `key_positions` gives
+    If the queries are a subset of the sequence, `places` holds their indices. `key_positions` holds
     the positions of cached keys.
     """
 

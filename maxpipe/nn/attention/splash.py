@@ -1,9 +1,9 @@
 """Attention with jax's splash kernels, for TPUs. Scores stay in on-chip memory.
 
 The kernels read lists of the visible key blocks of each query block, and the indices of the
-queries. Both may be arrays, so a device can hold any chunks of a sequence. The module uses private
-entry points, because jax has no public entry point for the backward pass. Tests pin these entry
-points.
+queries. The lists and the indices may be runtime arrays, so a device can hold any chunks of a
+sequence. The module uses private entry points, because jax has no public entry point for the
+backward pass. Tests pin these entry points.
 
 Source: FlashAttention-2 (arXiv:2307.08691), as in `jax.experimental.pallas.ops.tpu`.
 """
