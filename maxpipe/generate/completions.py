@@ -196,7 +196,7 @@ class DecodeEngineProtocol(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         ...
 
     @property

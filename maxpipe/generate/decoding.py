@@ -246,7 +246,7 @@ class DecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(

@@ -102,7 +102,7 @@ class PipelineDecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property

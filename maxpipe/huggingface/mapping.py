@@ -336,7 +336,7 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """Return the index of the overlap in the region's array and in the slice; None if disjoint.
+    """Return the indices of the overlap in the region's array and in the slice; None if disjoint.
 
     A region holds the requested indices for each dim of the parameter.
     """

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth."""
+"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth layer."""
 
 from __future__ import annotations
 

@@ -624,9 +624,8 @@ class Model:
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """Map each name that may be saved to the activations that it selects.
 
-        A name is that of an activation or of a preset. `matmuls` selects all activations, and a
-        branch's name selects the activations of its part. Each activation includes the arrays saved
-        with it.
+        A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
+        name selects the activations of its part. Each activation includes the arrays saved with it.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

@@ -298,8 +298,8 @@ class Experts(Part):
         return found + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Return the shared expert's arrays without its input and output, which are counted
-        already.
+        """Return the shared expert's arrays without its input and output, which other terms already
+        count.
         """
         return replace(
             held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)

@@ -149,7 +149,8 @@ class LatentAttention(Part):
     def backward_peak(self) -> Held:
         """Return the score and the probability of each pair.
 
-        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradients.
+        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradient
+        arrays for each packed document.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
