@@ -297,7 +297,7 @@ def packed_documents(tokens: int) -> int:
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
 """Block size and maximum sequence length of unrolled blockwise attention. With 256 tokens on CPUs,
-unrolling reduces processor time to 0.6 times that of loops (`benchmarks/attention.md`)."""
+it needs 0.60 to 0.85 times the processor time of plain attention (`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(
