@@ -1,4 +1,4 @@
-"""Early stopping: end a run after several evaluations without a better metric.
+"""Early stopping: ends a run after several evaluations without a better metric.
 
 The counters are saved with the data position, so that a resumed run ends at the same step as an
 uninterrupted run.
@@ -21,9 +21,9 @@ class EarlyStoppingState(TypedDict):
     metric: str
     is_largest: bool
     waited: int
-    """Number of evaluations since the best one."""
+    """Number of evaluations since the best evaluation."""
     counted: int
-    """Step of the newest counted evaluation."""
+    """Step of the most recently counted evaluation."""
     best: NotRequired[AnyFloat]
     best_step: NotRequired[int]
 
@@ -37,7 +37,9 @@ class EarlyStopping:
         checkpoint: CheckpointConfig,
         facts: Mapping[str, Any] | None = None,
     ):
-        """Create the counter; `facts` from a checkpoint are ignored if the metric differs."""
+        """Create the counter; `facts` from a checkpoint are ignored if they belong to another
+        metric.
+        """
         self._config, self._better = config, BestMetric.of(checkpoint)
         self._waited = self._counted = 0
         self._best: float | None = None
@@ -52,11 +54,11 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run ends, or has ended, by early stopping."""
+        """Whether early stopping ends the run, or has already ended it."""
         return 0 < self._config.patience <= self._waited
 
     def needs_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after this step is counted and still missing."""
+        """Whether the evaluation after this step counts and has not run yet."""
         return bool(self._config.patience) and self._is_counted(step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:

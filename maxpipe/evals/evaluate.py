@@ -25,17 +25,19 @@ from maxpipe.telemetry.metrics import source_tag
 
 @dataclass(frozen=True, slots=True)
 class EvalTotals:
-    """Sums over batches: `loss` in nats, `targets` in tokens, and `bytes` of the target text."""
+    """Sums over batches: `loss` in nats, the number of target tokens, and the size of their text in
+    bytes.
+    """
 
     loss: float
     targets: float
     bytes: float
     by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
-    """Totals of each source of a mixture, by name."""
+    """Totals of the sources of a mixture, keyed by name."""
     reports: Mapping[str, float] = field(default_factory=dict)
-    """Sums of additional metrics of the objective, by name."""
+    """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
-    """Whether targets are tokens; pairs have no bytes."""
+    """Whether targets are tokens. Preference pairs have no size in bytes."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -58,7 +60,7 @@ class EvalTotals:
 
     @property
     def summary(self) -> str:
-        """The metrics as one line of text."""
+        """Metrics formatted as one line of text."""
         found = self.metrics
         if self.has_bytes:
             return (
@@ -95,8 +97,8 @@ def evaluate(
 ) -> EvalTotals | None:
     """Evaluate batches and return the totals; None if `stops` returned true after a batch.
 
-    `sources` are the sources of a mixture, for which the step returns separate sums. On return, no
-    device is busy, because Python may crash if it exits during a computation.
+    `sources` are the names of the sources of a mixture. The step returns separate sums for each
+    source. On return, no device is busy, because Python may crash if it exits during a computation.
     """
     total = {name: np.zeros(()) for name in ("loss", "targets")}
 
@@ -135,7 +137,7 @@ def evaluate(
 
 
 class SourceSums:
-    """Sums the losses of sources between two records; a step may not contain every source."""
+    """Sums the losses of each source between two log records. A step may lack some sources."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -143,7 +145,9 @@ class SourceSums:
         self._pending: Mapping[str, Any] = {}
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
-        """Add the sums of the previous step, and store those of a step that was just started."""
+        """Add the sums of the previous step, and store the sums of the step that was just
+        started.
+        """
         self._add()
         self._pending = metrics
 
@@ -163,7 +167,7 @@ class SourceSums:
         if not self._names or not metrics:
             return
         sums = np.stack([np.asarray(metrics[tag], np.float64) for tag in BY_SOURCE])
-        # Skip steps that are not finite; `train/loss` shows them.
+        # Skip steps with values that are not finite; `train/loss` shows these steps.
         self._sums += np.where(np.isfinite(sums).all(axis=0), sums, 0.0)
 
 
@@ -201,7 +205,8 @@ class Evaluator:
         params: Any,
         read: Callable[[Loader, int, int], AbstractContextManager[Any]],
     ) -> dict[str, float]:
-        """Evaluate parameters after step `number`; empty without evaluations or after a stop.
+        """Return the metrics of parameters after step `number`; empty without evaluations or after
+        a stop.
 
         `read(loader, begin, end)` returns the batches [begin, end) of a loader.
         """
@@ -227,7 +232,9 @@ class Evaluator:
     def _losses(
         self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
     ) -> dict[str, EvalTotals] | None:
-        """Return the totals by validation set; the empty name is the held-out set or the sum."""
+        """Return totals keyed by validation set. The empty name is the held-out set or the sum of
+        all sets.
+        """
         found: dict[str, EvalTotals] = {}
         for name, loader in self._loaders.items():
             count = min(self.config.batches, loader.num_batches)

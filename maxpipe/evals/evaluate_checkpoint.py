@@ -45,7 +45,7 @@ from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, step
 
 MessageCallback = Callable[[str], None]
 
-# Settings of the run that do not change the loss of its parameters.
+# Settings of the run that do not affect the loss.
 _EXCLUDED_SECTIONS = ("checkpoint", "guard", "launch", "log")
 _SOURCE_KEYS = (
     *(
@@ -80,7 +80,7 @@ class _ReportHeader(TypedDict):
     batches: int
     all_batches: int
     sources: dict[str, float]
-    """Loss by source of a mixture."""
+    """Losses of the sources of a mixture, keyed by source."""
     sequence_length: int
     mesh: str
 
@@ -114,8 +114,8 @@ def evaluate_model(
 
     `inputs` are config files and overrides that change the config of the model. `split` selects the
     documents. The default is the validation split, or all documents and batches if `inputs` name
-    another data source. Weights without a run require a data source. `say` is called with progress
-    messages.
+    another data source. Weights that do not belong to a run require a data source. `say` is called
+    with progress messages.
 
     Raises:
         ConfigError: the model does not exist, or the config does not fit the model or the devices.
@@ -166,7 +166,7 @@ def evaluate_model(
 
 
 def _check_documents(chosen: OpenedModel) -> None:
-    """Check that a data source is given and that no given path is unused.
+    """Check that a data source is set and that every path in the config is used.
 
     Raises:
         ConfigError: the data source is missing, or a path is unused.
@@ -200,13 +200,13 @@ def _checkpoint_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a checkpoint's config that apply to evaluation."""
     found = {section: keys for section, keys in config.items() if section not in _EXCLUDED_SECTIONS}
     if isinstance(train := found.get("train"), Mapping):
-        # The smaller batches of a ramp do not limit the microbatches of evaluation.
+        # The smaller batches of a batch-size ramp do not limit the microbatches of evaluation.
         found["train"] = {key: value for key, value in train.items() if key != "batch_ramp"}
     return found
 
 
 def _folder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a Hugging Face folder with a limited sequence length."""
+    """Return the config of a Hugging Face folder, with an upper limit on the sequence length."""
     length = min(config["train"]["sequence_length"], TrainConfig().sequence_length)
     return {**config, "train": {**config["train"], "sequence_length": length}}
 
@@ -223,7 +223,7 @@ def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callab
 
 @contextlib.contextmanager
 def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
-    """Start the devices and join the other processes; yields a check for stop requests."""
+    """Start the devices, connect to the other processes, and yield a check for stop requests."""
     if config.runtime.num_processes == 1:
         with detect_interrupt() as asked:
             runtime.start(config.runtime, config.mesh.cpu_devices)
@@ -278,13 +278,13 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
 
 
 def _sizes(mesh: MeshConfig) -> dict[str, int]:
-    """Return the axis sizes of a mesh config by key."""
+    """Return the axis sizes of a mesh config, keyed by config key."""
     values = dataclasses.asdict(mesh)
     return {key: size for key, size in values.items() if key.startswith(("ici_", "dcn_"))}
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and a single mesh axis, without larger microbatches."""
+    """Return a config with one stage and a single mesh axis; microbatches do not become larger."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)

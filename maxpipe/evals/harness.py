@@ -1,7 +1,7 @@
 """A model for lm-evaluation-harness: `python -m maxpipe.evals.harness run --model maxpipe ...`.
 
 Importing this module registers the model name `maxpipe` with the harness, which is installed by
-`pip install 'maxpipe[harness]'`. No other module of maxpipe imports it.
+`pip install 'maxpipe[harness]'`. No other module of maxpipe imports this module.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class HarnessModel(LM):
     # Requests. The harness may cache responses through its hook.
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Return log-likelihoods of continuations, and whether they are greedy.
+        """Return the log-likelihood of each continuation, and whether greedy decoding would produce
+        it.
 
         Every request contains a context and a continuation.
         """
@@ -104,7 +105,7 @@ class HarnessModel(LM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation; from now on, control tokens in texts are parsed.
+        """Render a conversation. After the first call, control tokens in texts are parsed.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or the template rejects the messages.

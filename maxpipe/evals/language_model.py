@@ -1,6 +1,6 @@
 """Compute log-likelihoods and completions for evaluation harnesses.
 
-Sequences are padded on the right, where causal attention does not reach, so the result of a
+Sequences are padded on the right. Causal attention does not see this padding, so the result of a
 sequence does not depend on the rest of its batch. Logits are computed for one block of tokens at a
 time, because the logits of full sequences would dominate memory.
 
@@ -51,13 +51,15 @@ class Scorer:
     ) -> list[Score]:
         """Score sequences; a score does not depend on the other sequences of the batch.
 
-        After each batch, `stops` is called, and `moved` with the number of finished sequences.
+        After each batch, `stops` is called, and `moved` is called with the number of finished
+        sequences.
 
         Raises:
             DivergenceError: the outputs of the model are not finite.
             KeyboardInterrupt: `stops` returned true; no device is busy any more.
         """
-        # Batch sequences of similar length; the longest first, to detect a lack of memory early.
+        # Batch sequences of similar length. The longest sequences come first, to detect a lack of
+        # memory early.
         order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
         found: list[Score | None] = [None] * len(rows)
         for first in range(0, len(order), self.batch_size):
@@ -82,7 +84,9 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Compiled function: (parameters, batch) -> target log-probabilities and argmax hits."""
+        """Compiled function: (parameters, batch) -> log-probability of each target, and whether it
+        is the argmax.
+        """
         rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
         return jax.jit(
             partial(_score_batch, dropless_decoder(self.weights.decoder)), out_shardings=rows
@@ -176,10 +180,10 @@ class LanguageModel:
         return self._scorer.score(rows, stops=self.should_stop, moved=moved)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of each text of any length.
+        """Return the log-likelihood of each text. Texts may have any length.
 
-        A long text is split into sequences with one token of context; the last sequence has as much
-        context as fits.
+        A long text is split into sequences with one token of context each. The last sequence has as
+        much context as fits.
 
         Raises:
             DivergenceError: the outputs of the model are not finite.
@@ -229,7 +233,9 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """Parameters unstacked by layer; slices of a stack would be copied for every token."""
+        """Parameters unstacked by layer. Slices of a stacked array would be copied for every
+        token.
+        """
         return self.weights.decoder.by_layer(self.weights.params)
 
     def _parse_settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:

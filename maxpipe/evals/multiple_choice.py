@@ -1,7 +1,8 @@
 """Multiple-choice tasks, where the prediction is the most likely choice after the context.
 
-During training, parameters stay on their devices, including stages. Each choice is a sequence, and
-the evaluation step computes its loss separately, in the same way as the losses of mixture sources.
+During training, parameters stay on their devices, even with pipeline stages. Each choice is a
+sequence. The evaluation step computes the loss of each sequence separately, like the losses of
+mixture sources.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Question(NamedTuple):
     """A question of a task file."""
 
     line: int
-    """Line number, from 1."""
+    """Line number in the file, counted from 1."""
     context: str
     choices: tuple[str, ...]
     answer: int
-    """Index of the correct choice, from 0."""
+    """Index of the correct choice, counted from 0."""
 
 
 class QuestionResult(TypedDict):
@@ -121,7 +122,7 @@ def _question(number: int, line: bytes) -> Question:
     """Parse a line.
 
     Raises:
-        ValueError: the line is not a valid question; the text is the violated rule.
+        ValueError: the line is not a valid question; the message is the violated rule.
     """
     try:
         record = parse_json(line, dict[str, Any])
@@ -144,7 +145,7 @@ def _question(number: int, line: bytes) -> Question:
         most = len(choices) - 1
         raise ValueError(f"must have `answer`, an index from 0 to {most} or one of the choices")
     for text in (context[0], *choices):
-        text.encode()  # raises for half of a surrogate pair
+        text.encode()  # raises an error for an unpaired surrogate
     return Question(number, context[0], tuple(choices), answer)
 
 
@@ -182,7 +183,7 @@ def apply_chat_template(
 
 @dataclass
 class MultipleChoice:
-    """Questions, and their conversion to continuations."""
+    """Multiple-choice questions, and their conversion to continuations."""
 
     questions: Sequence[Question]
     separator: str = " "
@@ -278,8 +279,8 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    Without a path, results are discarded. Existing results are replaced; any other file is an
-    error.
+    Without a path, results are discarded. Existing results are replaced. If the path is any other
+    file, it is an error.
 
     Raises:
         ConfigError: the path is an existing file of another type, such as the questions.
@@ -331,7 +332,7 @@ def _is_replaceable(path: str) -> bool:
 
 
 _MAX_BATCH_SIZE = 64
-"""Maximum batch size, rounded up to a multiple of the shards; the sums of sequences read the
+"""Maximum batch size, rounded up to a multiple of the number of shards. Per-sequence sums read the
 complete batch."""
 
 
@@ -368,7 +369,7 @@ class Task:
         self._should_stop: Callable[[], bool] = lambda: False
 
     def digest(self) -> str:
-        """Return a digest of the questions, to compare them between processes."""
+        """Return a digest of the questions, which is compared between processes."""
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
@@ -377,7 +378,9 @@ class Task:
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 
     def _build_steps(self, steps: Steps) -> Steps:
-        """Return steps with the shortest possible sequence length and one sum per sequence."""
+        """Return steps that use the shortest possible sequence length and return one sum per
+        sequence.
+        """
         config = self._config
         # As in generation, expert capacity is unlimited, so that sequences are independent.
         own: Any = config.model.own
@@ -392,7 +395,7 @@ class Task:
         config = dataclasses.replace(
             config,
             model=dataclasses.replace(config.model, own=own),
-            # Keep the layer partition of the training, which may depend on the sequence length.
+            # Keep the layer partition of training, which may depend on the sequence length.
             pipeline=dataclasses.replace(
                 config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
             ),
@@ -444,7 +447,7 @@ class Task:
     ) -> TaskSummary | None:
         """Evaluate the task; None if `stops` returned true after a batch.
 
-        This is a collective call of all processes.
+        This is a collective operation: all processes must call it.
         """
         self._params, self._should_stop = params, stops
         try:
@@ -464,7 +467,7 @@ class StoppedError(Exception):
 
 
 def task_metrics(name: str, found: TaskSummary) -> dict[str, float]:
-    """Return the metrics of a task by tag."""
+    """Return the metrics of a task, keyed by tag."""
     return {
         f"eval/{name}/accuracy": found["accuracy"],
         f"eval/{name}/accuracy_by_bytes": found["accuracy_by_bytes"],
@@ -482,7 +485,7 @@ def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
 
 
 def _halved_lengths(tokens: int) -> list[int]:
-    """Return `tokens` and its repeated halves, in ascending order."""
+    """Return `tokens` and its successive halves, in ascending order."""
     found = [tokens]
     while found[-1] % 2 == 0:
         found.append(found[-1] // 2)

@@ -1,4 +1,4 @@
-"""Convert texts to token sequences for scoring with a model; without jax."""
+"""Conversion of texts to token sequences that a model scores, without jax."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class ScoringTokenizer:
     is_chat: bool = False
     """Whether contexts come from a chat template, so that control tokens in the text are parsed."""
     skips_bos: bool = False
-    """Whether to add no BOS token to the output of a chat template, as in training."""
+    """Whether to omit the BOS token before the output of a chat template, as in training."""
 
     @property
     def _bos_ids(self) -> list[int]:
         return list(self.tokenizer.framing.before)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with prefix tokens, at least one token."""
+        """Return the token ids of a text with its prefix tokens, at least one id."""
         before, reads_control = self._bos_ids, self.tokenizer.framing.reads_control
         encode = self.tokenizer.encode_chat if self.is_chat or reads_control else None
         ids = (encode or self.tokenizer.encode)(text).tolist()
@@ -87,7 +87,7 @@ class ScoringTokenizer:
     def sequence(self, context: str, continuation: str) -> ScoringSequence:
         """Return the scoring sequence of a continuation after a context.
 
-        A token that contains text of both belongs to the continuation.
+        A token that spans the boundary belongs to the continuation.
         """
         before = self.encode(context)
         whole = self.encode(context + continuation) if continuation else before

@@ -1,6 +1,6 @@
-"""Completion of prompts: batched sequences, each generated until its end.
+"""Completion of prompts in batches, where each sequence is generated until it ends.
 
-The module also detokenizes incrementally, up to the first stop string, and does not import jax.
+The module also detokenizes incrementally, up to the first stop string. It does not import jax.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_PENDING_BYTES = 3
 
 
 class IncrementalDetokenizer:
-    """Incremental text of a token sequence, without characters that later tokens may complete.
+    """Incremental decoder of a token sequence, which holds back incomplete characters.
 
     The text is the difference between two decodings, with and without the newest tokens, as in
     text-generation-inference. Both decodings start at the same character boundary, because some
@@ -39,7 +39,7 @@ class IncrementalDetokenizer:
         self._num_decoded = len(self._ids)
         """Number of tokens whose text has been returned in full."""
         self._num_emitted = 0
-        """Number of characters that have been returned of the later tokens."""
+        """Number of characters that have been returned for the later tokens."""
 
     def add(self, token: int) -> str:
         """Append a token and return the newly completed text."""
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         return self._pending_text()[0][self._num_emitted :]
 
     def _pending_text(self) -> tuple[str, bool]:
-        """Return the text of the tokens after the known ones, and whether the known text is
+        """Return the text of the tokens that are not yet decoded, and whether the earlier text is
         unchanged.
 
         Some decoders replace all characters of a byte sequence while its last character is
@@ -73,7 +73,9 @@ class IncrementalDetokenizer:
 
 
 class StopStringMatcher:
-    """Text up to the first stop string, without characters that may start one."""
+    """Passes on text up to the first stop string, and holds back text that may start a stop
+    string.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -95,7 +97,7 @@ class StopStringMatcher:
         return certain
 
     def flush(self) -> str:
-        """Return the text held back as a possible stop string, at the end."""
+        """Return the text that was held back as a possible stop string, after the last token."""
         waited, self._waiting = self._pending, ""
         return waited
 
@@ -107,7 +109,7 @@ def _stop_prefix_length(text: str, stop: str) -> int:
 
 
 class CompletionText:
-    """Text of one completion: call `add` for each token and `end` after the last."""
+    """Text of one completion: call `add` for each token and `end` after the last token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
         self._characters, self._stops = (
@@ -151,7 +153,7 @@ class Prompt(NamedTuple):
     """A prompt to complete."""
 
     number: int
-    """Index among all prompts, zero-based."""
+    """Zero-based index among all prompts."""
     text: str
     ids: list[int]
     """Token ids, including BOS."""
@@ -167,9 +169,9 @@ class GenerationLimits:
     stops: tuple[str, ...] = ()
     batch_size: int = 16
     longest_prompt: int = 0
-    """Number of tokens of the longest expected prompt. All prompts share one compiled program."""
+    """Length of the longest expected prompt in tokens. All prompts share one compiled program."""
     stop_ids: frozenset[int] = frozenset()
-    """Control tokens that end a completion like `stops`."""
+    """Ids of control tokens that end a completion, in addition to `stops`."""
 
 
 @dataclass
@@ -194,7 +196,7 @@ class DecodeEngineProtocol(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         ...
 
     @property
@@ -210,14 +212,14 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the next tokens and log-probabilities `[B]`, one per sequence at a time."""
+        """Yield the next token and log-probability of each sequence, `[B]`, once per step."""
         ...
 
 
 def parse_stops(
     texts: Sequence[str], tokenizer: Tokenizer, where: str
 ) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Separate stop strings that are text from the ids of stop strings that are control tokens.
+    """Split stop strings into text strings and the ids of control tokens.
 
     Raises:
         ConfigError: a stop string contains a control token and other text, so it never matches.
@@ -243,7 +245,7 @@ def encode_prompts(
     """Tokenize the prompts, with the control tokens that the tokenizer adds.
 
     Raises:
-        ConfigError: a prompt leaves no room for a token, or is not valid text.
+        ConfigError: a prompt leaves no space for a new token, or is not valid text.
     """
     found = []
     for number, text in enumerate(texts, first):
@@ -255,7 +257,7 @@ def encode_prompts(
 def _check_text(number: int, text: str) -> None:
     """Check that a prompt has no unpaired surrogates, which tokenizers handle differently.
 
-    They occur in command-line arguments that are not UTF-8 and in JSON escapes.
+    Unpaired surrogates occur in command-line arguments that are not UTF-8 and in JSON escapes.
 
     Raises:
         ConfigError: the text has an unpaired surrogate.
@@ -281,7 +283,7 @@ def encode_chats(
 ) -> list[Prompt]:
     """Format conversations with a chat template and tokenize them.
 
-    The default template is that of the model folder. `Prompt.text` is the last message. `where`
+    The default is the template in the model folder. `Prompt.text` is the last message. `where`
     names the option in errors.
 
     Raises:
@@ -339,10 +341,10 @@ def complete(
 ) -> None:
     """Complete the prompts in batches.
 
-    The next prompt replaces a finished sequence. With pipeline stages, the next batch starts when
-    all sequences have finished. `write` receives the completions in the order of the prompts, each
-    as soon as it and its predecessors have finished. `stream` receives new text of any sequence. If
-    `stops` returns true or an interrupt occurs, unfinished completions are written.
+    When a sequence finishes, the next prompt replaces it. With pipeline stages, the next batch
+    starts when all sequences have finished. `write` receives the completions in prompt order, as
+    soon as all earlier completions have finished. `stream` receives the new text of all sequences.
+    If `stops` returns true or an interrupt occurs, unfinished completions are written.
 
     Raises:
         DivergenceError: the model returns values that are not finite.

@@ -1,9 +1,9 @@
-"""Decoding: prefill of prompts in chunks of one size, then one token per sequence and step.
+"""Decoding: prefill of prompts in chunks of a fixed size, then one token per sequence in each step.
 
 Prompts are padded on the left, so that all sequences end at the same cache slot. Padding is a
-separate segment that no token sees. The same function computes prefill chunks and single tokens; it
-is compiled once for each of the two sizes. Sampling is a pure function with one random key per
-sequence.
+separate segment that no token attends to. The same function computes prefill chunks and single
+tokens; it is compiled once for each of the two sizes. Sampling is a pure function with one random
+key per sequence.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Sampling:
     """Sampling parameters. The steps are applied in the order of the fields."""
 
     repetition_penalty: float = 1.0
-    """Penalty of tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
-    divided by it and negative ones are multiplied by it. 1 disables the penalty."""
+    """Penalty for tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
+    divided by the penalty, and negative logits are multiplied by it. 1 disables the penalty."""
     temperature: float = 1.0
     """Divisor of the logits. 0 selects the most likely token; ties go to the lowest id."""
     top_k: int = 0
-    """Number of most likely tokens to sample from, plus ties with the last one. 0 disables the
-    limit."""
+    """Number of most likely tokens to sample from. Tokens that tie with the last one are included.
+    0 disables the limit."""
     top_p: float = 1.0
-    """Cumulative probability of the most likely tokens to sample from, plus ties with the last one
-    (arXiv:1904.09751). 1 disables the limit."""
+    """Cumulative probability of the most likely tokens to sample from. Tokens that tie with the
+    last one are included (arXiv:1904.09751). 1 disables the limit."""
     min_p: float = 0.0
     """Minimum probability relative to the most likely token (arXiv:2407.01082)."""
 
@@ -60,7 +60,9 @@ def sample(
     keys: Key[Array, " B"],
     sampling: Sampling,
 ) -> SampleOutput:
-    """Sample a token of each sequence, as a function of its logits, seen tokens and key only."""
+    """Sample one token per sequence. The token depends only on the sequence's logits, seen tokens
+    and key.
+    """
     logits = logits.astype(jnp.float32)
     scores = logits
     if sampling.repetition_penalty != 1.0:
@@ -78,8 +80,8 @@ def sample(
 def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Return the first index of the maximum, or the last index if scores are NaN.
 
-    Two reductions of single numbers are five times faster on CPU than `argmax`, which reduces
-    pairs.
+    Two reductions of scalars are five times faster on CPU than `argmax`, which reduces (value,
+    index) pairs.
     """
     last = scores.shape[-1] - 1
     is_best = scores == scores.max(axis=-1, keepdims=True)
@@ -99,7 +101,7 @@ def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[
 def apply_repetition_penalty(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float[Array, "B V"]:
-    """Make seen tokens less likely if the penalty is above 1."""
+    """Apply the penalty to seen tokens. They become less likely if the penalty is above 1."""
     less = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, less, logits)
 
@@ -129,7 +131,9 @@ def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
 
 
 def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Return the key of each sequence for the token at its position, for any batch or mesh."""
+    """Return the sampling key of each sequence and position, which is independent of batch and
+    mesh.
+    """
     base = jax.random.key(seed)
 
     def key(row: Array, position: Array) -> Array:
@@ -153,11 +157,11 @@ class DecodeState(NamedTuple):
 
     caches: Tree
     seen_tokens: Bool[Array, "B V"] | None
-    """Tokens of each sequence, if a repetition penalty needs them."""
+    """Mask of the tokens that each sequence contains. None without a repetition penalty."""
 
 
 class SampledTokens(NamedTuple):
-    """Newest token of each sequence; with stages, `[microbatches, sequences]`."""
+    """Newest token of each sequence, `[B]`, or `[microbatches, sequences]` with stages."""
 
     tokens: Int[Array, "*rows"]
     logprobs: Float[Array, "*rows"]
@@ -173,7 +177,7 @@ class TokenBatch(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """Sizes for which a batch is compiled."""
+    """Sizes of a batch, which determine the compiled programs."""
 
     batch_size: int
     prompt_length: int
@@ -217,18 +221,20 @@ def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBa
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
-    """Place an array that every process has on the devices."""
+    """Transfer an array to the devices. Every process has a copy of the array."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
-    """Return shapes with the shardings of their arrays."""
+    """Return abstract arrays with the given shapes and shardings."""
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """Decode engine on a mesh without stages: sequences over the batch axes, heads over tensor."""
+    """Decode engine for meshes without stages. Batch axes shard sequences, and tensor shards
+    heads.
+    """
 
     decoder: Decoder
     mesh: Mesh
@@ -240,7 +246,7 @@ class DecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
@@ -251,16 +257,16 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the next tokens and log-probabilities `[B]`, one per sequence at a time.
+        """Yield the next token and log-probability of each sequence, `[B]`, once per step.
 
         Args:
             params: parameters in network order, as returned by `Decoder.by_layer`.
             prompts: token ids of each sequence, at least one.
             numbers: index of each sequence. Sampling keys derive from seed, index and position.
-            size: shape of the batch, with at least as many sequences and tokens.
+            size: shape of the batch, at least as large as the prompts require.
             refill: called after each token; returns prompts that replace finished sequences. The
-                next token of such a sequence follows its prompt. With `refill`, the generator
-                never ends.
+                next token of such a sequence follows its prompt. With `refill`, the generator never
+                ends.
         """
         with jax.set_mesh(self.mesh):
             given = np.zeros(size.batch_size, np.int32)
@@ -271,7 +277,7 @@ class DecodeEngine:
             left = size.max_new_tokens
             while left:
                 before, left = drawn, left - (refill is None)
-                if left:  # the next token is computed while this one is read
+                if left:  # the next token is computed while this token is read
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._decode_program(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
@@ -289,7 +295,7 @@ class DecodeEngine:
         prompts: Sequence[Sequence[int]],
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens]:
-        """Return the state with the prompts and the tokens that follow them."""
+        """Return the state after the prompts, and the first sampled token of each sequence."""
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
@@ -364,7 +370,8 @@ class DecodeEngine:
 
     @cached_property
     def _insert_program(self) -> Any:
-        """Map (state, tokens, indices, other state, other tokens, row, index) to the first three.
+        """Map (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
+        indices).
 
         In the result, the first sequence of the other state replaces `row`.
         """
@@ -397,7 +404,7 @@ class DecodeEngine:
         axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all values
+        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all the values
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )
@@ -407,7 +414,9 @@ class DecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """Lower the program of one token for absent devices; parameters are abstract."""
+        """Lower the one-token program for devices that are not attached; parameters are
+        abstract.
+        """
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
         given = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)

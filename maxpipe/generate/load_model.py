@@ -1,4 +1,4 @@
-"""Models for generation: tokenizers are opened immediately, parameters are loaded on request.
+"""Models for generation. Tokenizers are opened immediately, and parameters are loaded on request.
 
 `open_model` opens a checkpoint or a Hugging Face folder. Other implementations of `LazyModel` work
 as well.
@@ -69,7 +69,7 @@ class LazyModel(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Return the sequence length of the model's training, in tokens."""
+        """Return the sequence length in tokens with which the model was trained."""
         ...
 
     @property
@@ -91,8 +91,8 @@ class LazyModel(Protocol):
 def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
     """Open a checkpoint or a Hugging Face folder for inference.
 
-    `inputs` are config files and overrides that change its config: `mesh` selects the devices, and
-    `train.sequence_length` overrides the folder's `max_position_embeddings`.
+    `inputs` are config files and overrides that change the model's config. `mesh` selects the
+    devices, and `train.sequence_length` overrides the folder's `max_position_embeddings`.
 
     Raises:
         ConfigError: the model does not exist, or the inputs or its tokenizer do not match.
@@ -106,7 +106,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
 
 @dataclass(frozen=True)
 class _Model:
-    """A model with a config."""
+    """A lazily loaded model with a config."""
 
     name: str
     loaded: LoadedConfig
@@ -136,7 +136,7 @@ class _Model:
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """Load the parameters and build a decode engine, on any mesh."""
+        """Load the parameters and build a decode engine for any mesh."""
         parts, params = self._load_params(say)
         if parts.mesh.shape[STAGE] == 1:
             params = _unstack_layers(parts.decoder, params)
@@ -154,7 +154,7 @@ class _Model:
             say(f"warning: {each.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fit_mesh(self.loaded, self.name, say)
-        # Programs for generation and scoring use automatic sharding.
+        # Programs for generation and scoring use auto mesh axes.
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
         steps = steps_from_config(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
@@ -177,7 +177,7 @@ def _unstack_layers(decoder: Decoder, params: Any) -> Any:
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a checkpoint's config that apply to generation.
 
-    Mesh and pipeline are omitted, because they were for training.
+    The mesh and pipeline sections are omitted, because they apply only to training.
     """
     train = {
         "steps": 1,

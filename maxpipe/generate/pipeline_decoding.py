@@ -67,22 +67,24 @@ shards sequences too."""
 
 
 class RingState(NamedTuple):
-    """State of the ring between two ticks. Along P, stages have separate parts or copies."""
+    """State of the ring between two ticks. Along dim P, each stage has a separate part or a
+    copy.
+    """
 
     caches: Tree
-    """Caches by layer type, `[P, L, M, ...]`."""
+    """Caches keyed by layer type, `[P, L, M, ...]`."""
     stage_inputs: Float[Array, "P B 1 D"]
     """Input of each stage in the next tick."""
     newest_tokens: SampledTokens
     """Tokens in the ring, `[P, M, B]`."""
     seen_tokens: Bool[Array, "P M B V"] | None
-    """Tokens of each sequence, if a repetition penalty needs them."""
+    """Mask of the tokens that each sequence contains. None without a repetition penalty."""
 
 
 @dataclass(frozen=True)
 class PipelineDecodeEngine:
-    """Decode engine on a mesh with stages. Heads are sharded over tensor, sequences over other
-    axes.
+    """Decode engine on a mesh with stages. Heads are sharded over tensor, and sequences over the
+    other axes.
     """
 
     decoder: Decoder
@@ -100,7 +102,7 @@ class PipelineDecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the required divisor of the batch size."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
@@ -115,7 +117,7 @@ class PipelineDecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Implement `DecodeEngine.run`; `params` are stacked by the layout."""
+        """Implement `DecodeEngine.run`; `params` are stacked as in `layout`."""
         assert refill is None
         given = np.zeros(size.batch_size, np.int32)
         given[: len(numbers)] = numbers
@@ -246,7 +248,7 @@ class PipelineDecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """Lower the program of one turn for absent devices; parameters are abstract."""
+        """Lower the one-turn program for devices that are not attached; parameters are abstract."""
         rows = (self._stages, size.batch_size // self._stages)
         (at,) = jax.tree.leaves(self._on_mesh((_SEQUENCE_SPEC,)))
         named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
@@ -256,7 +258,7 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # Computation on each stage, without the dims P.
+    # Computation on each stage, without dim P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
         """Run prefill for all microbatches: the ring fills and drains."""
@@ -307,14 +309,16 @@ class PipelineDecodeEngine:
         return lax.fori_loop(0, stages, tick, turning)
 
     def _in_flight_tokens(self, newest: SampledTokens) -> Any:
-        """Return the tokens in the ring as a chunk of one token."""
+        """Return the newest tokens as a chunk with one token per sequence."""
         tokens, positions = newest.tokens[..., None], newest.positions[..., None]
         return TokenBatch(tokens, jnp.full_like(tokens, TEXT), positions)
 
     def _layers(
         self, params: Tree, caches: Tree, x: Array, at: Array, works: Array, inputs: Tree
     ) -> tuple[Array, Tree]:
-        """Apply this stage's layers to microbatch `at`; caches are updated only if `works`."""
+        """Apply this stage's layers to microbatch `at`; caches are updated only if `works` is
+        true.
+        """
         layout, stage = self.layout, axis_index(STAGE)
         # With one layer type and equally many layers per stage, no branch is needed.
         alike = len(layout.ring_layer_types) == 1 and bool((layout.layer_at >= 0).all())
@@ -361,7 +365,7 @@ class PipelineDecodeEngine:
         is_done: Array,
         behind: Any,
     ) -> RingState:
-        """Update the tokens of microbatch `at` if it `is_done` with the last stage."""
+        """Update the tokens of microbatch `at` if the last stage has finished it (`is_done`)."""
         last = mark_varying(broadcast_from(y[:, -1:], STAGE, self._stages - 1))
         ends = {
             name: jax.tree.map(
@@ -389,7 +393,9 @@ class PipelineDecodeEngine:
         return turning._replace(newest_tokens=newest, seen_tokens=seen)
 
     def _next_stage_inputs(self, params: Tree, y: Array, entering: Int[Array, "B T"]) -> Array:
-        """Return the next input of each stage: its neighbor's output or entering tokens."""
+        """Return the next input of each stage: the previous stage's output, or embeddings of new
+        tokens.
+        """
         new = self._embed(params, entering)
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
@@ -404,7 +410,9 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join the first microbatch of one turn and the others of the next, `[sequences]`."""
+    """Join the first microbatch of a turn with the other microbatches of the next turn,
+    `[sequences]`.
+    """
 
     def joined(first: Array, others: Array) -> np.ndarray:
         return np.concatenate([np.asarray(first)[:1], np.asarray(others)[1:]]).reshape(-1)
@@ -431,7 +439,7 @@ AnyDecodeEngine = DecodeEngine | PipelineDecodeEngine
 def decode_param_layout(partition: ParamLayout) -> ParamLayout:
     """Return a layout of the same model on the same devices, with one chunk per stage.
 
-    Sharding is automatic, because caches grow and tokens are selected by index.
+    All mesh axes are auto axes, because caches grow and tokens are selected by index.
     """
     decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
     cut = balance_layers(layer_costs(decoder.model, 1), stages)

@@ -31,7 +31,7 @@ def read_conversations(path: str | Path, where: str) -> list[ChatInput]:
     """Read the conversations in a file, from JSON lines or from one user message per line.
 
     Raises:
-        ConfigError: see `read_prompts`; or a line has no valid messages.
+        ConfigError: as in `read_prompts`, or a line has no valid messages.
     """
     raw = _read_file(path, where)
     if not str(path).endswith(_JSON):

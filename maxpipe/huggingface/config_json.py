@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 24
 _MAX_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
-# Keys of every config.json that do not affect the model's logits.
+# Keys that any config.json may have and that do not affect the model's logits.
 _IGNORED_KEYS = frozenset(
     {"architectures", "model_type", "transformers_version", "_name_or_path", *_DTYPES}
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}
@@ -41,7 +41,7 @@ class ModelDescription:
 
     table: HuggingFace
     section: dict[str, Any]
-    """Values of the `model` section, with those of the family in a nested dict."""
+    """Values of the `model` section, with the family's values in a nested dict."""
     exported_keys: dict[str, Any]
     """Values that an export copies unchanged."""
     unknown: tuple[str, ...]
@@ -53,7 +53,7 @@ class ModelDescription:
 
     @property
     def config(self) -> ModelConfig:
-        """Return the model config of this release, with other keys at their defaults."""
+        """Return the model config, with defaults for all keys that the section does not set."""
         return model_of(self.section, FILE)
 
 
@@ -110,7 +110,7 @@ def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ConfigError: the section violates a rule.
     """
-    # The other sections can have any valid values.
+    # The other config sections can have any valid values.
     others = {"train": {"steps": 1}, "tokenizer": {"kind": "huggingface", "path": FILE}}
     return load([], {**others, "model": section}, where).config.model
 
@@ -144,7 +144,7 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
 
 
 def _is_base(names: Any, found: tuple[HuggingFace, Whole | None, str]) -> bool:
-    """Return whether no class is named, or the base class that AutoModel saves."""
+    """Return whether `names` is empty or names only the base class that AutoModel saves."""
     table, whole, _ = found
     last = (whole or table).architecture
     base = last.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
@@ -178,7 +178,7 @@ def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigE
 
 
 def _coerce(key: str, value: Any) -> Any:
-    """Convert a value to the type of our key; integers are valid floats."""
+    """Convert a value to the type of our key. Integers are accepted as floats."""
     kind = KEYS[key]
     if kind is float and type(value) is int:
         return float(value)
@@ -194,7 +194,7 @@ def _coerce(key: str, value: Any) -> Any:
 
 
 def values(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's values by key below `model`."""
+    """Return a model's values, keyed by name below `model`."""
     own = FAMILIES[config.family].section() if config.own is None else config.own
     inner = family_section(config.family)
     return {name: getattr(config, name) for name in names_in("model")} | {
@@ -239,7 +239,9 @@ def _exportable_families() -> Iterator[str]:
 def to_json(
     table: HuggingFace, said: Mapping[str, Any], kept: Ours, dtype: str, defaults: Ours
 ) -> str:
-    """Return config.json from table values, and the kept keys of `kept` or else `defaults`."""
+    """Return config.json with the table values, and the kept keys from `kept` or else
+    `defaults`.
+    """
     others = {
         row.theirs: found[row.theirs]
         for found in ({**defaults, **kept},)

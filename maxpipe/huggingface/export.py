@@ -1,7 +1,7 @@
 """Export of a checkpoint to a Hugging Face folder.
 
-Files are allocated in full size first. Each parameter is then read once, in its stored slabs, and
-written to the tensors that contain it. Peak memory is one slab per thread, for any model size.
+Files are first allocated at full size. Each parameter is then read once, one stored slab at a time,
+and written to the tensors that contain it. Peak memory is one slab per thread, for any model size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHARD_BYTES = 5 * 10**9
 """Maximum file size in bytes, unless one tensor is larger. transformers 4 supports this size."""
 
 _Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Types and shapes by tensor name."""
+"""Dtypes and shapes, keyed by tensor name."""
 
 _PARAMS, _EMA_PREFIX = "params.", f"optimizer.{EMA}."
 BOS_KEY, EOS_KEY, PAD_KEY = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -88,7 +88,9 @@ class _ExportedCheckpoint:
     """Adapters and their base, if the checkpoint holds adapters."""
 
     def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> LazyArray:
-        """Open a parameter of the merged model; `full_name` is its name in the checkpoint."""
+        """Open a parameter of the merged model; `full_name` is the parameter's name in the
+        checkpoint.
+        """
         if self.adapters is not None:
             return self.adapters.array(name, shape)
         return readable_array(self.path, full_name)
@@ -104,7 +106,7 @@ def export(
 ) -> None:
     """Write config.json, safetensors files, and the tokenizer's files if they exist.
 
-    `dtype` is one of `TYPES`. None uses the type of the imported weights, or the stored type.
+    `dtype` is one of `TYPES`. None uses the dtype of the imported weights, or the stored dtype.
 
     Raises:
         ConfigError: the model has no Hugging Face format, or `out` exists.
@@ -191,7 +193,10 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
             facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-        saved["train"] = {**saved["train"], "objective": "pretrain"}  # others need documents
+        saved["train"] = {
+            **saved["train"],
+            "objective": "pretrain",
+        }  # other objectives need documents
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.address_at(step)).config
         prefix = _EMA_PREFIX if address.average else _PARAMS
@@ -219,7 +224,7 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
 
 @contextlib.contextmanager
 def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
-    """Verify every byte in the background, if the checkpoint has a manifest.
+    """Verify the checksums of all files in the background, if the checkpoint has a manifest.
 
     Decoded arrays are always compared with the saved digests.
 
@@ -247,7 +252,7 @@ def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
 
 
 def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) -> dict[str, str]:
-    """Return the type of each tensor, by its name in safetensors files."""
+    """Return the safetensors dtype of each tensor, keyed by tensor name."""
     exact = {
         piece.tensor: TYPES["float32"]
         for name, pieces in both.slices.items()
@@ -276,7 +281,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Group tensors by file, in network order."""
+    """Group tensors into files, in network order."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
@@ -303,7 +308,7 @@ def _write_tensors(
     here: Path,
     report: ProgressCallback,
 ) -> list[str]:
-    """Write all weights, and the index if there are several files. Returns the file names."""
+    """Write all weights, and the index if there are several files. Return the file names."""
     total = sum(
         math.prod(shape) * dtype.itemsize
         for group in files.values()
@@ -443,7 +448,7 @@ class TrainedTokenizer:
         return found
 
     def write(self, here: Path, copied: Sequence[str], say: MessageCallback) -> None:
-        """Update the files in the folder of an export.
+        """Update the tokenizer and generation files in the folder of an export.
 
         Raises:
             ConfigError: a copied file cannot be read.
@@ -505,7 +510,7 @@ def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> Tra
 
 
 def _defaults(config: Config, kept: Mapping[str, Any], trained: TrainedTokenizer) -> dict[str, Any]:
-    """Return values for keys that the imported config.json lacks: length and token ids."""
+    """Return the sequence length and token ids, for keys that the imported config.json lacks."""
     length = {"max_position_embeddings": config.train.sequence_length}
     if EOS_KEY in kept:
         return length

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder to a checkpoint of weights only."""
+"""Import of a Hugging Face folder as a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of a checkpoint's data position."""
 
 _SLAB_BYTES = 1 << 24
-"""Slab size in bytes. The system would reclaim larger memory blocks after each use, and clear them
-before the next use."""
+"""Slab size in bytes. The operating system would reclaim larger allocations after each use, and
+zero them before the next use."""
 
 
 class Origin(TypedDict):
-    """Record of an import, with which an export reproduces the same bits."""
+    """Record of an import, which allows an export to reproduce the imported files bit for bit."""
 
     dtype: str
-    """Type of most tensors, by its name in safetensors files."""
+    """Dtype of most tensors, as named in safetensors files."""
     dtypes: dict[str, str]
-    """Types of the other tensors, by tensor name."""
+    """Dtypes of the other tensors, keyed by tensor name."""
     folder: NotRequired[str]
     """Absolute path of the imported folder, or the hub id of its snapshot."""
 
@@ -73,9 +73,10 @@ def hub_id(folder: Path) -> str | None:
 def import_folder(
     folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
 ) -> None:
-    """Write `<out>/checkpoints/0`, a config.yml that starts from it, and tokenizer files.
+    """Write `<out>/checkpoints/0`, a config.yml for runs that start from this checkpoint, and
+    tokenizer files.
 
-    `say` receives lines for the user, and `report` receives progress in megabytes.
+    `say` receives messages for the user, and `report` receives the progress in megabytes.
 
     Raises:
         ConfigError: the folder cannot be used, or `out` exists.
@@ -179,7 +180,7 @@ def _write(
 
 
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the parameters in checkpoint layout, with the types of the files."""
+    """Return the parameters in checkpoint layout, with the dtypes of the files."""
     tree: dict[str, Any] = {}
     for name, shape in source.mapping.shapes.items():
         *outer, last = name.split(".")
@@ -215,7 +216,9 @@ _TOKENIZER = "tokenizer.json"
 
 
 def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
-    """Return a config for `maxpipe train` that lacks only data and its length."""
+    """Return a config for `maxpipe train` that lacks only the data source and the number of
+    steps.
+    """
     family = section["family"]
     own = section.pop(family, {})
     return "\n".join(

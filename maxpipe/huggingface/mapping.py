@@ -1,7 +1,7 @@
-"""Mapping of a model's parameters to Hugging Face tensors, by the table of its family.
+"""Mapping of a model's parameters to Hugging Face tensors, as defined by the family's table.
 
-The module also copies between arrays with different memory order, in blocks. A direct numpy copy of
-a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
+The module also copies arrays in blocks to arrays with a different memory order. A direct numpy copy
+of a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
 the cache, the copy reaches 1.6 GB/s.
 """
 
@@ -39,7 +39,7 @@ class AxisMapping:
 
     @cached_property
     def remaining_dims(self) -> tuple[str, ...]:
-        """Return our other dims."""
+        """Return our dims that are not part of the tensor name."""
         return tuple(each for each in self.param_dims if each != self.index_dim)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class AxisMapping:
         return turned.reshape([math.prod(size[each] for each in group) for group in self.hf_dims])
 
     def to_param(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        """Convert a tensor to our layout; `sizes` are those of all our dims."""
+        """Convert a tensor to our layout; `sizes` are the sizes of all our dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         flat = [each for group in self.hf_dims for each in group]
         split = tensor.reshape([size[each] for each in flat])
@@ -77,18 +77,18 @@ class InterleavedSlice(NamedTuple):
     every: int = 1
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of these entries."""
+        """Return a view of the selected entries."""
         return tensor[..., self.number :: self.every]
 
 
 class TensorSlice(NamedTuple):
-    """Rows of a tensor that hold one part of a parameter."""
+    """A range of a tensor's rows that holds one part of a parameter."""
 
     tensor: str
     first: int
     """First row in the tensor."""
     shape: tuple[int, ...]
-    """Shape of these rows."""
+    """Shape of the range of rows."""
     at: Index
     """Index of the part in the parameter's checkpoint layout."""
     axis_mapping: AxisMapping
@@ -96,7 +96,8 @@ class TensorSlice(NamedTuple):
     """Sizes of the parameter's dims, without layers."""
     interleave: InterleavedSlice = InterleavedSlice()
     stacked: int = 0
-    """Number of blocks of rows along a separate leading dim of the tensor; 0 without this dim."""
+    """Number of blocks of rows along a separate leading dim of the tensor; 0 if the tensor has no
+    such dim."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -112,23 +113,23 @@ class TensorSlice(NamedTuple):
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether slices of that dim are separate rows. A tensor with one row has none."""
+        """Return whether slices along `outer_dim` are separate rows of the tensor."""
         return bool(self.axis_mapping.hf_dims[0])
 
     @property
     def outer_remaining_dim(self) -> int:
-        """Return the index of that dim among our dims without the dim in the name."""
+        """Return the index of `outer_dim` among the dims that are not part of the tensor name."""
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the (first, end) rows of a slice of the lead dim, or all rows if not divisible."""
+        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if not divisible."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
     def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
-        """Convert the tensor's rows of a slice of the lead dim to our layout."""
+        """Convert the tensor rows for a slice of `outer_dim` to our layout."""
         sizes = list(self.sizes)
         sizes[self.outer_dim] = part.stop - part.start
         return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
@@ -150,15 +151,15 @@ class TensorMapping:
     """Mapping between the parameters and the tensors of a model."""
 
     slices: Mapping[str, tuple[TensorSlice, ...]]
-    """Slices by our name in checkpoints."""
+    """Slices of each parameter, keyed by checkpoint name."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes by our name, with stacked layers."""
+    """Parameter shapes with stacked layers, keyed by checkpoint name."""
     params: Mapping[str, Param]
-    """Parameters by our name, without the layer dim."""
+    """Parameters without the layer dim, keyed by checkpoint name."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shapes by tensor name in network order, including copies."""
+    """Tensor shapes in network order, including duplicate tensors, keyed by tensor name."""
     copied_slices: Mapping[str, tuple[TensorSlice, ...]]
-    """Slices by our name of duplicate tensors, which may be missing in an import."""
+    """Slices of duplicate tensors, keyed by checkpoint name. An import may lack these tensors."""
 
     @property
     def originals(self) -> Mapping[str, str]:
@@ -175,7 +176,7 @@ _MAX_SLICES = 100_000
 
 
 def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> TensorMapping:
-    """Map the parameters of a model, without multi-token prediction heads that the table lacks.
+    """Map the parameters of a model, except for multi-token prediction heads that the table lacks.
 
     Raises:
         ValueError: the model has more than `most` tensors.
@@ -185,7 +186,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # rows or interleaved parts that are assigned, by tensor
+    sizes: dict[str, int] = {}  # number of assigned rows or interleaved parts per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
@@ -211,7 +212,9 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
-    """Return the rows per block of each tensor that stacks blocks along a leading dim."""
+    """Return the number of rows per block for each tensor that stacks blocks along a leading
+    dim.
+    """
     found: Counter[str] = Counter()
     if any(_is_stacked(row) for row in table.tensors):
         for _, param, row, layer, _ in _in_network_order(model, table):
@@ -223,7 +226,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
 
 
 def _is_stacked(row: Tensor) -> bool:
-    """Return whether the expert dim, part of the name in other layouts, is a leading tensor dim."""
+    """Return whether the tensor stacks all experts along a leading dim."""
     return bool(parse_axis_mapping(row.dims).index_dim) and "{expert}" not in row.theirs
 
 
@@ -238,7 +241,9 @@ def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Return the copies by our name; a tied table has the copies of both uses."""
+    """Return slices of duplicate tensors, keyed by checkpoint name. A tied table has slices for
+    both uses.
+    """
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
     for number in range(heads.num_heads if heads else 0):
@@ -256,7 +261,7 @@ _EMBEDDING = "embedding"
 def _in_network_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
-    """Yield (our name, parameter, row, layer, index among the layers of its type)."""
+    """Yield (checkpoint name, parameter, table row, layer, index among the layers of its type)."""
     rows = {row.ours: row for row in table.tensors}
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}
@@ -331,9 +336,9 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """Return the index into an array of the region, and the slices of the piece; None if disjoint.
+    """Return the indices of the overlap in the region's array and in the slice; None if disjoint.
 
-    A region holds, for each dim of the parameter, the requested indices.
+    A region holds the requested indices for each dim of the parameter.
     """
     inside: list[int | slice] = []
     taken: list[slice] = []
@@ -349,14 +354,14 @@ def intersect(
 
 
 def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, ...]:
-    """Return the shape of slabs of a parameter that read complete tensor rows, few at a time.
+    """Return a slab shape for reading a few complete tensor rows of a parameter at a time.
 
     A slab has at most `most` elements, unless a single row has more.
     """
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # rows of the lead dim
+    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the lead dim per slab
     if piece.is_divisible:
         found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):
@@ -365,7 +370,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
 
 
 def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of slabs of complete tensor rows that read each stored chunk once."""
+    """Return a slab shape that covers complete tensor rows and reads each stored chunk once."""
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     return tuple(
@@ -381,19 +386,21 @@ def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], i
 
 
 def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of parameters of all tensors."""
+    """Return the total number of parameters across all tensors."""
     return sum(map(math.prod, shapes.values()))
 
 
 _BLOCK = 256
-"""Number of elements of a block along each of its two dims."""
+"""Side length of a square block, in elements."""
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign `target[...] = source` for arrays of equal shape, with a cast to the target's type."""
+    """Assign `target[...] = source` for arrays of equal shape, with a cast to the target's
+    dtype.
+    """
     assert target.shape == source.shape
     if target.dtype == source.dtype:
-        # Integer views, because numpy holds the GIL for other types.
+        # Integer views, because numpy holds the GIL for other dtypes.
         plain = np.dtype(f"u{target.dtype.itemsize}")
         target, source = target.view(plain), source.view(plain)
     target, source = _merge_contiguous_dims(target, source)

@@ -1,6 +1,6 @@
 """Resolution of duplicate values in a config.json, with the precedence of transformers 5.
 
-Table rows then read each value from one place.
+After the resolution, table rows read each value from a single key.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from maxpipe.models.huggingface_tables import Period
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _TYPES = Twice("dtype", "torch_dtype")
 _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
-"""Rotary types that read the original length."""
+"""Rotary types that use the original context length."""
 
 _HETEROGENEOUS = "per_layer_config"
-"""Key of every class of transformers that overrides the config of single layers."""
+"""Key that overrides the config of single layers, for every class of transformers."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class NormalizedConfig:
         return used
 
     def note_unread(self, path: str, used: Any, other: str, value: Any) -> None:
-        """Record a value that transformers ignores if it differs from the used one."""
+        """Record a value that transformers ignores, if it differs from the value that is used."""
         if value is not None and used is not None:
             self._note(path, used, other, value)
 
@@ -56,7 +56,7 @@ class NormalizedConfig:
 
 
 def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> NormalizedConfig:
-    """Return the content of a config.json with each value where table rows read it.
+    """Return the content of a config.json, with each value at the key that table rows read.
 
     Raises:
         Unlike: a value is not supported by any family.
@@ -91,7 +91,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
 def _select_language_model(
     found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
 ) -> None:
-    """Select the section of the language model, which has precedence except for weight tying."""
+    """Select the section of the language model. It takes precedence except for weight tying."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
         found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
@@ -162,7 +162,9 @@ def _drop_nulls(said: Theirs) -> dict[str, Any]:
 def _rope_from_scaling(
     found: NormalizedConfig, scaling: dict[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_scaling`, which replaces `rope_parameters`; both may have base and type."""
+    """Return `rope_scaling`, which replaces `rope_parameters`; both may hold the base and the
+    type.
+    """
     mine = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
     outside = {"rope_theta": found.content.get("rope_theta")} | _drop_nulls(mine)
     for name, value in parameters.items():
@@ -205,7 +207,7 @@ def _rope_of_layer_type(
 def _lengths(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: str
 ) -> None:
-    """Set the original length, and the factor that follows from two lengths."""
+    """Set the original length, and the factor, which is the ratio of two lengths."""
     content = found.content
     length = content.get(_LENGTH) or row.default_max_positions or None
     if kind not in _LENGTH_SCALING_TYPES:
@@ -230,7 +232,7 @@ def _lengths(
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
-    """Check that YaRN has a factor. transformers computes it only if it is null.
+    """Check that YaRN has a factor. transformers computes the factor only if its value is null.
 
     Raises:
         Unlike: the factor is missing.
@@ -252,7 +254,7 @@ def _are_numbers(*values: Any) -> bool:
 def _drop_unread(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: Any
 ) -> None:
-    """Drop parameters that the type does not use.
+    """Drop rotary parameters that the type does not use.
 
     Raises:
         Unlike: an unused partial rotary factor would change the model.
@@ -273,7 +275,7 @@ def _drop_unread(
 
 
 _ALWAYS_SET = (_ORIGINAL, "factor")
-"""Parameters that are set here for all scaling types, but used by some only."""
+"""Parameters that are set here for all scaling types, but used by only some of them."""
 
 
 def _is_name(kind: Any) -> bool:
@@ -286,6 +288,6 @@ def _shown(value: Any) -> str:
 
 
 def lines(found: Sequence[str], most: int = 8) -> list[str]:
-    """Return the first differences, and a line with the number of others."""
+    """Return the first differences, and a line with the number of remaining differences."""
     more = [f"and {len(found) - most} more duplicate values that differ"] * (len(found) > most)
     return [*found[:most], *more]

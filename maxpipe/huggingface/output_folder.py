@@ -26,10 +26,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files of tokenizers and generation. Only these and vocabularies are copied."""
+"""Names of tokenizer and generation files. Only these files and vocabularies are copied."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
-"""Names of SentencePiece and tiktoken vocabularies, which vary."""
+"""Pattern of the file names of SentencePiece and tiktoken vocabularies."""
 
 _MAX_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
@@ -41,7 +41,8 @@ _REMOVE_TIMEOUT_SECONDS = 3.0
 def atomic_folder(path: str, option: str) -> Iterator[Path]:
     """Create a folder next to `path` and rename it to `path` after the body succeeds.
 
-    An error or Ctrl-C removes the folder. After a kill, the next command for this path removes it.
+    An error or Ctrl-C removes the folder. If the process is killed, the next command for the same
+    path removes the folder.
 
     Raises:
         ConfigError: the path exists.
@@ -87,7 +88,7 @@ def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):
             held = os.open(partial, os.O_RDONLY)
             fcntl.flock(held, fcntl.LOCK_EX)
-            # Until it was locked, another process could remove it as a leftover.
+            # Another process could have removed the folder as a leftover before it was locked.
             if os.path.lexists(partial):
                 return partial, held
             os.close(held)
@@ -108,7 +109,7 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C inside. Only the main thread receives interrupts."""
+    """Ignore Ctrl-C in the body. Only the main thread receives interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -120,7 +121,9 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error for a folder that cannot be written. No files remain."""
+    """Return the error for a folder that cannot be written. The message adds that no files
+    remain.
+    """
     return StorageError.unwritable(
         where, error, "Free space, or use a writable folder. All partial files were removed."
     )
@@ -149,7 +152,7 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 def copy_tokenizer_files(
     source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
 ) -> list[str]:
-    """Copy the named files that exist, and vocabularies. Returns the names of the copies.
+    """Copy vocabularies, and those files in `names` that exist. Return the names of the copies.
 
     Existing files in `target` are kept.
 
@@ -199,7 +202,7 @@ def vocabularies(folder: Path) -> list[str]:
 
 
 MessageCallback = Callable[[str], None]
-"""Function that receives a line for the user."""
+"""Function that receives a message for the user."""
 
 ProgressCallback = Callable[[str, int, int], None]
 """Function that receives a task, the megabytes done and the total megabytes."""

@@ -1,7 +1,7 @@
 """Export of adapters: merged with their base, or alone in PEFT format.
 
-PEFT uses `adapter_config.json` and `adapter_model.safetensors`. The base is read from its address
-during training. Matrices with adapters and quantized matrices are merged one layer at a time.
+PEFT uses `adapter_config.json` and `adapter_model.safetensors`. The base is read from the address
+that training used. Matrices with adapters and quantized matrices are merged one layer at a time.
 
 Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
@@ -44,12 +44,12 @@ from maxpipe.parallel.lora_weight import LoraWeight
 
 
 class LazyArray(NamedTuple):
-    """An array on disk, or one that is computed from several."""
+    """An array on disk, or an array that is computed from several arrays on disk."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk_shape: tuple[int, ...]
-    """Shape of one efficient read."""
+    """Shape of the regions that can be read efficiently."""
     read: Callable[[Region], np.ndarray]
 
 
@@ -76,7 +76,7 @@ class MatrixLocation(NamedTuple):
 
 
 def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
-    """Return the locations of the layers' matrices, without adapters, by name in checkpoints."""
+    """Return the locations of the layers' matrices, without adapters, keyed by checkpoint name."""
     return {
         name: MatrixLocation(kind, key)
         for each, kind in model.layer_types.items()
@@ -92,7 +92,7 @@ class CheckpointAdapters:
     path: epath.Path
     """Path of the checkpoint."""
     prefix: str
-    """Prefix of the names of its trained parameters."""
+    """Prefix of the names of the checkpoint's trained parameters."""
     config: Config
     base_record: AdapterBase
     _sums: dict[str, digests.ArrayDigest] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class CheckpointAdapters:
         )
 
     def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
-        """Open an array of the base in the type of training. Reads update its digest."""
+        """Open an array of the base in the dtype of training. Reads update the array's digest."""
         source, place = self.base, matrix_locations(self._model).get(name)
         exact = place.kind.declared[place.key].own_dtype if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
@@ -219,7 +219,7 @@ _PEFT_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magn
 
 
 class _Matrix(NamedTuple):
-    """A module of transformers that is one layer's matrix."""
+    """A module of transformers that holds the matrix of one layer."""
 
     name: str
     module: str
@@ -236,10 +236,10 @@ def write_adapters(
     dtype: str,
     base: str | None,
 ) -> list[str]:
-    """Write both files and return the modules with an adapter.
+    """Write both adapter files, and return the names of the modules with an adapter.
 
-    `model` has adapters; `both` maps its parameters without them. `base` is the folder or hub id of
-    the base. None writes the address of its checkpoint.
+    `model` has adapters; `both` maps its parameters without the adapters. `base` is the folder or
+    hub id of the base. None writes the address of the base's checkpoint.
 
     Raises:
         ConfigError: PEFT does not support an adapter.
@@ -285,7 +285,9 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Return our input dims and output dims in tensor order, and whether they match the matmul."""
+    """Return our input and output dims in tensor order, and whether they are those of the
+    matmul.
+    """
     summed, ours = place.kind.adapters[place.key].num_contracted_dims, piece.axis_mapping.param_dims
     outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)
     return inner, outer, set(inner) == set(range(summed))
@@ -342,7 +344,7 @@ def _config(
 
 
 def _names(modules: list[str], both: TensorMapping) -> list[str]:
-    """Return the last parts of module names if they are unambiguous, else full names."""
+    """Return the last component of each module name if it is unambiguous, else the full names."""
     last = lambda name: name.rpartition(".")[2]  # noqa: E731
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
     mine, found = set(modules), dict[str, None]()

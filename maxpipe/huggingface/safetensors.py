@@ -1,8 +1,8 @@
 """Safetensors files: validated reading and incremental writing.
 
-A custom reader reads a tensor into a single array. The package's numpy interface lacks bfloat16.
-The reader also rejects headers with duplicate names or gaps between tensors, because folders come
-from untrusted sources.
+The custom reader reads a tensor into a single array. The numpy interface of the `safetensors`
+package lacks bfloat16. The reader also rejects headers with duplicate names or gaps between
+tensors, because folders come from untrusted sources.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types of weights by name in files."""
+"""Dtypes of weights, keyed by their name in files."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {
@@ -40,12 +40,12 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
 }
-"""Bits per element of every type of the format."""
+"""Number of bits per element, for every dtype of the format."""
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _MAX_DIMS = 16
-"""Maximum number of dims. Weights of published models have at most 6 dims."""
+"""Maximum number of dims of a tensor. Weights of published models have at most 6 dims."""
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 
@@ -56,7 +56,7 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first byte from the end of the header."""
+    """Offset of the tensor's first byte, counted from the end of the header."""
     end: int
 
 
@@ -190,7 +190,7 @@ def _are_sizes(found: object) -> bool:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Check that tensors fill the file without overlaps, gaps or ends outside."""
+    """Check that tensors fill the file without overlaps or gaps, and do not extend past its end."""
     place = 0
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
         if entry.begin != place:
@@ -203,10 +203,10 @@ def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
 
 
 class SafetensorsWriter:
-    """Writer of one file with known names, types and shapes. Rows are written in any order."""
+    """Writer of one file with known names, dtypes and shapes. Rows can be written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
-        """Create the file in full size.
+        """Create the file at full size.
 
         Raises:
             OSError: there is not enough space.
@@ -235,7 +235,7 @@ class SafetensorsWriter:
             raise
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the type of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self._entries[name].dtype]
 
     def write(
@@ -255,7 +255,7 @@ class SafetensorsWriter:
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if every > 1:
-            # The other entries may already have been written.
+            # The other interleaved entries may already have been written.
             there = np.empty(shape, dtype)
             _read(self._file, _bytes(there), place)
             there[..., number::every] = values

@@ -34,17 +34,17 @@ from maxpipe.models.registry import describe
 HEAD, EMBEDDING = tensor_layouts.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
-"""Prefix of a folder in `checkpoint.restore_from`."""
+"""Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
-"""Model keys of a model without multi-token prediction heads."""
+"""Model keys that disable multi-token prediction heads."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
 """Maximum number of missing tensors. A mapping with more missing tensors is aborted."""
 _UNKNOWN_LENGTH = 2048
-"""Sequence length in tokens, if config.json has none."""
+"""Default sequence length in tokens, used if config.json has none."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -71,13 +71,13 @@ class HuggingFaceFolder:
     num_missing_mtp_layers: int
     """Number of multi-token prediction layers that config.json declares but the folder lacks."""
     _files: Mapping[str, SafetensorsReader]
-    """Readers by the table's tensor name."""
+    """Readers, keyed by tensor name in the table."""
     _names: Mapping[str, str]
-    """Tensor names in the files by the table's tensor name."""
+    """Tensor names in the files, keyed by tensor name in the table."""
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Return the type of each tensor of an export by name.
+        """Return the dtypes of an export's tensors, keyed by name.
 
         Duplicate tensors are included only if the folder has them.
         """
@@ -87,20 +87,20 @@ class HuggingFaceFolder:
             here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
             for piece in pieces:
                 dtype = self._entry(here[_layer_and_expert(piece)]).dtype
-                # If a fused tensor would have two types, float32 holds the values of both.
+                # If a fused tensor would have two dtypes, float32 can represent the values of both.
                 found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
         copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
         return found | copies
 
     @property
     def dtype(self) -> str:
-        """Return the most common type."""
+        """Return the most common dtype."""
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
     def model_dtypes(self) -> dict[str, str]:
-        """Return the `model` types: weights keep their type, and float32 models compute in
-        float32.
+        """Return the dtypes of the `model` section: weights keep their dtype, and float32 models
+        compute in float32.
         """
         if self.dtype == "F32":
             return {"param_dtype": "float32", "compute_dtype": "float32"}
@@ -113,7 +113,7 @@ class HuggingFaceFolder:
         return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
 
     def stored_dtype(self, name: str) -> np.dtype:
-        """Return a type that holds all values of one of our parameters."""
+        """Return a dtype that can represent all values of one of our parameters."""
         types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
@@ -130,7 +130,7 @@ class HuggingFaceFolder:
     ) -> np.ndarray:
         """Read a region of one of our parameters, with stacked layers in network order.
 
-        With a `vocab_size` larger than the folder's, new rows are the mean of the existing ones.
+        With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
 
         Raises:
             ConfigError: a file cannot be read, or a value is NaN or infinite.
@@ -157,7 +157,7 @@ class HuggingFaceFolder:
         return found
 
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
-        """Read a slice of the piece in our layout, some rows at a time."""
+        """Read part of a tensor slice into `target` in our layout, some rows at a time."""
         dim = piece.outer_remaining_dim
         wanted = taken[dim]
         for part, ours in self._blocks(piece, wanted):
@@ -168,7 +168,7 @@ class HuggingFaceFolder:
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
     def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (slice of the lead dim, the piece's array) in blocks of limited size."""
+        """Yield (slice of the outer dim, array in our layout) in blocks of limited size."""
         width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
         if not piece.is_divisible:
@@ -194,7 +194,7 @@ class HuggingFaceFolder:
         found[tuple(new)] = mine.astype(found.dtype)
 
     def _mean(self, name: str, dim: int) -> np.ndarray:
-        """Return the mean over the dim."""
+        """Return the mean of a parameter over one dim."""
         if name not in self._means:
             (piece,) = self.mapping.slices[name]
             assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
@@ -256,7 +256,7 @@ class HuggingFaceFolder:
 
 
 def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
-    """Return the layer and expert of a piece, which are the same in all layouts."""
+    """Return the layer and expert of a tensor slice, which are the same in all layouts."""
     return tuple(index for index in piece.at if isinstance(index, int))
 
 
@@ -318,8 +318,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
     """Remove multi-token prediction layers from the description if the folder has none.
 
-    Also returns their number. transformers drops these layers when it saves, but not their number
-    in config.json.
+    Return the number of removed layers as well. transformers drops these layers when it saves a
+    model, but keeps their number in config.json.
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))

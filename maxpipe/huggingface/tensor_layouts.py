@@ -22,7 +22,7 @@ from maxpipe.models.huggingface import HuggingFace, Tensor
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-"""Wrapper modules of torch, anywhere in a name."""
+"""Names of torch's wrapper modules, which may occur anywhere in a tensor name."""
 
 _ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
 _BODY = re.compile(rf"{_ROOTS}((?:embed_tokens|layers|norm|rotary_emb)\..*)", re.DOTALL)
@@ -33,7 +33,7 @@ _FUSED = (
     (("gate_proj", "up_proj"), "gate_up_proj"),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
-"""Modules, and the fused module that concatenates their rows."""
+"""Separate modules, and the fused module that concatenates their rows."""
 
 _STACKED = (
     (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
@@ -41,7 +41,8 @@ _STACKED = (
     (("gate",), ("gate_proj", "gate_proj.weight")),
     (("up",), ("up_proj", "up_proj.weight")),
 )
-"""Expert parameters, and tensors that stack all experts: `[E, 2F, D]`, `[E, D, F]`."""
+"""Expert parameters, and names of tensors that stack these parameters over all experts: `[E, 2F,
+D]`, `[E, D, F]`."""
 
 _RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
 """Modules that transformers 5 renamed."""
@@ -76,8 +77,8 @@ def _pattern(name: str) -> str:
 
 
 def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the alternative rows if the files have all their tensors and none of the replaced
-    ones.
+    """Return the alternative rows if the files have all their tensors and none of the tensors that
+    they replace.
     """
     wanted = {_pattern(row.theirs) for row in other.values()}
     replaced = {_pattern(rows[name].theirs) for name in other} - wanted
@@ -185,7 +186,8 @@ _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
         "and use NEW.",
     ),
 )
-"""Name patterns that identify the origin of a folder, with a rule and an action each."""
+"""Name patterns that identify the origin of a folder, each with a rule and an action for the
+error."""
 
 
 def tensor_mismatch_error(
@@ -306,7 +308,7 @@ def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names, quoted, and the number of others."""
+    """Return the first names in quotes, and the number of remaining names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(quote_name, names[:_SHOWN])) + more
 

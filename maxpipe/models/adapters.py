@@ -1,7 +1,7 @@
 """Low-rank adapters of a model's matrices, and quantization of its frozen base.
 
 A matrix W of `K x N` with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
-and B are parameters next to W with the logical axes of W and one axis for the rank. Stacking,
+and B are stored next to W. They have the logical axes of W and one axis for the rank. Stacking,
 sharding, the optimizer and forecasts therefore need no special case. The module does not import
 jax.
 
@@ -23,19 +23,22 @@ Key = tuple[str, str]
 """(part, name) of a parameter."""
 
 RANK = "lora"
-"""Logical axis of the rank and of dims of size 1."""
+"""Logical axis of the rank dim and of dims of size 1."""
 DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
 """Suffixes of a matrix name for the adapter factors, the column magnitudes and the quantization
 scales."""
 BLOCK = 64
-"""Number of values that share a scale in nf4, if it divides the dim."""
+"""Number of values that share a scale in nf4, if this number divides the size of the dim."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
-"""Logical axes inside a layer. Scales run along the first of them that a matrix has."""
+"""Logical axes inside a layer. Values share scales along the first of these axes that a matrix
+has."""
 
 
 def with_adapters(model: Model, config: AdapterConfig) -> Model:
-    """Return the model with all parameters frozen and adapters for the matrices in `targets`."""
+    """Return the model with all parameters frozen and adapters for the matrices that `targets`
+    selects.
+    """
     targets = _targets(model, config)
 
     def adapted(name: str, kind: Kind) -> Kind:
@@ -60,12 +63,14 @@ def adaptable(kind: Kind) -> list[Key]:
 
 
 def summed(param: Param) -> int:
-    """Return the number of leading dims that the matmul contracts, or 0 for other uses."""
+    """Return the number of leading dims that the matmul contracts, or 0 if not exactly one matmul
+    uses the parameter.
+    """
     return param.num_contracted_dims or param.linear
 
 
 def names_of_adaptable(model: Model) -> list[str]:
-    """Return the names in checkpoints of the matrices that support an adapter."""
+    """Return the checkpoint names of the matrices that support an adapter."""
     return [
         names_in_layers(model, name)[key]
         for name, kind in model.layer_types.items()
@@ -74,7 +79,7 @@ def names_of_adaptable(model: Model) -> list[str]:
 
 
 def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
-    """Return the matrices with an adapter by name in checkpoints, as the model declares them."""
+    """Return the matrices with an adapter as the model declares them, keyed by checkpoint name."""
     targets = _targets(model, config)
     return {name: param for name, param in declared(model).items() if name in targets}
 
@@ -90,7 +95,9 @@ def _targets(model: Model, config: AdapterConfig) -> set[str]:
 
 
 def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
-    """Yield the adapter's parameters: the first factor as in PEFT, the second with zeros."""
+    """Yield the adapter's parameters. The first factor is initialized as in PEFT, the second to
+    zero.
+    """
     part, name = key
     inside, outside = param.dims[: summed(param)], param.dims[summed(param) :]
     rank = (config.rank, RANK)
@@ -126,10 +133,10 @@ def dim_of_scales(param: Param) -> int | None:
     """Return the dim along which the values of a matrix share scales, or None if it is not
     quantized.
 
-    The dim is one that fsdp does not shard, so scales are sharded in the same way as values.
+    fsdp does not shard this dim, so scales are sharded in the same way as values.
     """
     if not isinstance(param.init, Normal) or not param.axes[-1]:
-        return None  # axes without a name are the taps of convolutions
+        return None  # axes without a name belong to the taps of convolutions
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
     return next(axes, None)
 
@@ -149,10 +156,10 @@ def factors_of(kind: Kind) -> dict[Key, Param]:
 
 
 def residuals_of_changes(kind: Kind) -> Held:
-    """Return the residuals that differentiating a layer's adapters saves, without their inputs.
+    """Return the residuals of differentiating a layer's adapters, except for the adapters' inputs.
 
-    They are the activations between both factors, the product before its magnitudes (DoRA), and the
-    dropout masks.
+    The residuals are the activations between the two factors, the product before DoRA magnitudes
+    are applied, and the dropout masks.
     """
     found = Held()
     for (part, name), adapter in kind.adapters.items():

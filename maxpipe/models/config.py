@@ -128,9 +128,10 @@ class AdapterConfig:
 
 
 LARGEST = 3.4e38
-"""Upper limit of config values. Devices compute in float32, where larger values are infinite."""
+"""Upper limit of config values. Devices compute in float32, in which larger values overflow to
+infinity."""
 SMALLEST = 1.2e-38
-"""Lower limit of positive config values. Smaller values are zero in float32."""
+"""Lower limit of positive config values. Smaller values underflow to zero in float32."""
 
 
 class Bound(NamedTuple):
@@ -144,8 +145,8 @@ class Bound(NamedTuple):
     low_is_inside: bool = True
     high_is_inside: bool = True
     axis: str = ""
-    """Logical axis of the dims with this size. The size must be a multiple of the devices that
-    shard this axis."""
+    """Logical axis of the dims with this size. The size must be a multiple of the number of devices
+    that shard this axis."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

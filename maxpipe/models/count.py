@@ -36,7 +36,9 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 
 
 def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
-    """Return the parameters of a layer with their dims in matmuls, regardless of quantization."""
+    """Return the parameters of a layer with the dims that matmuls use, regardless of
+    quantization.
+    """
     held = {name: param for name, param in kind.declared.items() if name in kind.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
@@ -57,7 +59,7 @@ def num_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Return the number of parameters that one token uses, without unselected experts."""
+    """Return the number of parameters that one token uses, which excludes unselected experts."""
     unused = sum(
         size(part.params[each.param]) * (1.0 - each.needed)
         for kind in model.all_layers
@@ -76,7 +78,8 @@ def num_trained(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts 2.
+    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts as 2
+    FLOPs.
 
     Attention counts only the causal half of the scores, limited to the window. Weights count only
     if the token uses them.
@@ -91,7 +94,8 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs of forward and backward without recomputation, the basis of MFU.
+    """Return the FLOPs per token of the forward and backward passes without recomputation, as used
+    for MFU.
 
     Weight gradients of frozen parameters are not counted. Source: PaLM, arXiv:2204.02311.
     """
@@ -113,7 +117,7 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
     """Return the computed FLOPs of each layer's forward pass per token, in network order.
 
-    The automatic layer partition balances these costs. They depend on the model only, so the
+    The automatic layer partition balances these costs. The costs depend only on the model, so the
     partition is the same on every device and mesh.
     """
     pairs = scored_pairs(sequence_length) / sequence_length
@@ -131,7 +135,7 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
-    """Map (part, name) to the fraction of the parameter's entries that is multiplied per token."""
+    """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
     found = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for each in part.operations:
@@ -151,7 +155,9 @@ def _matmul_weights(kind: Kind, *, needed: bool) -> float:
 
 
 def _products(kind: Kind, *, needed: bool) -> float:
-    """Return the multiply-adds per token between activations, without scores."""
+    """Return the multiply-adds per token of matmuls between activations, without attention
+    scores.
+    """
     return sum(
         each.heads * (each.needed if needed else each.computed)
         for part in kind.parts.values()
@@ -161,7 +167,7 @@ def _products(kind: Kind, *, needed: bool) -> float:
 
 
 def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> float:
-    """Return the number of frozen weights per token.
+    """Return the number of frozen weights that one token uses.
 
     `is_frozen` overrides the layer type's own setting.
     """
@@ -207,14 +213,16 @@ def _visible(tokens: int, window: float) -> float:
 
 
 def _projected(model: Model) -> int:
-    """Return the entries of the output projection (or tied table), counted once per head."""
+    """Return the number of entries of the output projection (or tied table), counted once per
+    head.
+    """
     ends = model.ends
     heads = 0 if ends.mtp is None else ends.mtp.num_heads
     return (1 + heads) * size(ends.head or ends.embedding)
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Return the sizes of the matrices of multi-token prediction heads outside layers, by name."""
+    """Return the sizes of multi-token prediction matrices outside layers, keyed by name."""
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -229,8 +237,8 @@ _KERNEL_LANES = 128
 def tokens_before(windows: Iterable[int], run: int) -> int:
     """Return the number of preceding tokens that a run of `run` tokens needs from other devices.
 
-    The result follows from the largest window; without a window it is `run`. `windows` has one
-    entry per layer, 0 for no window.
+    The largest window determines the result. If a layer has no window, the result is `run`.
+    `windows` has one entry per layer, which is 0 if the layer has no window.
     """
     sizes = [*windows] or [0]
     if 0 in sizes:
@@ -246,7 +254,8 @@ sequence. Each block skips the keys after its last query."""
 
 
 def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
-    """Return (start, stop) of each block of queries. A block scores the keys before `stop`.
+    """Return the (start, stop) indices of each block of queries. A block scores the keys before
+    `stop`.
 
     `block` 0 selects the block size automatically.
     """
@@ -257,8 +266,8 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 
 
 _BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
-"""Block sizes of blockwise attention by minimum sequence length. On CPUs, 128 needs the least
-processor time and 256 the least wall time, because several cores share the work
+"""Block sizes of blockwise attention, keyed by minimum sequence length. On CPUs, 128 needs the
+least processor time and 256 the least wall time, because several cores share the work
 (`benchmarks/attention.md`). With several blocks, the block size is a multiple of `_LANES`."""
 
 
@@ -279,23 +288,26 @@ _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
 def packed_documents(tokens: int) -> int:
     """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
 
-    The backward pass works on the gradients of a full sequence for each document. More documents
-    would need too much memory, as would even a few in very long sequences.
+    The backward pass allocates gradients of the size of a full sequence for each document. More
+    documents would need too much memory. In very long sequences, even a few documents would exceed
+    it.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
-"""Block size and maximum sequence length of the unrolled blockwise attention. On CPUs it takes 0.6
-of the processor time with 256 tokens (`benchmarks/attention.md`)."""
+"""Block size and maximum sequence length of unrolled blockwise attention. With 256 tokens on CPUs,
+it needs 0.60 to 0.85 times the processor time of plain attention (`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(
     tokens: int, windows: Sequence[int] = (0,), size: int = _UNROLLED_BLOCK
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (first key, start, stop) of unrolled query blocks; empty for long sequences.
+    """Return the (first key, start, stop) indices of unrolled query blocks; empty for long
+    sequences.
 
-    A block scores the keys from the first key in the largest window (0 for no window) to `stop`.
+    A block scores the keys from the first key in the largest window to `stop`. A window of 0 means
+    no window.
     """
     if tokens > _UNROLLED_TOKENS:
         return ()

@@ -128,7 +128,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """Sizes of the rotated and the other entries of queries and keys.
+    """Numbers of rotated and of unrotated entries of queries and keys.
 
     The last two keys are redundant.
     """
@@ -159,7 +159,9 @@ class _GroupsOfV2:
         return ("topk_method", "n_group", "topk_group")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of groups and the groups per token; 1 for `greedy`."""
+        """Return the number of groups and the number of groups per token; both are 1 for
+        `greedy`.
+        """
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             rule = "must be 'greedy' or 'group_limited_greedy': other values are not supported."
@@ -171,7 +173,7 @@ class _GroupsOfV2:
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the keys; the method follows from the number of groups."""
+        """Return the keys; the number of groups determines `topk_method`."""
         counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
@@ -193,7 +195,7 @@ class _LayersAhead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key of published folders and the key of transformers."""
+        """Return the key that published folders use and the key that transformers uses."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -218,7 +220,7 @@ _YARN = (
 
 
 def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
-    """Return the keys of both classes. The numbers are defaults of transformers."""
+    """Return the keys of both classes. The keyword arguments are defaults of transformers."""
     return (
         *(row for row in sizes if "head_dim" not in row.names),
         _HeadSizes(),

@@ -27,7 +27,9 @@ def residual_gain(config: ModelConfig) -> float:
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Return attention with the generic sizes; `options` are further fields of `Attention`."""
+    """Return attention with the sizes of the generic config; `options` are further fields of
+    `Attention`.
+    """
     return Attention(
         config.d_model,
         config.num_heads,
@@ -41,7 +43,9 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return the gated MLP of the generic width; `options` are further fields of `GatedMLP`."""
+    """Return the gated MLP with the width of the generic config; `options` are further fields of
+    `GatedMLP`.
+    """
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 
 
@@ -87,7 +91,8 @@ def alike(
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
-    """Return YaRN positions for a context `factor` times as long (arXiv:2309.00071).
+    """Return YaRN positions for a context `factor` times as long as the original
+    (arXiv:2309.00071).
 
     `options` are further fields of `Rope`.
     """
@@ -122,11 +127,11 @@ class Family:
     describe: Callable[[ModelConfig], Model]
     """Function that returns the model of a valid config."""
     bounds: tuple[Bound, ...] = ()
-    """Bounds of the numbers in the family's section."""
+    """Bounds of the numeric values in the family's section."""
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """Function that yields the violated rules of a config whose numbers are within bounds."""
     metric_parts: tuple[type[Part], ...] = ()
-    """Classes of the parts with `summaries`, used to list all metrics."""
+    """Part classes with `metrics`, used to list all metrics."""
     huggingface: tuple[HuggingFace, ...] = ()
     """Equivalent classes of transformers. An export uses the first class that supports the
     config."""

@@ -62,7 +62,7 @@ class _Scores:
         return {"granite.attention_multiplier": 1.0 if found is None else found}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the multiplier, also if ours follows from the head size."""
+        """Return the multiplier, even if our value is derived from the head size."""
         return {
             "attention_multiplier": ours["granite.attention_multiplier"] or ours["head_dim"] ** -0.5
         }

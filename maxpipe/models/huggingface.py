@@ -15,7 +15,7 @@ Theirs = Mapping[str, Any]
 """Content of `config.json`."""
 
 Ours = Mapping[str, Any]
-"""Values by key below `model`, such as `num_heads` and `llama.rope_factor`."""
+"""Values keyed by name below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
 class Unlike(ValueError):
@@ -61,18 +61,18 @@ class Key:
     theirs: str
     ours: str
     default: Any = None
-    """Value that transformers uses if `config.json` lacks the key, or a function of our values so
-    far."""
+    """Value that transformers uses if `config.json` lacks the key, or a function that computes it
+    from our values so far."""
     zero_means: str = ""
-    """Another key of ours whose value is used if this key is 0."""
+    """Another of our keys, whose value is used if this key is 0."""
     is_integer: bool = False
-    """Whether transformers stores an integer where ours is a float."""
+    """Whether transformers stores an integer where our config has a float."""
     also: str = ""
     """Second name of the key in some releases of transformers. Exports write both names."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one or both names."""
+        """Return the key's name, or both names."""
         return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -99,11 +99,11 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of `config.json` with the only values that the family can compute."""
+    """A key of `config.json`, with the only values that the family supports."""
 
     theirs: str
     values: tuple[Any, ...]
-    """Accepted values. Exports write the first one."""
+    """Accepted values. Exports write the first value."""
     default: Any = None
     """Value that transformers uses if `config.json` lacks the key."""
 
@@ -112,7 +112,7 @@ class Fixed:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check the value; no key of ours depends on it."""
+        """Check the value; none of our keys depends on it."""
         found = theirs.get(self.theirs)
         found = self.default if found is None else found
         # 0 equals false, and 1 equals true.
@@ -132,7 +132,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of ours without a counterpart, and the only value that transformers supports."""
+    """A key of our config without a counterpart, and the only value that transformers supports."""
 
     ours: str
     value: Any
@@ -174,11 +174,11 @@ class Rotary:
     """Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key of the base."""
+    """Our key for the base."""
     default: float
-    """Default base in transformers."""
+    """Default of the base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
-    """Rows for the other parameters, by `rope_type`."""
+    """Rows for the other parameters, keyed by `rope_type`."""
     unscaled: Ours
     """Our values for the type `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
@@ -190,9 +190,10 @@ class Rotary:
     legacy_type_key: str = "rope_type"
     """Key of the type in older releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    """Rows for keys of `config.json` outside the rotary parameters, by `rope_type`."""
+    """Rows for keys of `config.json` outside the rotary parameters, keyed by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
-    """Default parameters in transformers if `config.json` specifies at most the base."""
+    """Default rotary parameters in transformers if `config.json` specifies nothing except the
+    base."""
     default_max_positions: int = 0
     """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
@@ -240,7 +241,7 @@ class Rotary:
 
 
 def an_object(theirs: Theirs, key: str) -> Theirs:
-    """Return the object below a key; empty for null.
+    """Return the object below a key, or an empty object for null.
 
     Raises:
         Unlike: the value is not an object.
@@ -255,25 +256,25 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
 
 @dataclass(frozen=True)
 class Twice:
-    """Two keys of `config.json` with the same meaning. transformers prefers the first one."""
+    """Two keys of `config.json` with the same meaning. transformers prefers the first key."""
 
     primary: str
     other: str
     is_read: bool = True
     """Whether the other key is used if only that key is present."""
     default: Any = None
-    """Value that is used if the other key is ignored."""
+    """Value to use if the other key is ignored."""
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A parameter and the Hugging Face tensors that store it.
 
-    Rows with the same tensor name are concatenated along its first dim.
+    Rows with the same tensor name are concatenated along the tensor's first dim.
     """
 
     ours: str
-    """`PART.PARAM` of a layer, or the name in checkpoints of a parameter outside layers."""
+    """`PART.PARAM` for a layer parameter, or the checkpoint name of a parameter outside layers."""
     theirs: str
     """Tensor name with `{layer}`, the layer's index in the network, and optionally `{expert}`."""
     dims: str
@@ -304,13 +305,13 @@ class HuggingFace:
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of tensor names that some releases saved but never read."""
+    """Patterns of the names of tensors that some releases saved but never read."""
     containers: tuple[Whole, ...] = ()
     mtp_tensors: tuple[Tensor, ...] = ()
-    """Tensors of multi-token prediction layers in addition to those of ordinary layers. `{layer}`
-    continues after the network's layers. Empty if the class has no such layers."""
+    """Tensors of multi-token prediction layers in addition to the tensors of ordinary layers. The
+    `{layer}` index continues after the network's layers. Empty if the class has no such layers."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(parameter, tensor) pairs of tensors that such a layer duplicates."""
+    """(parameter, tensor) pairs for tensors that a multi-token prediction layer duplicates."""
     duplicate_keys: tuple[Twice, ...] = ()
     """Pairs of keys with the same meaning."""
 
@@ -321,7 +322,7 @@ class HuggingFace:
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
-    """Return `config.json` for our values.
+    """Return the content of `config.json` for our values.
 
     Raises:
         Unlike: transformers cannot represent a value.
@@ -331,6 +332,6 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
         for name, value in row.write(ours).items():
             before = found.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
-                value = {**before, **value}  # merges entries by layer type
+                value = {**before, **value}  # merges entries of different layer types
             found[name] = value
     return found

@@ -20,9 +20,11 @@ def sizes(
     epsilon: float = 1e-6,
     tied: bool = False,
 ) -> tuple[Row, ...]:
-    """Return the keys of nearly all models with the defaults of a class of transformers.
+    """Return rows for the keys that nearly all models have, with the defaults of one transformers
+    class.
 
-    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the heads.
+    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the number of
+    heads.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -53,7 +55,7 @@ KEPT = tuple(
 """Keys that do not change logits."""
 
 BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
-"""Keys of experts that only affect training and differ in meaning from ours."""
+"""Expert keys that affect only training and differ in meaning from our keys."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,11 @@ class OrNone:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number; 0 for null."""
+        """Return the number, or 0 for null."""
         return {self.ours: theirs.get(self.theirs, self.default) or 0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number; null for 0."""
+        """Return the number, or null for 0."""
         return {self.theirs: ours[self.ours] or None}
 
 
@@ -131,8 +133,8 @@ _DEQUANTISED = {
         f'{_LOADED}).dequantize().save_pretrained("NEW"',
     ),
 }
-"""Packages and code that write a bfloat16 folder, by quantization method. GPTQ and AWQ have no such
-code."""
+"""Packages and code that write a bfloat16 folder, keyed by quantization method. No such code exists
+for GPTQ and AWQ."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -144,7 +146,7 @@ class LayerTypes:
     """`layer_types`, which is determined by the family."""
 
     types: tuple[str, ...]
-    """Layer types of the first layers. They repeat for the following layers."""
+    """Layer types of the first layers. The sequence repeats for the following layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -170,14 +172,14 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys of the sliding windows of some layers, which are not supported."""
+    """Keys for sliding windows in some layers, which are not supported."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one key; `Kept` rows handle the others."""
+        """Return one key; `Kept` rows handle the other keys."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -210,7 +212,7 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Period:
-    """`layer_types` in which every n-th layer attends to all tokens, and a key with n."""
+    """`layer_types` in which every n-th layer attends to all tokens, and a key that holds n."""
 
     ours: str
     others: str
@@ -219,7 +221,7 @@ class Period:
     """Value of n if `config.json` has neither key."""
     theirs: str
     also: tuple[str, ...] = ()
-    """Further names of the key with n."""
+    """Further names of the key that holds n."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,7 +229,7 @@ class Period:
         return ("layer_types", self.theirs, *self.also)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the period of the list of layer types."""
+        """Return the period of global layers, from the list of layer types."""
         types = theirs.get("layer_types")
         if types is None:
             period = theirs.get(self.theirs)
@@ -247,7 +249,9 @@ class Period:
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """Return the key whose period contradicts `layer_types` and its value, or None."""
+        """Return the key whose period contradicts `layer_types`, and the value of the key, or
+        None.
+        """
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None
@@ -294,7 +298,7 @@ JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
 )
-"""Norms over all heads of a token together."""
+"""Norms that normalize all heads of a token together."""
 
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
@@ -310,7 +314,7 @@ FUSED = (
     Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
     Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
 )
-"""Attention and MLP with fused projections."""
+"""Rows for attention and an MLP with fused projections."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -320,7 +324,9 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """Return a router and experts with one tensor per expert, named below the layer's `prefix`."""
+    """Return the rows for a router and for experts with one tensor per expert. `prefix` is the
+    prefix of the tensor names within a layer.
+    """
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
@@ -344,7 +350,7 @@ JOINED_EXPERTS = (
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:
-    """Return the scales of a layer's norms, by part name."""
+    """Return the rows for a layer's norm scales. `names` maps part names to tensor names."""
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )

@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama with a sliding window in its first version."""
+"""Mistral (arXiv:2310.06825): Llama, with a sliding window in the first version of the model."""
 
 from __future__ import annotations
 

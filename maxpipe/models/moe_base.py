@@ -15,7 +15,9 @@ from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Branch, Kind, Model, Part
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
+@dataclass(
+    frozen=True, kw_only=True
+)  # no slots, because a family may inherit from several such classes
 class MixtureConfig:
     """Keys of all families with experts."""
 
@@ -101,7 +103,8 @@ def model(
     dense: Iterable[bool] = (),
     values: Mapping[str, tuple[float, ...]] | None = None,
 ) -> Model:
-    """Return a model of pre-norm layers with attention and an MLP (`dense`) or experts (`experts`).
+    """Return a model of pre-norm layers with attention and either an MLP (`dense`) or experts
+    (`experts`).
 
     `dense` selects the layers with an MLP, starting with the first. The remaining layers have
     experts.

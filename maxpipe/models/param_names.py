@@ -14,9 +14,9 @@ _LAYERS = "layers"
 def freeze(model: Model, patterns: Sequence[str]) -> Model:
     """Return the model with the parameters that match a pattern frozen.
 
-    `*` in a pattern matches any text, including dots. A pattern is matched with names in
-    checkpoints first. If no name matches, it is matched with names of layer parameters with and
-    without the layer type.
+    `*` in a pattern matches any text, including dots. A pattern is first matched against checkpoint
+    names. If no name matches, the pattern is matched against the names of layer parameters, with
+    and without the layer type.
     """
     if not patterns:
         return model
@@ -37,12 +37,12 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def declared(model: Model) -> Mapping[str, Param]:
-    """Map each name in checkpoints to its parameter. Layers of one type share one parameter."""
+    """Map each checkpoint name to its parameter. Layers of one type share one parameter."""
     return {names[0]: param for names, param in _declared(model)}
 
 
 def trained(model: Model) -> frozenset[str]:
-    """Return the names of the trained parameters."""
+    """Return the checkpoint names of the trained parameters."""
     return frozenset(name for name, param in declared(model).items() if param.trainable)
 
 
@@ -53,13 +53,13 @@ def without_match(model: Model, patterns: Sequence[str]) -> list[str]:
 
 
 def picked(model: Model, patterns: Sequence[str]) -> set[str]:
-    """Return the names in checkpoints of the parameters that match a pattern."""
+    """Return the checkpoint names of the parameters that match a pattern."""
     known = list(_declared(model))
     return {name for pattern in patterns for name in _matched(pattern, known)}
 
 
 def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Map each matching parameter's name in checkpoints to the value of its pattern.
+    """Map the checkpoint name of each matching parameter to the value of its pattern.
 
     If several patterns match, the last one is used.
     """
@@ -68,13 +68,13 @@ def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float
 
 
 def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
-    """Map (part, parameter) of a layer type to the name in checkpoints."""
+    """Map (part, parameter) of a layer type to the checkpoint name."""
     several = _has_several_kinds(model)
     return {key: _names_in_layer(kind, key, several)[0] for key in model.layer_types[kind].params}
 
 
 def suggestions(model: Model) -> list[str]:
-    """Return patterns for all parameters, parts and layer types."""
+    """Return suggested patterns for all parameters, parts and layer types."""
     found: dict[str, None] = {}
     for names, _ in _declared(model):
         for name in names:
@@ -87,7 +87,7 @@ def suggestions(model: Model) -> list[str]:
 
 
 def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
-    """Yield (names, parameter), with the name in checkpoints first."""
+    """Yield (names, parameter), with the checkpoint name first."""
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
     several = _has_several_kinds(model)
@@ -101,16 +101,16 @@ def _has_several_kinds(model: Model) -> bool:
 
 
 def _names_in_layer(kind: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
-    """Return the name in checkpoints and the alternative name.
+    """Return the checkpoint name and the alternative name.
 
-    Names in checkpoints include the layer type if the model has several.
+    Checkpoint names include the layer type if the model has several layer types.
     """
     short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
     return (long, short) if several else (short, long)
 
 
 def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> set[str]:
-    """Return the names in checkpoints of the parameters that a pattern selects."""
+    """Return the checkpoint names of the parameters that a pattern selects."""
     in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
     otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
     return in_checkpoints or set(otherwise)

@@ -88,7 +88,7 @@ class _Turned:
     """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     inside: bool = False
-    """Whether the key is one of the rotary parameters. It is then read but not written."""
+    """Whether the key is one of the rotary parameters. Such a key is read but not written."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ _LONG = (
     _Turned(inside=True),
 )
 _TYPES = ("longrope", "su", "yarn")
-"""Names of the same type in different releases."""
+"""Names of the same rotary type in different releases."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth."""
+"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth layer."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class _Turning:
     """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
 
     beside: bool = False
-    """Whether the key is in `rope_parameters`, which takes precedence."""
+    """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""
     names = ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -262,7 +262,7 @@ _HUGGINGFACE = HuggingFace(
         *_SHARED_EXPERT,
     ),
     duplicate_keys=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),
-    # Multi-token prediction layers, which transformers does not read either.
+    # Tensors of multi-token prediction layers, which transformers also ignores.
     unused=("*.rotary_emb.inv_freq", "mtp.*"),
 )
 

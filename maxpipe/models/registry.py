@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
-    """Return (tag, summary, families) of the metrics that layers report."""
+    """Yield (tag, summary, families) for each metric that layers report."""
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
         for part in family.metric_parts:
@@ -54,7 +54,7 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
 def describe(config: ModelConfig) -> Model:
     """Return the model of a valid config.
 
-    Equal configs share one object, because counts are cached by model.
+    Equal configs share one model object, because counts are cached per object.
     """
     model = FAMILIES[config.family].describe(config)
     if config.mtp_heads:

@@ -1,7 +1,8 @@
-"""Defaults that depend on sizes: the backend of `model.attention=auto` and the loss blocks.
+"""Defaults that depend on sizes: the backend for `model.attention=auto` and the size of loss
+blocks.
 
-The module does not import jax. Forecasts and programs call the same functions once they know the
-platform.
+The module does not import jax. Forecasts and programs call the same functions once the platform is
+known.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
-"""Minimum sequence length for `blockwise`. On CPUs it is faster from 64 tokens
-(`benchmarks/attention.md`) but takes longer to compile with several blocks. On other platforms it
-is used where the scores of plain attention would need too much memory."""
+"""Minimum sequence length for `blockwise`. On CPUs, `blockwise` is faster from 64 tokens
+(`benchmarks/attention.md`), but compilation is slower with several blocks. On other platforms, it
+is used if the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
-"""Backends by platform, best first. `xla` is the fallback: it supports every option and
-platform."""
+"""Backends in order of preference, keyed by platform. `xla` is the fallback: it supports every
+option and platform."""
 
 _SPLASH_TOKENS = 128
 _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
@@ -53,21 +54,25 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys rotate around a ring. Scores are then computed block by block."""
+        """Return whether keys rotate around a ring. With a ring, scores are computed block by
+        block.
+        """
         return self.context > 1 and self.method == "ring"
 
     @classmethod
     def from_mesh(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
-        """Return the sharding on a mesh with these axis sizes."""
+        """Return the sharding on a mesh with the given axis sizes."""
         return cls(axes["context"], axes["tensor"], mesh.context_attention)
 
 
 ALONE = Divided()
-"""Sharding with full sequences on every device."""
+"""Sharding in which every device holds full sequences."""
 
 
 def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
-    """Return the backend of a model for sequences of `tokens`; `platform` is jax's name."""
+    """Return the backend for sequences of `tokens` tokens; `platform` is jax's name of the
+    platform.
+    """
     if model.attention != AUTO:
         return Choice(model.attention)
     if divided.uses_ring:
@@ -90,7 +95,7 @@ def resolved(
 
 
 def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
-    """Describe the selected backend and the reasons; empty unless `model.attention=auto`."""
+    """Describe the selected backend and the reasons; return "" unless `model.attention=auto`."""
     if model.attention != AUTO:
         return ""
     backend, refused = choose(model, platform, tokens, divided)

@@ -18,7 +18,9 @@ from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unl
 from maxpipe.models.layers.attention import Rope
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots: a family may inherit several such classes
+@dataclass(
+    frozen=True, kw_only=True
+)  # no slots, because a family may inherit from several such classes
 class RopeConfig:
     """Keys of rotary position scaling for longer contexts."""
 
@@ -107,7 +109,7 @@ def longrope(
 ) -> Rope:
     """Return LongRoPE positions with a factor per pair (arXiv:2402.13753).
 
-    `factor` is the ratio of the context length to the original one.
+    `factor` is the ratio of the context length to the original context length.
     """
     by_paper = math.sqrt(1.0 + math.log(factor) / math.log(tokens))
     return Rope(
@@ -158,8 +160,8 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
-    """Yield a violation for each list without one positive factor per pair of the `size` rotated
-    entries.
+    """Yield a violation for each list that does not have one positive factor per pair of the `size`
+    rotated entries.
 
     Empty lists are allowed unless `wanted` is set.
     """
@@ -226,7 +228,7 @@ class _Length:
 
 @dataclass(frozen=True)
 class Longest:
-    """Factor of LongRoPE: the ratio of the longest context to the original context."""
+    """Scaling factor of LongRoPE, the ratio of the longest context to the original context."""
 
     factor: str
     original: str
@@ -303,8 +305,8 @@ class Turns:
         return {self.ours: 0.0 if found == self.paper else found}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number, also for the value from the paper: Llama's class has no default for
-        it.
+        """Return the number, even if it equals the value from the paper, because Llama's class has
+        no default.
         """
         return {self.theirs: ours[self.ours] or self.paper}
 

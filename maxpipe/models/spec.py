@@ -1,4 +1,4 @@
-"""Description of a model, from which all other code derives. No jax.
+"""Model descriptions, which all other code reads. The module does not import jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
 type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Sizes and logical axes of an array's dims. Activations omit batch and tokens."""
+"""Size and logical axis of each dim of an array. Activations omit batch and tokens."""
 
 Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""
@@ -35,7 +35,7 @@ class Constant(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Initialization from other parameters of the layer (`model.adapters`)."""
+    """Initialization from other parameters of the layer (`maxpipe.models.adapters`)."""
 
     of: tuple[str, str]
 
@@ -48,22 +48,22 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: its shape by logical axes, and its initialization."""
+    """A parameter: its shape, its logical axes and its initialization."""
 
     dims: Dims
     init: Normal | Constant | Entries | Made
     decays: bool = True
     """Whether weight decay applies."""
     trainable: bool = True
-    """Whether the parameter has a gradient, optimizer state and updates. In a model, `Kind.params`
-    and `Ends.params` hold the effective value."""
+    """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
+    override this value in `Kind.params` and `Ends.params`."""
     own_dtype: str = ""
-    """Type in storage and in computation that overrides the types of the config."""
+    """Dtype in storage and in computation, which overrides the dtypes of the config."""
     num_contracted_dims: int = 0
     """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
     and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
-    """Same as `summed`, for weights that `model.matmul` does not quantize."""
+    """Same as `num_contracted_dims`, for weights that `model.matmul` does not quantize."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -93,7 +93,9 @@ class Follows(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """Low-rank adapter of a matrix: the product of two narrow matrices (`model.low_rank`)."""
+    """Low-rank adapter of a matrix: the product of two narrow matrices
+    (`maxpipe.models.adapters`).
+    """
 
     scale: float
     """Multiplier of the product."""
@@ -108,16 +110,16 @@ class Matmul(NamedTuple):
 
     param: str
     needed: float = 1.0
-    """Fraction of the parameter that one token needs. Used for the model's FLOPs."""
+    """Fraction of the parameter's entries that one token needs. It determines the model's FLOPs."""
     computed: float = 1.0
-    """Fraction of the parameter that is multiplied with each token."""
+    """Fraction of the parameter's entries that the matmul uses per token."""
 
 
 Stands = Literal["scores", "mask", "block"]
-"""Attention arrays over pairs of tokens that are in memory. `scores`: the scores of all heads,
-which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel. `block`:
-the scores of one block of pairs at a time. The backward pass recomputes scores for `mask` and
-`block`."""
+"""Attention arrays over pairs of tokens that are stored in memory. `scores`: the scores of all
+heads, which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel.
+`block`: the scores of one block of pairs at a time. The backward pass recomputes scores for `mask`
+and `block`."""
 
 
 class Scores(NamedTuple):
@@ -130,10 +132,10 @@ class Scores(NamedTuple):
     """Size of a key head and of a value head, or their mean if the sizes differ."""
     window: str = ""
     """Name of the per-layer value (`Model.values`) with the number of tokens that a query attends
-    to; 0 means all. Tokens outside the window are not counted as needed, but all pairs are computed
+    to; 0 means all. Pairs outside the window do not count as needed. All pairs are computed,
     because one program serves all layers."""
     storage: Stands = "scores"
-    """Arrays over pairs of tokens that are in memory."""
+    """Arrays over pairs of tokens that are stored in memory."""
     query: Dims = ()
     """Dims of the queries."""
     keys: tuple[Dims, ...] = ()
@@ -143,13 +145,13 @@ class Scores(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matmuls between activations whose number per token is constant."""
+    """Matmuls between activations, with a constant cost per token."""
 
     heads: int
     axis: str
     """Logical axis of the heads."""
     needed: float
-    """Multiply-adds per token and head that the model's FLOPs count."""
+    """Multiply-adds per token and head that count as FLOPs of the model."""
     computed: float
     """Multiply-adds per token and head that are computed."""
 
@@ -165,24 +167,24 @@ class Held:
     """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type."""
+    """Arrays in the compute dtype."""
     float32: tuple[tuple[float, Dims], ...] = ()
     """Arrays in float32."""
     one_byte: tuple[tuple[float, Dims], ...] = ()
     """Arrays with one byte per entry."""
     blocks: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type, with one copy per block of queries for at most
+    """Arrays in the compute dtype, with one copy per block of queries for at most
     `count.scored_keys` keys."""
     token_independent: tuple[Dims, ...] = ()
-    """Arrays in the compute type that are stored once, not per token, such as parameters."""
+    """Arrays in the compute dtype that are stored once, not per token, such as parameters."""
     float32_token_independent: tuple[Dims, ...] = ()
     """Arrays with four bytes per entry that are stored once, not per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute type, with one copy per document that a kernel processes in one
-    sequence (at most `count.packed_documents`)."""
+    """Arrays in the compute dtype, with one copy for each packed document of a sequence (at most
+    `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Memory per scored pair of tokens over all heads: copies in the compute type, copies in
-    float32, and bytes of other types."""
+    """Memory per scored pair of tokens over all heads: copies in the compute dtype, copies in
+    float32, and bytes of other dtypes."""
 
     def __add__(self, other: Held) -> Held:
         narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
@@ -202,7 +204,7 @@ NOTHING = Held()
 
 
 class Summary(NamedTuple):
-    """A metric that a run writes from the losses and statistics of layers."""
+    """A metric that a run computes from the losses and statistics of layers."""
 
     of: str
     """Name of the loss or of the statistic."""
@@ -216,11 +218,13 @@ class Summary(NamedTuple):
 
 @runtime_checkable
 class Part(Protocol):
-    """A component of a layer: declared in `maxpipe.models.layers`, computed by a module."""
+    """A component of a layer. It is declared in `maxpipe.models.layers` and computed by a
+    module.
+    """
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the parameters by name, in the order of initialization."""
+        """Return the parameters in the order of initialization, keyed by name."""
         ...
 
     @property
@@ -230,7 +234,7 @@ class Part(Protocol):
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Return, by activation name, further float32 arrays that are saved with that activation.
+        """Return the float32 arrays to save with each activation, keyed by activation name.
 
         The forward pass gives these arrays the same checkpoint name, so results that depend only on
         them are not recomputed.
@@ -244,7 +248,9 @@ class Part(Protocol):
 
     @property
     def traffic(self) -> Held:
-        """Return the activations that a forward pass reads and writes in memory, without scores."""
+        """Return the activations that a forward pass reads from and writes to memory, without
+        scores.
+        """
         ...
 
     @property
@@ -254,7 +260,7 @@ class Part(Protocol):
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the part of `working` that exists only if the compiler drops optimization
+        """Return the part of `backward_peak` that exists only if the compiler drops optimization
         barriers.
         """
         return NOTHING
@@ -282,7 +288,9 @@ class Part(Protocol):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the parameters without gradient whose updates follow the part's statistics."""
+        """Return the update rules, based on the part's statistics, of parameters without a
+        gradient.
+        """
         return {}
 
     @property
@@ -291,11 +299,13 @@ class Part(Protocol):
         return {}
 
     metrics: ClassVar[Mapping[str, Summary]] = {}
-    """Metrics of the losses and statistics, by tag."""
+    """Metrics of the losses and statistics, keyed by tag."""
 
     @property
     def note(self) -> str:
-        """Describe how the part is computed, for plans and the start of a run."""
+        """Describe how the part is computed. Plans and the start-up screen of a run show the
+        text.
+        """
         return ""
 
 
@@ -313,7 +323,7 @@ class Branch:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Return the parts by the name under which their parameters are stored."""
+        """Return the parts, keyed by the name under which their parameters are stored."""
         found = {
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
@@ -336,12 +346,12 @@ class Kind:
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
-        """Return all parts by name, in order."""
+        """Return all parts in order, keyed by name."""
         return {name: part for branch in self.branches for name, part in branch.parts.items()}
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the parameter as its part declares it."""
+        """Map (part, name) to each parameter as declared by its part."""
         return {
             (name, param): declared
             for name, part in self.parts.items()
@@ -357,14 +367,14 @@ class Kind:
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the parameter as stored."""
+        """Map (part, name) to the stored parameter."""
         found = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in found.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without gradient, frozen ones
-        excluded.
+        """Map (part, name) to the update rule of each parameter without a gradient, except for
+        frozen parameters.
         """
         return {
             (name, param): how
@@ -382,10 +392,12 @@ class Kind:
 
     @property
     def num_streams(self) -> int:
-        """Return the number of residual-stream arrays from which a split backward pass recomputes.
+        """Return the number of residual-stream arrays that a split backward pass keeps for
+        recomputation.
 
-        They are the layer's input and the cotangent of its output. Each branch adds its part's
-        output if a norm follows, or else its sum, unless that sum is the layer's output.
+        Two of these arrays are the layer's input and the cotangent of its output. Each branch adds
+        its part's output if a norm follows. Otherwise it adds the residual sum, unless this sum is
+        the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
@@ -412,7 +424,7 @@ class Kind:
 
 
 def _unless(param: Param, frozen: bool) -> Param:
-    """Return the parameter, made not trainable if `frozen` is set."""
+    """Return the parameter. It is not trainable if `frozen` is set."""
     return replace(param, trainable=False) if frozen else param
 
 
@@ -446,7 +458,9 @@ class Ahead:
 
     @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters of all heads, stacked. Each head is initialized as in `one`."""
+        """Return the parameters of all heads, stacked. Each head is initialized as in
+        `params_of_one`.
+        """
         stack = (self.num_heads, "ahead")
         return {
             name: replace(param, dims=(stack, *param.dims))
@@ -455,7 +469,7 @@ class Ahead:
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the heads' losses by name."""
+        """Return the coefficients of the heads' losses, keyed by name."""
         weight = self.loss_weight / self.num_heads
         return {f"ahead_{number}": weight for number in range(1, self.num_heads + 1)}
 
@@ -464,13 +478,13 @@ class Ahead:
 class LayersAhead(Ahead):
     """Multi-token prediction heads with one transformer layer each, applied in sequence.
 
-    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the
-    embedding e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`.
-    Each norm has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding
-    table and the output projection with the network. The paper does not specify where h is normed.
-    Here h is always the normed input of the output projection, so h_0 is the output of the final
-    norm. The implementation in transformers does the same for the published weights. The embedding
-    comes first in the concatenation, as in the published `eh_proj`.
+    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the embedding
+    e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`. Each norm
+    has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding table and
+    the output projection with the network. The paper does not specify where h is normalized. Here h
+    is always the normalized input of the output projection, so h_0 is the output of the final norm.
+    The implementation in transformers does the same for the published weights. The embedding comes
+    first in the concatenation, as in the published `eh_proj`.
     """
 
     layer_type_name: str
@@ -504,7 +518,7 @@ class Ends:
     head: Param | None
     """Output projection. None uses the embedding table."""
     embed_scale: float = 1.0
-    """Multiplier of the embedding, rounded to the compute type."""
+    """Multiplier of the embedding, rounded to the compute dtype."""
     logit_scale: float = 1.0
     """Multiplier of the logits."""
     final_logit_softcapping: float = 0.0
@@ -515,7 +529,7 @@ class Ends:
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters by storage path."""
+        """Return the parameters, keyed by storage path."""
         found = {("embedding",): self.embedding}
         found |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.mtp is not None:
@@ -535,7 +549,9 @@ class Ends:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without gradient in layer heads."""
+        """Map (part, name) to the update rule of each parameter without a gradient in layer
+        heads.
+        """
         if (heads := self.mtp_layers) is None:
             return {}
         return {
@@ -557,8 +573,8 @@ class Model:
     """Values that differ between layers, with one entry per layer of `all_layers`."""
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
-        """Return the model with `change` applied to the part of each branch; self if nothing
-        changes.
+        """Return the model with `change` applied to the part of each branch; return the same object
+        if nothing changes.
         """
 
         def changed(branch: Branch) -> Branch:
@@ -575,13 +591,15 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[str, ...]:
-        """Return the layer type of each layer, followed by those of layer heads."""
+        """Return the layer type of each layer, followed by the layer types of layer heads."""
         heads = self.ends.mtp_layers
         return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the layers' scalar losses. `ends` has those of the heads."""
+        """Return the coefficients of the layers' scalar losses. `ends` has the coefficients of the
+        heads.
+        """
         found: dict[str, float] = {}
         for kind in self.layer_types.values():
             found |= kind.losses
@@ -589,7 +607,7 @@ class Model:
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
-        """Return the metrics of the layers' losses and statistics, by tag."""
+        """Return the metrics of the layers' losses and statistics, keyed by tag."""
         found: dict[str, Summary] = {}
         for kind in self.layer_types.values():
             for part in kind.parts.values():
@@ -606,8 +624,8 @@ class Model:
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """Map each name that may be saved to the activations that it selects.
 
-        The names are those of activations and of presets: `matmuls` selects all activations, and a
-        branch's name selects those of its part. Each activation includes the arrays saved with it.
+        A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
+        name selects the activations of its part. Each activation includes the arrays saved with it.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

@@ -1,7 +1,7 @@
 """Initialization and application of adapters, and quantization of frozen matrices.
 
 `int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into a byte. The codes are
-quantiles of a normal distribution, and each block of 64 values has one scale (arXiv:2305.14314,
+quantiles of a normal distribution, and each block of 64 values shares one scale (arXiv:2305.14314,
 section 3).
 """
 
@@ -27,14 +27,15 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Values of the 4-bit codes relative to the largest value of a block, from the paper's table."""
+"""Value of each 4-bit code as a fraction of the block's largest magnitude, from the paper's
+table."""
 
 
 def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
     """Quantize a matrix to `int8` or to packed 4-bit codes (`uint8`).
 
-    `dim` is counted from the end (-1 is the last dim) and has `blocks` scales. Returns the
-    quantized values and their float32 scales.
+    `dim` is a negative index (-1 is the last dim). It is split into `blocks` blocks with one scale
+    each. Returns the quantized values and their float32 scales.
     """
     split = _split(weight.astype(jnp.float32), dim, blocks)
     most = jnp.abs(split).max(dim, keepdims=True)
@@ -43,7 +44,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(found * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # A sum of comparisons gives the index of the level without an array of all levels.
+    # Summing comparisons with the thresholds gives the code without an array over all codes.
     below = ((found > each).astype(jnp.uint8) for each in middle)
     codes = sum(below, jnp.zeros(found.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -64,7 +65,7 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """Split the dim into blocks and values; `dim` then refers to the values of a block."""
+    """Split the dim into (blocks, values of a block). In the result, `dim` indexes the values."""
     at = weight.ndim + dim
     size = weight.shape[at]
     return weight.reshape(*weight.shape[:at], blocks, size // blocks, *weight.shape[at + 1 :])
@@ -72,14 +73,15 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Random stream of dropout. Example ids are far smaller, so streams do not collide."""
+"""Random stream of adapter dropout. Example ids are far smaller, so the streams of examples do not
+collide with it."""
 
 
 def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
-    """Derive all stored parameters of layers from initialized or loaded ones.
+    """Derive all stored layer parameters from the initialized or loaded parameters.
 
-    The arrays may have leading stacking dims. Magnitudes (DoRA) are the column norms of the
-    quantized base, so a new adapter does not change the model.
+    The arrays may have leading stacking dims. DoRA magnitudes are the column norms of the quantized
+    base, so a new adapter does not change the model.
     """
     base, stored = dict(found), dict[Key, Array]()
     for key, weight in found.items():
@@ -100,7 +102,7 @@ def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
 
 
 def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
-    """Return the values of a matrix after quantization and dequantization."""
+    """Quantize a matrix and return its dequantized values."""
     return dequantize(*_quantize_param(kind, key, weight), _scale_dim(kind, key), weight.dtype)
 
 
@@ -116,7 +118,7 @@ def apply_adapters(
     inputs: Mapping[str, Array],
     key: RandomKey[Array, ""] | None,
 ) -> Params:
-    """Return one layer's parameters by part and name, with adapters applied to the weights.
+    """Return one layer's parameters, keyed by part and name, with adapters applied to the weights.
 
     `key` is the layer's dropout key; None disables dropout.
     """
@@ -150,7 +152,7 @@ def apply_adapters(
 
 
 def _scale_dim(kind: Kind, key: Key) -> int:
-    """Return the dim of the scales of a quantized matrix, counted from the end."""
+    """Return the dim along which a quantized matrix has scales, as a negative index."""
     declared = kind.declared[key]
     dim = dim_of_scales(declared)
     assert dim is not None

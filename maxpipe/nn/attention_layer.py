@@ -25,10 +25,12 @@ from maxpipe.parallel.context_parallel import full_sequence_length
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
-# Llama 3.1: wavelengths above original/1 are fully scaled, below original/4 kept.
+# Llama 3.1: wavelengths above the original context length are fully scaled. Wavelengths below a
+# quarter of that length are kept.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
-# YaRN's beta: pairs with at least 32 rotations are kept, those with one are fully scaled.
+# YaRN's beta: pairs with at least 32 rotations are kept, and pairs with at most one rotation are
+# fully scaled.
 _FAST_TURNS = 32.0
 _SLOW_TURNS = 1.0
 
@@ -36,7 +38,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Return the rotation angle per position of each pair, float32 `[H / 2]`.
+    """Return each pair's rotation angle per position, float32 `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -68,14 +70,14 @@ def rotary_frequencies(
 def _ntk_base_factor(
     rope: attention.Rope, turned: int, context: LayerContext
 ) -> float | Float[Array, ""]:
-    """Return the factor of the base that scales the slowest pair by the ratio of lengths."""
+    """Return the multiplier of the rotary base in NTK scaling."""
     longer = max(_max_visible_tokens(context) / rope.original_tokens, 1.0)
     more = context.number(rope.factor) * (longer - 1.0) + 1.0
     return more ** (turned / (turned - 2))
 
 
 def _max_visible_tokens(context: LayerContext) -> int:
-    """Return the static maximum number of tokens that a query can see."""
+    """Return the maximum number of tokens that a query can see, which is static."""
     cache = context.cache
     return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
@@ -85,8 +87,8 @@ def _yarn(
 ) -> Float[Array, " half"]:
     """Blend scaled and unscaled frequencies with a ramp over pair indices.
 
-    The ramp is linear in the logarithm of a pair's rotations. Its boundaries are integers in most
-    released models (arXiv:2309.00071).
+    The ramp is linear in the logarithm of a pair's rotations. The ramp boundaries are integers in
+    most released models (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
@@ -183,7 +185,7 @@ class Attention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Compute attention within segments, causally and in the window if one is set."""
+        """Compute causal attention within segments, limited to the window if a window is set."""
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_dim, context)
@@ -231,12 +233,12 @@ class Attention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return a cache of rotated keys and of values for each key/value head."""
+        """Return an empty cache of rotated keys and values for each key/value head."""
         return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_dim), dtype)
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the window, or nothing if the cache size selects the rotary factors."""
+        """Return the window's name, or "" if the cache size selects the rotary factors."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod
@@ -251,7 +253,7 @@ class Attention(SpecModule):
         split: SequenceParallel,
         largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
-        """Return queries, keys and values by head."""
+        """Return the projected queries, keys and values, split into heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
         found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)

@@ -1,8 +1,8 @@
-"""Decoder: pure functions of parameters that a model description defines.
+"""Decoder: pure functions of the parameters that a model description declares.
 
 Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
-layers of each layer type in network order. `Decoder.apply` is the plain loop over layers, the
-reference of every pipelined run. The pipeline runs `layer` and `norm`. The module also initializes
+layers of each layer type in network order. `Decoder.apply` is the plain loop over layers, which is
+the reference for pipelined runs. The pipeline calls `layer` and `norm`. The module also initializes
 parameters and defines `Block`, a layer of any type.
 """
 
@@ -45,16 +45,16 @@ _MODULES: Mapping[type, Any] = {
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
-"""Module class of each part class."""
+"""Module classes, keyed by part class."""
 
 
 def norm_module(part: Part) -> Any:
-    """Return the module of a norm."""
+    """Return the module that computes a norm."""
     return _NORMS[type(part)](part)
 
 
 def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-    """Return the cache of the part that caches earlier tokens, or None if no part does."""
+    """Return an empty cache for the part that caches earlier tokens, or None if no part does."""
     return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
 
 
@@ -74,7 +74,9 @@ def _first(find: Callable[[Any, Part], Any], kind: Kind) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
+    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each of its
+    branches.
+    """
 
     def __init__(self, kind: Kind, rules: AxisRules):
         for branch in kind.branches:
@@ -130,9 +132,10 @@ _Name = TypeVar("_Name", bound=Hashable)
 def init_params(
     params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
 ) -> dict[_Name, Float[Array, "*dims"]]:
-    """Initialize parameters by name, each with a key derived from its index among random ones.
+    """Initialize parameters, keyed by name.
 
-    Parameters that derive from others are omitted.
+    Each random parameter gets a key from its index among the random parameters. Parameters that are
+    derived from others are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -158,11 +161,11 @@ def _init_param(
 def normal_approximation(
     key: Key[Array, ""], shape: Sequence[int], stddev: float
 ) -> Float[Array, "*dims"]:
-    """Return float32 samples with mean 0, within 3.5 standard deviations.
+    """Return approximately normal float32 samples with mean 0, within 3.5 standard deviations.
 
     A sample is a scaled sum of four uniform 16-bit integers. Integer sums and one multiplication
-    are exact on every device and for any sharding, unlike the usual inverse error function. The
-    same seed therefore gives the same bits under every layout.
+    are exact on every device and for any sharding, unlike the usual method, which uses the inverse
+    error function. The same seed therefore gives the same bits under every layout.
     """
     bits = jax.random.bits(key, (2, *shape), jnp.uint32)
     halves = (bits & 0xFFFF) + (bits >> 16)
@@ -171,7 +174,7 @@ def normal_approximation(
 
 
 MTP = "ahead"
-"""Name of the parameters and statistics of multi-token prediction heads."""
+"""Key of the parameters and statistics of multi-token prediction heads."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
 """Random stream of each outer parameter. Layers use stream 0."""
 
@@ -187,11 +190,12 @@ class DecoderOutput(NamedTuple):
     logits: Float[Array, "B T V"]
     """Float32 logits."""
     losses: Losses
-    """Float32 sums by name over all layers and target tokens. Batches with targets include the
-    losses of multi-token prediction heads."""
+    """Float32 losses keyed by name, summed over all layers and target tokens. If the batch has
+    targets, they include the losses of multi-token prediction heads."""
     statistics: Mapping[str, Statistics]
-    """Sums over tokens by layer type and name, arrays `[layers of the type, ...]`. Batches with
-    targets include those of layer heads `[heads, ...]` under `ahead`."""
+    """Statistics keyed by layer type and name, summed over tokens, with shape `[layers of the type,
+    ...]`. If the batch has targets, the statistics of layer heads are under `ahead`, with shape
+    `[heads, ...]`."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,9 @@ class Decoder:
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters; those of a layer depend only on its index."""
+        """Initialize all parameters. A layer's values depend only on the key and the layer
+        index.
+        """
         numbers = {kind: [] for kind in self.model.layer_types}
         for number, kind in enumerate(self.model.layers):
             numbers[kind].append(number)
@@ -220,7 +226,7 @@ class Decoder:
         return self.init_outer(key) | {"layers": layers}
 
     def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
-        """Initialize the layers of a type with these indices, stacked along a new first dim."""
+        """Initialize the layers of one type at the given indices, stacked along a new first dim."""
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
         return jax.vmap(partial(self.init_layer, kind))(keys)
@@ -258,11 +264,11 @@ class Decoder:
         return self._declared(lambda param: param.trainable)
 
     def has_own_dtype(self) -> Params:
-        """Return whether each parameter has a fixed type that overrides the config."""
+        """Return whether each parameter has a fixed dtype that overrides the config."""
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Return `Param.summed` of each parameter that layers receive in 8 bits, and 0 for others.
+        """Return the number of contracted dims of parameters that layers receive in 8 bits, else 0.
 
         With sequence parallelism, layers quantize weights themselves.
         """
@@ -275,7 +281,7 @@ class Decoder:
         return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
 
     def _declared(self, of: Callable[[Param], Any]) -> Params:
-        """Return a tree like the parameters with the result of `of` for each declaration."""
+        """Return a tree with the structure of the parameters and `of(declaration)` as leaves."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
             kind: unflatten({name: of(param) for name, param in described.params.items()})
@@ -299,13 +305,13 @@ class Decoder:
         [Params, Float[Array, "B T D"], Params, Int[Array, ""], LayerKey],
         tuple[Float[Array, "B T D"], Losses, Statistics],
     ]:
-        """Return the function of a layer of this type.
+        """Return the function that applies a layer of this type.
 
         The function receives parameters, x, inputs, the layer's index and a key, and returns x,
-        losses and statistics. Inputs hold `segment_ids` and `positions` `[B, T]`, and `example_ids`
-        `[B]`, the indices of sequences in the global batch. Dropout keys depend on step (in the
-        key), layer and example, so dropout is independent of how the batch is sharded. Without a
-        key, dropout is disabled.
+        losses and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`, and
+        `example_ids` `[B]`, the indices of sequences in the global batch. Dropout keys depend on
+        the step (in the key), the layer and the example, so dropout is independent of how the batch
+        is sharded. Without a key, dropout is disabled.
         """
 
         def run(
@@ -335,7 +341,7 @@ class Decoder:
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
-        """Return the graph definition and abstract state of the block of each layer type."""
+        """Return each layer type's block as a graph definition and an abstract state."""
         return {
             name: _split(lambda kind=kind: Block(kind, self.rules))
             for name, kind in self.model.layer_types.items()
@@ -344,7 +350,7 @@ class Decoder:
     # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return the embeddings of tokens in the compute type, the input of the first layer."""
+        """Return the embeddings of tokens in the compute dtype, the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
@@ -374,9 +380,9 @@ class Decoder:
         """Apply a layer head, and return its output, losses and statistics.
 
         The output is the input of the output projection and of the next head. `x` is the previous
-        head's output, or the final norm's output for the first head. `embedded` are the embeddings
-        of the tokens ahead, and `number` is the head's zero-based index. Layer indices of heads
-        continue after those of the network.
+        head's output, or the final norm's output for the first head. `embedded` holds the
+        embeddings of the tokens ahead, and `number` is the head's zero-based index. Layer indices
+        of heads continue after those of the network.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None
@@ -393,7 +399,8 @@ class Decoder:
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the summed cross entropy in nats of each multi-token prediction head.
 
-        Layer heads add the sums of their losses, and their statistics `[heads, ...]`.
+        With layer heads, the result also has the summed losses of their layers and their statistics
+        `[heads, ...]`.
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
@@ -494,11 +501,11 @@ class Decoder:
         return cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """Return the training objective: cross entropy and the weighted auxiliary losses."""
+        """Return the training objective: cross entropy plus the weighted auxiliary losses."""
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """Return the training objective for an output of the plain loop."""
+        """Return the training objective, computed from the output of the plain loop."""
         total = cross_entropy(found.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in found.losses.items():
@@ -508,10 +515,10 @@ class Decoder:
     # Decoding.
 
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
-        """Return parameters with a list of layers in network order in place of stacks.
+        """Return the parameters with a list of layers in network order instead of stacked layers.
 
-        Decoding reads every layer for each token; slices of a stack would be copied first. `split`
-        splits an array of a stack into those of its layers.
+        Decoding reads every layer for each token; slices of a stacked array would be copied first.
+        `split` splits a stacked array into one array per layer.
         """
         stacks = params["layers"]
         if not isinstance(stacks, Mapping):
@@ -533,8 +540,8 @@ class Decoder:
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
         """Return the empty caches of all layers, in network order.
 
-        `piece` is the maximum number of tokens that are appended at once. If it is set, caches of
-        windowed layers hold only the window of the first of these tokens and the tokens themselves.
+        `piece` is the maximum number of tokens that are appended at once. If it is set, the cache
+        of a windowed layer holds only these tokens and the window of the first of them.
         """
         found = []
         for number, kind in enumerate(self.model.layers):
@@ -547,7 +554,7 @@ class Decoder:
     def decode_layer(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
-        """Return x after a layer, and the layer's cache extended by the tokens of this batch."""
+        """Return the layer's output, and its cache extended by the tokens of this batch."""
         context = self._context(batch, index, cache)
         found = self._layer(kind, params, x, context, None)
         return found.x, found.cache
@@ -592,7 +599,7 @@ def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
 
 
 def _merge_module(split: tuple[Any, Any], params: Params) -> Any:
-    """Return the module with these parameters."""
+    """Return the module with the given parameters."""
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
     return nnx.merge(graph, state)

@@ -1,8 +1,8 @@
-"""Mixture of experts: routing, dispatch over the expert axis, and computation of experts.
+"""Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
 For expert parallelism, every device reserves capacity for tokens from every other device. Tokens
-are sent in buffers of one size, whose last rows may be empty. On TPUs, a ragged all-to-all sends
-only the rows in use.
+are sent in buffers of a fixed size, whose last rows may be empty. On TPUs, a ragged all-to-all
+sends only the rows in use.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens from all devices of the axis for the e local experts."""
+    """Tokens from all devices of the expert axis for the e local experts."""
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
-    """Local expert of each token; e for an empty row."""
+    """Index of each token's local expert; e for an empty row."""
     weights: Float[Array, "1 S e"]
-    """Weight of the expert's output; 0 for the other experts."""
+    """Weight of each expert's output; 0 for the experts that the token does not use."""
 
 
 class SentTokens(NamedTuple):
@@ -64,9 +64,9 @@ class SentTokens(NamedTuple):
 
     slots: TokenPermutation
     counts: Int[Array, " X"]
-    """Number of rows in use for each device."""
+    """Number of rows sent to each device."""
     received_counts: Int[Array, " X"]
-    """Number of rows in use from each device."""
+    """Number of rows received from each device."""
 
 
 def dispatch_tokens(
@@ -75,10 +75,11 @@ def dispatch_tokens(
     weights: Float[Array, "B T E"],
     room: int,
 ) -> tuple[ReceivedTokens, SentTokens]:
-    """Send each token to the devices of its experts. `room` is the capacity per device pair.
+    """Send each token to the devices of its experts. `room` is the capacity per device pair in
+    rows.
 
     Expert index E means no expert. If the capacity is exceeded, first choices precede second
-    choices and earlier tokens precede later ones, regardless of the expert.
+    choices and earlier tokens precede later tokens, regardless of the expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
     mine = num_experts // size
@@ -99,7 +100,7 @@ def dispatch_tokens(
 
 
 def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
-    """Sum each token's outputs over its experts."""
+    """Sum the expert outputs of each token."""
     return unpermute_tokens(_all_to_all(x[0], sent.received_counts, sent.counts), sent.slots)
 
 
@@ -125,7 +126,7 @@ def _ragged(x: Array, sent: Array, got: Array) -> Array:
     size, me = axis_size(EXPERT), axis_index(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
-    # With one buffer for both, XLA would copy the rows one tile line at a time.
+    # With one buffer for input and output, XLA would copy the rows one tile line at a time.
     empty = mark_varying(lax.empty(x.shape, x.dtype))
     return lax.ragged_all_to_all(
         x, empty, mark_varying(own), sent, mark_varying(there), got, axis_name=EXPERT
@@ -142,9 +143,9 @@ class Routing(NamedTuple):
     expert_ids: Int[Array, "B T k"]
     """Experts of each token, best first. Ties are resolved in favor of the lower index."""
     expert_mask: Float[Array, "B T E"]
-    """Selection mask with 1 for selected experts and 0 for others."""
+    """Selection mask, 1 for selected experts and 0 for unselected experts."""
     weights: Float[Array, "B T E"]
-    """Weights of the outputs of selected experts; 0 for the others."""
+    """Weights of the outputs of selected experts; 0 for unselected experts."""
 
 
 def route_tokens(
@@ -181,7 +182,7 @@ def route_tokens(
 
 
 def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
-    """Return whether an expert is in one of its token's groups."""
+    """Return whether each expert belongs to one of the token's selected groups."""
     within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
     best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
     _, places = lax.top_k(best.sum(-1), groups.per_token)
@@ -197,7 +198,7 @@ def compute_router_metrics(
 ) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
     """Return losses and statistics of the target tokens.
 
-    `lost` is the fraction of each token's experts that dropped it.
+    `lost` is the fraction of each token's experts that dropped the token.
     """
     counts = mask.astype(jnp.float32)
     balance, load = _balance(routes, counts[..., None], over)
@@ -218,14 +219,15 @@ def _balance(
 
     With the fraction f of tokens that an expert receives and its mean probability p, the loss per
     token is `E / k * sum(f * p)` (arXiv:2101.03961). Gradients flow through p. f is computed per
-    sequence, over the sequences of this call, or over those of all devices (arXiv:2501.11873).
+    sequence, over the sequences of this call, or over the sequences of all devices
+    (arXiv:2501.11873).
     """
     used, likely = ((counts * each).sum(1) for each in (routes.expert_mask, routes.probabilities))
     load = used.sum(0)
     if over == "devices":
         used = sum_count(load)
     else:
-        # A sequence may be sharded over devices; each device adds its part of p.
+        # A sequence may be sharded over devices, and each device adds its share of p.
         used = sum_count(used if over == "sequence" else load, (CONTEXT,))
     # The sum of `used` is tokens times k, so dividing by the mean gives E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
@@ -313,13 +315,13 @@ class Experts(SpecModule):
         weights: Float[Array, "B T E"],
         context: LayerContext,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
-        """Implement `_mixed` with experts sharded over the expert axis."""
+        """Implement `_apply_experts` with experts sharded over the expert axis."""
         rows, tokens = x.shape[:2]
         part, segments = self.part, context.inputs["segment_ids"]
         if context.cache is not None:
             part = replace(part, capacity=0.0, send_capacity_factor=0.0)
         room = part.send_capacity(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
-        # Padding would use capacity of real tokens.
+        # Padding must not use the capacity of real tokens.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
@@ -330,12 +332,12 @@ class Experts(SpecModule):
         return combine_tokens(found, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
-        """Return the parameters of the experts in the type of `x`."""
+        """Return the parameters of the experts in the dtype of `x`."""
         names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch. In decoding, use it if it computes fewer rows."""
+        """Return whether to use grouped dispatch. Decoding uses it if it computes fewer rows."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -355,8 +357,8 @@ class Experts(SpecModule):
     ) -> Float[Array, "B T D"]:
         """Compute the selected experts of each token; `params` are the experts' parameters.
 
-        `complete`: no token-expert pair is empty, or the results of empty pairs are not read.
-        `filled` is the mean fraction of pairs that are not empty.
+        `complete` means that no token-expert pair is empty, or that the results of empty pairs are
+        not read. `filled` is the mean fraction of pairs that are not empty.
         """
         x, *routes = tokens
         places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
@@ -384,7 +386,9 @@ class Experts(SpecModule):
     def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Compute all experts for all tokens, including those of other devices of the axis."""
+        """Compute all experts for all tokens, including experts of other devices on the expert
+        axis.
+        """
         whole = all_gather(x, EXPERT, 0)
         return reduce_scatter(
             self._dense_experts(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0
@@ -411,7 +415,7 @@ class Experts(SpecModule):
         slots: TokenPermutation,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Compute the experts for the tokens within their capacity."""
+        """Compute each expert for the tokens within its capacity."""
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         gate = _expert_matmul("end,def->enf", inside, self.gate, low)
@@ -443,7 +447,7 @@ class Experts(SpecModule):
     def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
-        """Return the experts of each token, with E in place of experts that are full.
+        """Return the experts of each token, with index E in place of full experts.
 
         Capacity is counted over full sequences, even if this device holds only a shard.
         """
@@ -455,7 +459,7 @@ class Experts(SpecModule):
     def _capacity_slots(
         self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]
     ) -> TokenPermutation:
-        """Assign token-expert pairs to the capacity of the experts, separately per sequence.
+        """Assign token-expert pairs to capacity slots of the experts, separately for each sequence.
 
         Padding (segment 0) uses no capacity.
         """

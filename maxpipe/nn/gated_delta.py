@@ -1,9 +1,9 @@
 """Chunked gated delta rule over packed sequences.
 
-All tokens of a chunk are computed at once with the inverse of a triangular matrix (the WY
-representation of arXiv:2412.06464). A state is passed from chunk to chunk. State and convolution
-are reset at document boundaries. The backward pass recomputes the chunks from their saved initial
-states.
+All tokens of a chunk are processed at once with the inverse of a triangular matrix (the WY
+representation of arXiv:2412.06464). A state is passed from chunk to chunk. The state and the
+convolution are reset at document boundaries. The backward pass recomputes the chunks from their
+saved initial states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 _EPSILON = 1e-6
 """Epsilon that is added to the squared norm of queries and keys."""
 _EMPTY_SEGMENT = -1
-"""Segment before the start of a sequence."""
+"""Segment id before the start of a sequence."""
 _NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
 
 Weights = Mapping[str, Array]
@@ -37,16 +37,16 @@ class GatedDeltaCache(NamedTuple):
     """Cache of a layer, whose size is independent of the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
-    """Inputs of the convolution from the last tokens."""
+    """Convolution inputs of the most recent tokens."""
     segments: Int[Array, "B w"]
-    """Segments of these tokens."""
+    """Segment ids of the tokens in `tail`."""
     state: Float[Array, "B K r dk dv"]
     """Float32 state."""
 
     def append(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
     ) -> GatedDeltaCache:
-        """Return the cache after T more tokens; `state` is the state after them."""
+        """Return the cache after T more tokens; `state` is the state after these tokens."""
         width = self.segments.shape[1]
         tail, of = self.prepend_tail(mixed, segments)
         return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
@@ -54,7 +54,7 @@ class GatedDeltaCache(NamedTuple):
     def prepend_tail(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
-        """Return the cached and the new tokens, and their segments."""
+        """Return the cached and new convolution inputs, concatenated, and their segments."""
         tail = jnp.concatenate([self.tail, mixed], axis=1)
         return tail, jnp.concatenate([self.segments, segments], axis=1)
 
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     key: Float[Array, "B K r C dk"]
     """Keys that write to the state after the chunk."""
     value: Float[Array, "B K r C dv"]
-    """Values written to an empty state."""
+    """Values that are written to an empty state."""
     known: Float[Array, "B K r C dk"]
     """Keys that read values which the state already contains."""
     mixing: Float[Array, "B K r C C"]
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
     keep: Float[Array, "B K r"]
     """Decay of the state over the chunk."""
     gate: Float[Array, "B K r C dv"]
-    """Gate of the output, in the compute type."""
+    """Gate of the output, in the compute dtype."""
 
 
 class GatedDelta(SpecModule):
@@ -99,7 +99,7 @@ class GatedDelta(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Apply the delta rule causally within segments, which are contiguous."""
+        """Apply the delta rule causally within segments. Each segment is contiguous."""
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
         x = split.gather_tokens(x)
@@ -120,7 +120,7 @@ class GatedDelta(SpecModule):
     def _projected(
         self, name: str, x: Float[Array, "B T D"], split: SequenceParallel
     ) -> Float[Array, "B T K E"]:
-        """Return a projection by key heads."""
+        """Return a projection, split into key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
         found = split.unsharded_matmul(x, weight)
         return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
@@ -140,7 +140,7 @@ class GatedDelta(SpecModule):
 
 
 def _empty_cache(part: gated_delta.GatedDelta, like: Float[Array, "B T K E"]) -> GatedDeltaCache:
-    """Return an empty cache for sequences with the shape of `like`."""
+    """Return an empty cache for sequences whose projections have the shape of `like`."""
     rows, _, heads, _ = like.shape
     width = part.kernel - 1
     state = (rows, heads, part.group, part.key_size, part.value_size)
@@ -199,7 +199,7 @@ def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: A
     (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
     d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
     d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
-    # A split backward saves these small gradients instead of their inputs.
+    # A split backward pass saves these small gradients instead of their inputs.
     d_weights, d_qkvz, d_ba = lax.optimization_barrier((d_weights, d_qkvz, d_ba))
     return d_weights, d_qkvz, d_ba, None, GatedDeltaCache(d_tail, None, d_state)  # type: ignore[arg-type]
 
@@ -244,7 +244,7 @@ def _chunks(
     value = _cut(value.reshape(by_value), size)
     write, forget = _gates(part, weights, ba.astype(jnp.float32))
     write = _cut(write[..., None], size)
-    # Index of each token's document in the chunk; 0 continues the previous chunk's document.
+    # Index of each token's document within the chunk. Document 0 continues from the previous chunk.
     last = jnp.concatenate([before.segments[:, -1:], segments[:, :-1]], axis=1)
     document = jnp.cumsum(_cut((segments != last)[:, :, None, None], size)[:, :, :, :, 0], axis=-1)
     document = document[:, :, :, None]
@@ -273,10 +273,10 @@ def _chunks(
 def _cumulative_log_decay(
     within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
 ) -> Float[Array, "N B K r C"]:
-    """Return log decays since the start of the chunk or of the token's document.
+    """Return each token's log decay since the start of the chunk or of the token's document.
 
-    Differences of sums over full chunks would be inaccurate, because the decay of other documents
-    may be large enough to cause visible rounding errors.
+    Differences of cumulative sums over full chunks would be inaccurate, because the decay of other
+    documents may be large enough to cause visible rounding errors.
     """
     factors, each = within[:, :, 0, 0].astype(jnp.float32), forget[..., 0]
     return jnp.einsum("nbcj,nbkrj->nbkrc", factors, each, precision=lax.Precision.HIGHEST)
@@ -346,8 +346,8 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
     """Invert `1 + lower`, where `lower` is strictly lower triangular and C is a power of two.
 
     Each iteration doubles the size of the diagonal blocks. The block below two diagonal blocks is
-    multiplied by their inverses from both sides. This is as stable as substitution and uses only
-    matmuls.
+    multiplied on each side by the inverse of a diagonal block. This is as stable as substitution
+    and uses only matmuls.
     """
     size = lower.shape[-1]
     place = jnp.arange(size)

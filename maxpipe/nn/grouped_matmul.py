@@ -1,9 +1,9 @@
-"""Grouped matmul: products of tokens with the weights of their selected experts only.
+"""Grouped matmul, which multiplies each token only by the weights of its selected experts.
 
-Rows hold one token-expert pair each, sorted by expert. On TPUs, the products are megablox kernels
-(arXiv:2211.15841). On other platforms, they are a loop over blocks of rows; a block with rows of
-several experts is processed once per expert. Gradients of rows and of weights are separate
-products, so a split backward can schedule them separately.
+Each row holds one token-expert pair, and rows are sorted by expert. TPUs use megablox kernels
+(arXiv:2211.15841). Other platforms use a loop over blocks of rows; a block with rows of several
+experts is processed once per expert. Gradients of rows and of weights are separate matmuls, so a
+split backward pass can schedule them separately.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class GroupedMatmulOptions(NamedTuple):
     quantizer: MatmulQuantizer | None = None
     """Quantizer of the operands. Kernels multiply the dequantized values."""
     fill_fraction: float = 1.0
-    """Mean fraction of rows in use. Kernels process no other rows."""
+    """Mean fraction of rows in use. Kernels skip unused rows."""
 
     def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
-        """Quantize rows that are multiplied with weights.
+        """Quantize rows that are multiplied by weights.
 
-        `divided` means that the rows are sharded over the axes.
+        `divided` means that the rows are sharded over `axes`.
         """
         if self.quantizer is None:
             return rows
@@ -66,9 +66,10 @@ class GroupedMatmulOptions(NamedTuple):
         )
 
 
-# Matmuls of tokens with experts: with the input projections by row, and with the output projection
-# summed over each token's rows. The width of an expert is sharded over axes. Partial sums are
-# reduced after the sum over a token's rows, so that communication is proportional to the tokens.
+# Matmuls of tokens with expert weights. The input projections return one result per row. The output
+# projection sums the results over each token's rows. The width of an expert is sharded over `axes`.
+# Partial sums are reduced after the sum over a token's rows, so that communication is proportional
+# to the number of tokens.
 
 
 @custom_vjp_with_static(static=4)
@@ -79,7 +80,7 @@ def up_projection(
     sizes: Int[Array, " E"],
     spread: GroupedMatmulOptions,
 ) -> tuple[Float[Array, "N F"], ...]:
-    """Multiply the token in each row with the weights of its expert, for each of the weights."""
+    """Multiply the token in each row by its expert's weights, for each weight array."""
 
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         tokens = spread.quantize_rows(tokens)
@@ -143,7 +144,7 @@ def down_projection(
     sizes: Int[Array, " E"],
     spread: GroupedMatmulOptions,
 ) -> Float[Array, "n D"]:
-    """Multiply each row with the weights of its expert, and sum over each token's rows."""
+    """Multiply each row by the weights of its expert, and sum over each token's rows."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
         hidden, weight = (
@@ -192,12 +193,12 @@ _WHOLE = PartitionSpec()
 
 
 def expert_width_axes(rules: AxisRules) -> tuple[str, ...]:
-    """Return the axes that shard the width of an expert and are automatic here."""
+    """Return the mesh axes that shard the width of an expert and are auto axes in this program."""
     automatic = auto_axes()
     return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
 
 
-# Computation on one device. Weights have the expert dim at `dim`, 0 or 1.
+# Computation on one device. `dim` (0 or 1) is the expert dim of the weights.
 
 
 def _grouped_matmul(
@@ -209,7 +210,7 @@ def _grouped_matmul(
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
-    """Multiply each row with the weights of its expert, or with their transpose."""
+    """Multiply each row by the weights of its expert, or by their transpose."""
     loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
@@ -234,7 +235,7 @@ def _outer(
     *,
     dim: int,
 ) -> Float[Array, "_ _ _"]:
-    """Sum the outer products of the rows of each expert."""
+    """Sum the outer products of rows and cotangents for each expert."""
     loop = partial(outer_by_blocks, dim=dim)
     dims = rows.shape[1], cotangents.shape[1]
     tiles = outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
@@ -245,7 +246,7 @@ def _outer(
 
 
 Tiles = tuple[int, int, int]
-"""Tile sizes of rows and of the dims of an expert's weights, the contracted dim first."""
+"""Tile sizes of the rows, the contracted dim and the output dim."""
 
 
 def grouped_matmul_kernel(
@@ -291,7 +292,7 @@ def outer_by_kernel(
 
 
 def _megablox() -> Any:
-    # The package has a function of the module's name, which shadows the module.
+    # The package exports a function with the module's name, which shadows the module.
     import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
 
     return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -300,7 +301,7 @@ def _megablox() -> Any:
 _LANES = 128
 _LARGEST_TILE = 1024
 _VMEM_BYTES = 12 * 2**20
-"""Memory limit of the tiles of a kernel, which has 16 MiB in total."""
+"""Memory limit in bytes for the tiles of a kernel. A kernel has 16 MiB in total."""
 
 
 def grouped_matmul_tiles(
@@ -308,9 +309,9 @@ def grouped_matmul_tiles(
 ) -> Tiles | None:
     """Return tile sizes of rows, of the contracted dim and of the output dim.
 
-    Returns None if no multiples of the lanes divide the dims. A tile of rows is processed once per
-    expert in it, so tiles are small. If memory allows, the contracted dim is a single tile. The
-    expert's weights then stay in memory between tiles of rows.
+    Returns None if no multiple of the lane count divides a dim. A row tile is processed once for
+    each expert in the tile, so row tiles are small. If memory allows, the contracted dim is a
+    single tile. The expert's weights then stay in memory between tiles of rows.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
@@ -334,7 +335,7 @@ def outer_tiles(
 
 
 def _rows_tile(num_rows: int, num_experts: int) -> int:
-    """Return a smaller tile than the block of a loop, because a kernel step costs less."""
+    """Return the row tile size, smaller than a loop's block because a kernel step costs less."""
     return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
 
 
@@ -343,7 +344,8 @@ def _select_tiles(
 ) -> Tiles | None:
     """Return the first tile sizes that fit into memory.
 
-    Each tile has two buffers, one for computation and one for transfers. `sums` are in float32.
+    Each tile has two buffers, one for computation and one for transfers. `sums` returns the number
+    of float32 accumulator entries.
     """
     size = jnp.dtype(dtype).itemsize
 
@@ -355,7 +357,7 @@ def _select_tiles(
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest multiple of the lanes up to `most` that divides `size`; 0 if none does."""
+    """Return the largest multiple of the lane count, at most `most`, that divides `size`, or 0."""
     largest = min(most, size) // _LANES * _LANES
     return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
 
@@ -376,7 +378,7 @@ class _BlockSteps(NamedTuple):
 
 
 def row_block_size(num_rows: int, num_experts: int) -> int:
-    """Return the rows of a block: at most a quarter of the mean rows of an expert."""
+    """Return the number of rows per block, at most a quarter of an expert's mean number of rows."""
     quarter = max(1, num_rows // num_experts // 4)
     power = 1 << quarter.bit_length() - 1
     return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
@@ -386,15 +388,15 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
 
 
 def num_block_steps(num_rows: int, num_experts: int) -> int:
-    """Return the steps of a loop over blocks. Each expert but the first may start inside a
-    block.
+    """Return the number of steps of a loop over blocks. Each expert except the first may add a
+    step, because it may start inside a block.
     """
     blocks = -(-num_rows // row_block_size(num_rows, num_experts))
     return blocks + min(num_experts, num_rows) - 1
 
 
 def num_multiplied_rows(num_rows: int, num_experts: int) -> int:
-    """Return the rows that a loop over blocks multiplies."""
+    """Return the number of rows that a loop over blocks multiplies."""
     return num_block_steps(num_rows, num_experts) * row_block_size(num_rows, num_experts)
 
 
@@ -416,7 +418,7 @@ def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
 
 
 def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
-    """Return which rows of a block belong to the step `[b, 1]`."""
+    """Return the mask `[b, 1]` of the block's rows that belong to the step."""
     row = visit.start + jnp.arange(block)
     return ((row >= visit.first) & (row < visit.stop))[:, None]
 
@@ -441,7 +443,7 @@ def grouped_matmul_loop(
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-    """Implement `_outer` on any platform, accumulated in float32."""
+    """Implement `_outer` on any platform, with float32 accumulation."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:

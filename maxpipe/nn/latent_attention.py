@@ -72,19 +72,21 @@ class LatentAttention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return a cache of the rotated key entries and the latent. Values are latents."""
+        """Return an empty cache. A key holds the rotated entries and the latent, and a value is a
+        latent.
+        """
         both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
         return both._replace(values=both.values[..., :0])
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """Return the axes of the cache, which is replicated because all heads read it."""
+        """Return the logical axes of the cache, which is replicated because all heads read it."""
         del part
         whole = ("batch", None, None, None)
         return KVCache.axes()._replace(keys=whole, values=whole)
 
     def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
-        """Return queries before rotation, with the entries to rotate first."""
+        """Return queries before rotation. The entries to be rotated come first."""
         part = self.part
         turned_first = partial(_rotary_dims_first, turned=part.rope_size)
         if not part.q_lora_rank:
@@ -158,6 +160,6 @@ def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims 
 
 
 def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
-    """Move the rotated entries of a head, which come last, to the front."""
+    """Move the rotated entries of a head from the end to the front."""
     rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
     return jnp.concatenate([_deinterleave_pairs(last), rest], axis=-1)

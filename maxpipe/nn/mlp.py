@@ -39,7 +39,7 @@ def gated_activation(
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
-    barriers are needed: XLA writes the quantized result and computes its scales in the same pass.
+    barriers are needed: XLA quantizes the result and computes its scales in the same pass.
     """
     return _gated_activation(
         function, in_8_bits, gate, up, *(() if weights is None else (weights,))
@@ -96,7 +96,7 @@ def gated_mlp(
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Compute a gated MLP with the parameters of `module` whose names have the prefix."""
+    """Compute a gated MLP with the parameters of `module` whose names start with the prefix."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
@@ -112,10 +112,12 @@ def gated_mlp(
 
 
 _UP_AXES = ("embed", "mlp")
-"""Logical axes of the input projections. The output projection has them in reverse order."""
+"""Logical axes of the input projections. The output projection has the same axes in reverse
+order."""
 
 
-# Fully quantized MLP. The rules below fix which arrays are quantized and where.
+# Fully quantized MLP. The differentiation rules below determine which arrays are quantized, and
+# where.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -158,9 +160,9 @@ def _quantized_gated_mlp_backward(
 ) -> Any:
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
-    The first time, they are fused into the matmul of their cotangent to find the scales. The second
-    time, they are quantized. Otherwise XLA for TPU would materialize some of them, which needs a
-    third more cycles in both.
+    The first computation is fused into the matmul of their cotangent and determines the scales. The
+    second computation quantizes the arrays. Otherwise, XLA for TPU would materialize some of the
+    arrays, and both computations would need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved

@@ -24,8 +24,8 @@ class LayerContext:
     """Data that a layer receives in addition to its parameters and its input."""
 
     inputs: Mapping[str, Any]
-    """`segment_ids` and `positions` int `[B, T]`, `example_ids` int `[B]`, and in training
-    `loss_mask` `[B, T]`."""
+    """Integer arrays `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, and in
+    training `loss_mask` `[B, T]`."""
     index: Int[Array, ""]
     """Index of the layer in the network."""
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class LayerContext:
     cache: Any = None
     """Cache of earlier tokens in decoding, created by `empty_cache`."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of matmuls with weights, if they are not in the compute type."""
+    """Quantizer of matmuls with weights. None uses the compute dtype."""
     max_abs: Float[Array, "B T 1"] | None = None
-    """Largest magnitude of each input token, if matmuls are in 8 bits and the preceding norm
+    """Largest magnitude in each input token. Set if matmuls are in 8 bits and the preceding norm
     computes it."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
@@ -45,11 +45,11 @@ class LayerContext:
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
 
     def count(self, name: str) -> Int[Array, ""]:
-        """Return this layer's integer value."""
+        """Return this layer's value of `name` as an integer."""
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Return the distinct values over all layers in ascending order."""
+        """Return the distinct integer values of all layers, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
     def split(self, rules: AxisRules, *, attention: bool = False) -> SequenceParallel:
@@ -78,7 +78,7 @@ class Output(NamedTuple):
     statistics: Mapping[str, Array] = {}
     """Sums over tokens, without gradient."""
     cache: Any = None
-    """Cache with the tokens of this step, in decoding."""
+    """Cache that includes the tokens of this step. Set in decoding only."""
 
 
 class SpecModule(nnx.Module):
@@ -93,15 +93,15 @@ class SpecModule(nnx.Module):
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
         The cache is a tree of arrays with sequences in dim 0, and of scalar token counts. A
-        sequence may be replaced by one of another cache if both have the same count. The slot of a
-        token must therefore be a function of the count, as in a ring buffer.
+        sequence of another cache may replace a sequence if both caches have the same token count.
+        The slot of a token must therefore be a function of the count, as in a ring buffer.
         """
         del part, rows, tokens, dtype
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the per-layer value with the number of visible tokens, including
-        itself.
+        """Return the name of the per-layer value with the number of visible tokens, including the
+        query.
 
         The cache may then omit older tokens. The name is empty if the cache must keep all tokens.
         """
@@ -115,7 +115,7 @@ class SpecModule(nnx.Module):
 
 
 def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
-    """Return the quantizer of 8-bit matmuls, or None if they are in the compute type."""
+    """Return the quantizer of 8-bit matmuls, or None if matmuls use the compute dtype."""
     if config.matmul == "default":
         return None
     own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
@@ -123,7 +123,7 @@ def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
 
 
 class RMSNorm(SpecModule):
-    """Normalizes by the root mean square (arXiv:1910.07467)."""
+    """Normalization by the root mean square (arXiv:1910.07467)."""
 
     scale: nnx.Param
 
@@ -139,7 +139,7 @@ class RMSNorm(SpecModule):
         """Return the largest float32 magnitude of each normalized token, without gradient.
 
         The result is exact except for rounding of the normalized values. XLA computes it in the
-        pass of the mean square; another pass would be needed for the normalized values.
+        same pass as the mean square. The maximum of the normalized values would need another pass.
         """
         wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         scaled = wide * ((self.part.offset or 0.0) + scale)
@@ -169,7 +169,7 @@ def _inverse_rms(
 
 
 class LayerNorm(SpecModule):
-    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
+    """Normalization by the mean and the standard deviation (arXiv:1607.06450)."""
 
     scale: nnx.Param
     bias: nnx.Param

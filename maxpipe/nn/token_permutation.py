@@ -1,7 +1,7 @@
-"""Permutation of tokens to rows with one token-expert pair each, and back.
+"""Permutation of tokens to rows and back. Each row holds one token-expert pair.
 
-A row holds one token, and a token has several rows. The transpose of each function is another
-function of this module, so gradients need no scatter, which is slow on TPUs.
+A token has several rows. The transpose of each function is another function of this module, so
+gradients need no scatter, which is slow on TPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class TokenPermutation(NamedTuple):
     """Assignment of the k token-expert pairs of n tokens to rows."""
 
     choice_of_row: Int[Array, " N"]
-    """Pair in each row, as token index times k plus choice. n k for an empty row."""
+    """Pair in each row: the token index times k, plus the choice. The value of an empty row is n
+    times k."""
     row_of_choice: Int[Array, "n k"]
     """Row of each pair; N for a dropped pair."""
 
@@ -48,13 +49,14 @@ def sort_by_expert(
 def assign_capacity_slots(
     queue: Int[Array, "B T k"], lengths: Int[Array, " Q"], room: int
 ) -> TokenPermutation:
-    """Assign up to `room` rows per queue to its pairs, the rows of the first queue first.
+    """Assign up to `room` rows to the pairs of each queue, in the order of the queues.
 
-    First choices precede second ones, and earlier tokens precede later ones (arXiv:2006.16668).
-    `lengths` are the lengths of the Q queues. Queue index Q means that a pair is in no queue.
+    First choices precede second choices, and earlier tokens precede later tokens
+    (arXiv:2006.16668). `lengths` are the lengths of the Q queues. Queue index Q means that a pair
+    is in no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
-    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second ones
+    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second choices
     first = jnp.cumsum(lengths) - lengths
     in_line = stable_argsort(queue, num_queues)
     before = invert_permutation(in_line) - first.at[queue].get(mode="clip")
@@ -68,9 +70,10 @@ def assign_capacity_slots(
 
 
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
-    """Return the permutation that sorts keys from 0 to `largest` stably."""
-    # XLA for TPU compiles a sort of one word that holds key and index in one second. A stable sort,
-    # or a sort of two words, needs five seconds. A layer has several of these sorts.
+    """Return the permutation that stably sorts keys between 0 and `largest`."""
+    # Each sorted word holds a key and its index. XLA for TPU compiles a sort of single words in one
+    # second. It needs five seconds for a stable sort or a sort of two words. A layer has several of
+    # these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
@@ -80,7 +83,7 @@ def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
 
 
 def invert_permutation(order: Int[Array, " N"]) -> Int[Array, " N"]:
-    """Return the index of each element in a permutation."""
+    """Return the inverse of a permutation."""
     return stable_argsort(order, len(order) - 1)
 
 
@@ -130,7 +133,7 @@ row_weights.defvjp(
 def row_biases(
     biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: TokenPermutation
 ) -> Float[Array, "N F"]:
-    """Return the bias of each row's expert. The matmul avoids a scatter in the gradient."""
+    """Return the bias of each row's expert. A matmul avoids a scatter in the gradient."""
     return _one_hot_experts(places, rows, biases) @ biases
 
 
@@ -183,7 +186,7 @@ weighted_biases.defvjp(
 
 
 def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
-    """Return the token in each row; an arbitrary token for an empty row."""
+    """Return the token in each row. Empty rows hold an arbitrary token."""
     index = rows.choice_of_row // rows.row_of_choice.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 
@@ -191,9 +194,9 @@ def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float
 def sum_rows_by_token(
     arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
 ) -> Float[Array, "n D"]:
-    """Sum each token's rows over all arrays. `complete`: no pair is dropped."""
+    """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
-    # A single gather, because XLA for TPU needs a second to compile each one.
+    # A single gather, because XLA for TPU needs a second to compile each gather.
     index = row.T.reshape(-1)
     for array in arrays:
         found = array.at[index].get(mode="clip").reshape(*row.T.shape, -1).astype(jnp.float32)
@@ -201,8 +204,8 @@ def sum_rows_by_token(
     return total.astype(arrays[0].dtype)
 
 
-# Permutation with empty rows, which capacities cause. An empty row holds an arbitrary token with
-# weight 0.
+# Permutation with empty rows, which occur with a capacity. An empty row holds an arbitrary token
+# with weight 0.
 
 
 @custom_vjp_with_static(static=2)

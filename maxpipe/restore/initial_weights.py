@@ -2,7 +2,7 @@
 
 The model config is checked before weights are read. The vocabulary may grow. Arrays have checkpoint
 layout: network order, without padding. Checkpoints of runs with adapters hold only the adapters and
-a reference to the base. The base stays at its address, and each read compares a digest of its
+a reference to the base. The base stays at its address, and each read verifies a digest of its
 content.
 """
 
@@ -84,7 +84,7 @@ def _vocabulary(params: Tree) -> int:
 
 
 def with_vocab_size(abstract: Tree, size: int) -> Tree:
-    """Replace the vocabulary size, without sharding of the vocabulary."""
+    """Replace the vocabulary size. The vocabulary dim is not sharded in the result."""
     found = dict(abstract)
     for name, dim in VOCABULARY.items():
         if name in abstract:
@@ -97,7 +97,7 @@ def with_vocab_size(abstract: Tree, size: int) -> Tree:
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
-    """Grow the vocabulary to that of `abstract`; new rows are the mean of the old ones."""
+    """Grow the vocabulary to the size in `abstract`; new rows are the mean of the existing rows."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
         if name in params:
@@ -114,7 +114,7 @@ def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
 
 
 def vocabulary_growth_note(before: int, now: int) -> str:
-    """Return a message about the added vocabulary."""
+    """Return a message about the added tokens."""
     assert now > before
     return (
         f"the vocabulary grows from {before:,} to {now:,} tokens: each new row of the embedding"
@@ -125,7 +125,7 @@ def vocabulary_growth_note(before: int, now: int) -> str:
 KEY = "checkpoint.restore_from"
 
 _MTP_HEADS_KEY, _MTP_KIND_KEY = "model.mtp_heads", "model.mtp_kind"
-"""The second key is ignored if the first is 0."""
+"""The number and the architecture of the heads. The architecture is ignored if the number is 0."""
 
 # Model keys that may change between a checkpoint and a run that resumes from it.
 _FREE_MODEL_KEYS = frozenset(
@@ -134,9 +134,10 @@ _FREE_MODEL_KEYS = frozenset(
     | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Keys of a family's section that may change, for any family."""
+"""Keys that may change in the section of any family."""
 
-# Also the type of the optimizer state. A start from weights alone has none and casts them.
+# Also the dtype of the optimizer state. A run that starts from weights alone has no saved optimizer
+# state, so it can cast the weights.
 _TYPE = "model.param_dtype"
 
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -151,14 +152,14 @@ class Notifier(Protocol):
 
 
 class InitialWeights(NamedTuple):
-    """Weights that were read."""
+    """Weights from a checkpoint or a Hugging Face folder."""
 
     params: Any
     """Parameters in checkpoint layout, without adapters, on the mesh."""
     description: str
     """Description of the source."""
     address: str
-    """Address of the exact checkpoint or folder."""
+    """Address of the exact checkpoint or folder that was read."""
 
 
 def read_weights(
@@ -166,7 +167,7 @@ def read_weights(
 ) -> InitialWeights:
     """Read the weights at an address of `checkpoint.restore_from`.
 
-    `tokenizer` is the fingerprint of the run's tokenizer. A different one causes a warning.
+    `tokenizer` is the fingerprint of the run's tokenizer. A different tokenizer causes a warning.
 
     Raises:
         ConfigError: the weights do not exist or belong to another model.
@@ -281,7 +282,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
 def restore_other(
     text: str, loaded: LoadedConfig, abstract: Any, accept: Callable[[CheckpointMetadata], None]
 ) -> RestoredCheckpoint:
-    """Restore the checkpoint at an address, by default the newest valid one of its run.
+    """Restore the checkpoint at an address, by default the newest valid checkpoint of its run.
 
     Raises:
         ConfigError: no checkpoint exists, or `accept` rejects it.
@@ -311,7 +312,7 @@ def check_model(
 ) -> None:
     """Compare the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is the alternative action for the user. With `weights_alone`, types may differ.
+    `otherwise` is the alternative action for the user. With `weights_alone`, dtypes may differ.
 
     Raises:
         ConfigError: lists every key that must have the saved value.
@@ -336,8 +337,8 @@ def check_model(
 def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a saved `model` section to full keys of this release.
 
-    A key that did not exist when the section was saved gets the value with the behavior of that
-    time.
+    A key that is newer than the section gets the value that matches the behavior of the earlier
+    release.
     """
     found = dict(upgrade_setting(*item) for item in flatten({"model": saved}).items())
     family = found.get(FAMILY, legacy_value_of(FAMILY))
@@ -348,11 +349,11 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
-"""Keys that may change. The matrices that targets match are compared separately."""
+"""Keys that may change. The matrices that `adapter.targets` selects are compared separately."""
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record of a base that checkpoints store."""
+    """Return the record of a base, which checkpoints store."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
@@ -367,7 +368,7 @@ def read_base(
     """Read the base of a checkpoint's adapters in checkpoint layout, and return its record.
 
     For a run's `own` checkpoint, a changed `checkpoint.restore_from` replaces the recorded address.
-    Otherwise that key names the checkpoint itself.
+    For other checkpoints, that key names the checkpoint itself.
 
     Raises:
         ConfigError: the base does not exist, or its weights have changed.

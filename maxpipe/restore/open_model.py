@@ -45,11 +45,11 @@ class OpenedModel:
     step: int | None
     """Step of a checkpoint."""
     fingerprint: Mapping[str, Any]
-    """Fingerprint of its training data, if known."""
+    """Fingerprint of the model's training data, if known."""
     read: Callable[[LoadedConfig, Steps], Any]
     """Function that reads the parameters. See `params`."""
     conversation: ChatSpec | None = None
-    """Chat format of its training conversations."""
+    """Chat format of the model's training conversations."""
 
     def is_overridden(self, *prefixes: str) -> bool:
         """Return whether the user set a key with one of the prefixes."""
@@ -63,10 +63,10 @@ class OpenedModel:
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer with the framing of prompts and texts from the model's training.
 
-        For other models, the framing is that of `transformers`.
+        Other models use the framing of `transformers`.
 
         Raises:
-            ConfigError: see `fitted`.
+            ConfigError: as in `fit_tokenizer`.
         """
         tokenizer = self.fit_tokenizer(tokenizer)
         if self.conversation is not None:
@@ -76,7 +76,7 @@ class OpenedModel:
         return tokenizer.with_control(framing=tokenizer.control.published)
 
     def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer, checked and adapted for this model.
+        """Check the tokenizer, and return it adapted to this model.
 
         Raises:
             ConfigError: the model was trained with another tokenizer, or ids exceed its vocabulary.
@@ -130,8 +130,8 @@ def open_address_or_folder(
 ) -> OpenedModel:
     """Open a checkpoint or a Hugging Face folder, before any device is used.
 
-    `saved_of` returns the parts of its config that apply. `inputs` are config files and overrides
-    that change it.
+    `saved_of` returns the sections of the saved config that apply. `inputs` are config files and
+    overrides that change this config.
 
     Raises:
         ConfigError: the checkpoint or folder does not exist, or the inputs do not match it.
@@ -271,7 +271,7 @@ class _SilentNotifier:
 def detect_interrupt() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed.
 
-    C++ code that calls Python would lose the exception.
+    C++ code that calls Python would discard a KeyboardInterrupt.
     """
     asked = False
 
@@ -289,7 +289,8 @@ def detect_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed; only the second press raises.
+    """Yield a function that returns whether Ctrl-C was pressed. Only a second press raises
+    KeyboardInterrupt.
 
     Python may crash if it exits while devices compute, so the caller waits for the devices.
     """

@@ -22,8 +22,8 @@ from maxpipe.models.spec import (
 )
 
 AUTO = "auto"
-"""Placeholder of a backend that is not selected yet (`model.choice`). Memory estimates use
-`xla`."""
+"""Placeholder for a backend that is not selected yet (`maxpipe.models.resolve_auto`). Memory
+estimates use `xla`."""
 
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
@@ -32,23 +32,23 @@ CANNOT: Mapping[str, frozenset[str]] = {
     "cudnn": frozenset({"soft_cap", "sinks", "value_size"}),
     "splash": frozenset(),
 }
-"""Attention options that each backend (`model.attention`) does not support."""
+"""Unsupported attention options, keyed by backend (`model.attention`)."""
 
 
 LOG_SUM = "attention_lse"
 """Checkpoint name of the log-sum-exp of each query's scores in float32. Backends with a custom
-backward save it with `context` to recompute the probabilities."""
+gradient save it with `context` to recompute the probabilities."""
 
 _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
 
 def stands(backend: str) -> Stands:
-    """Return which arrays over pairs a backend stores."""
+    """Return the kind of arrays over token pairs that a backend stores."""
     return _STANDS.get(backend, "block")
 
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
-    """Return the arrays that a backend saves with `context`, for `Part.kept_with`."""
+    """Return the arrays that a backend saves with `context`, for `Part.saved_with`."""
     return {} if stands(backend) == "scores" else {"context": {LOG_SUM: heads}}
 
 
@@ -61,20 +61,20 @@ class Rope:
 
     theta: Number
     factor: Number = 1.0
-    """Factor that multiplies the wavelengths."""
+    """Multiplier of the wavelengths."""
     scaling: Scaling = "linear"
     """Method of scaling. `linear` multiplies all wavelengths. `dynamic` increases the base for
-    sequences longer than `original_tokens`; in decoding, for caches longer than that. `llama3`
-    multiplies wavelengths that fit fewer than four times into `original_tokens`. `yarn`
-    (arXiv:2309.00071) multiplies those that fit fewer than 32 times and also scales the rotated
-    entries.
-    """
+    sequences longer than `original_tokens`; in decoding, for caches longer than that length.
+    `llama3` multiplies wavelengths that fit fewer than four times into `original_tokens`. `yarn`
+    (arXiv:2309.00071) multiplies wavelengths that fit fewer than 32 times and also scales the
+    rotated entries."""
     original_tokens: int = 0
     """Context length for which the wavelengths were designed."""
     rotary_dims: int = 0
-    """Number of entries of a head that are rotated, counted from the first. 0 rotates all."""
+    """Number of leading entries of each head that are rotated. 0 rotates all entries."""
     stretch: tuple[float, ...] = ()
-    """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple uses 1."""
+    """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple means a factor
+    of 1."""
     stretch_beyond: tuple[float, ...] = ()
     """Factors like `stretch`, for sequences longer than `original_tokens`; in decoding, for longer
     caches."""
@@ -83,11 +83,11 @@ class Rope:
     truncate: bool = True
     """Whether the YaRN ramp starts and ends at integer pair indices."""
     fast: float = 0.0
-    """Minimum rotations in `original_tokens` of pairs that `llama3` and `yarn` do not scale. 0 uses
-    the published values, 4 and 32."""
+    """Minimum number of rotations over `original_tokens` for pairs that `llama3` and `yarn` do not
+    scale. 0 uses the published values, 4 and 32."""
     slow: float = 0.0
-    """Maximum rotations in `original_tokens` of pairs that are scaled by the full factor. 0 uses
-    the published value, 1."""
+    """Maximum number of rotations over `original_tokens` for pairs that are scaled by the full
+    factor. 0 uses the published value, 1."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Attention(Part):
     scale: float | None = None
     """Multiplier of the scores. None uses `head_dim ** -0.5`."""
     window: str = ""
-    """Name of the per-layer value with the number of tokens that a query attends to, including
-    itself. 0 means all tokens."""
+    """Name of the per-layer value with the number of tokens that a query attends to, including the
+    query. 0 means all tokens."""
     soft_cap: float = 0.0
     """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
@@ -163,8 +163,8 @@ class Attention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations. `query` and `key` are rotated; `context` is the mixed
-        values.
+        """Return the named activations. `query` and `key` are rotated; `context` is the attention
+        output.
         """
         found = {"query": self._query, "key": self._key, "value": self._key}
         found |= {"query_gate": self._query} if self.gated else {}
@@ -177,7 +177,7 @@ class Attention(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return four projections and the two matmuls with the scores."""
+        """Return the four projections, and the two matmuls that compute and apply the scores."""
         scores = Scores(
             self.num_heads,
             "heads",
@@ -192,16 +192,18 @@ class Attention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input, output and mixed values. Queries and keys are counted with the scores."""
+        """Return the input, the output and the mixed values. Queries and keys are counted with the
+        scores.
+        """
         return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 
     @property
     def backward_peak(self) -> Held:
         """Return the score and the probability of each pair.
 
-        Blockwise attention adds the queries and the output cotangent in block order, and copies of
-        keys and values with their float32 gradients. Kernels with a dense mask add gradients of
-        keys and values for each query head.
+        Blockwise attention adds the queries and the output cotangent in block order, copies of keys
+        and values, and the float32 gradients of keys and values. Kernels with a dense mask add
+        gradients of keys and values for each query head.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -242,8 +244,8 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
 
-        Head norms add their arrays. A sink adds its probability and the probability's cotangent, or
-        only its gradient.
+        Head norms add their saved arrays. A sink adds its probability and the cotangent of this
+        probability, or only the gradient of the sink.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
@@ -259,18 +261,18 @@ class Attention(Part):
             if self.head_norm is not None:
                 found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
                 if recomputed:
-                    found += Held(compute_dtype=((1.0, dims),))  # its input
+                    found += Held(compute_dtype=((1.0, dims),))  # the norm's input
         return found
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
-        """Return the dims of the separate norms, and the dims that each norm reduces."""
+        """Return the dims that index separate norms, and the dims that each norm reduces."""
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_dim, "norm"),)
 
     @property
     def _projected(self) -> int:
-        """Return the entries per head of the query projection."""
+        """Return the number of entries per head of the query projection."""
         return self.head_dim * (2 if self.gated else 1)
 
     @property

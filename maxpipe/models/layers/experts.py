@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     per_token: int
     """Number of groups per token."""
     by: Literal["max", "top2"]
-    """Score of a group: its largest score, or the sum of its two largest scores."""
+    """Score of a group: its largest expert score, or the sum of its two largest expert scores."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Experts(Part):
     """Weighted sum of each token's experts (arXiv:1701.06538, routed as in arXiv:2401.04088).
 
     Without a capacity, `dispatch` selects between computing only the token's experts and computing
-    all experts with weight 0 for those that are not selected. With a capacity, each expert accepts
-    a limited number of tokens per sequence and drops further tokens.
+    all experts with weight 0 for unselected experts. With a capacity, each expert accepts a limited
+    number of tokens per sequence and drops further tokens.
     """
 
     d_model: int
@@ -50,7 +50,8 @@ class Experts(Part):
     """Hidden width of one expert."""
     num_experts: int
     per_token: int
-    """Number of experts per token, those with the largest probabilities."""
+    """Number of selected experts per token. The experts with the largest probabilities are
+    selected."""
     out_gain: float
     """Gain of the output projections, which write to the residual stream."""
     load_balance_loss_weight: float
@@ -72,17 +73,18 @@ class Experts(Part):
     shared_gated: bool = False
     """Whether the shared expert's output is multiplied by a per-token sigmoid gate."""
     normalised: bool = True
-    """Whether the probabilities of a token's experts are normalized to sum to 1."""
+    """Whether the probabilities of a token's experts are normalized to a sum of 1."""
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
-    """Whether tokens pass through all experts or only through those selected. `auto` computes only
-    the selected experts if they are at most half of all experts."""
+    """Whether tokens pass through all experts or only through the selected experts. `auto` computes
+    only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
-    """Grouping of the experts. None allows any experts for a token."""
+    """Grouping of the experts. None allows a token to select any experts."""
     load_balance_scope: BalanceOver = "sequence"
-    """Tokens of one balance loss. `sequence`: each sequence separately. `microbatch`: a device's
-    sequences in a microbatch. `devices`: all devices' sequences in a microbatch."""
+    """Tokens over which one balance loss is computed. `sequence`: each sequence separately.
+    `microbatch`: a device's sequences in a microbatch. `devices`: all devices' sequences in a
+    microbatch."""
     expert_bias_update_rate: float | None = None
     """Step size of the router biases towards equal loads (arXiv:2408.15664). Biases affect the
     selection of experts but not their weights. None disables the biases."""
@@ -145,7 +147,7 @@ class Experts(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the router and the projections of all experts.
 
-        The dims that the matmul contracts come first, or the dims that it keeps come last. Each
+        The contracted dims of a projection come first, or its remaining dims come last. Each
         projection of all experts is therefore one matmul without transposes.
         """
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
@@ -173,8 +175,8 @@ class Experts(Part):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the update rule of the router bias: lower for experts above the mean load, else
-        higher.
+        """Return the update rule of the router bias, which decreases for experts above the mean
+        load and increases for the others.
         """
         rate = self.expert_bias_update_rate
         return {"router_bias": Follows("load", rate)} if rate else {}
@@ -224,20 +226,24 @@ class Experts(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input, output, the gates' inputs, and the input of the last matmul twice."""
+        """Return the input, the output, the gates' inputs, and two copies of the last matmul's
+        input.
+        """
         found = self._with_rows(6.0, width=2.0, placed=2.0)
         return found if self.shared is None else found + self.shared.traffic
 
     @property
     def backward_peak(self) -> Held:
-        """Return the gates' inputs and outputs, their gradients, and tokens sent elsewhere."""
+        """Return the gates' inputs and outputs, their gradients, and tokens sent to other
+        devices.
+        """
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
     def residuals(self) -> Held:
         """Return the inputs of matmuls and gates, the expert weights, and the token placement.
 
-        In float32, they include the probabilities, the z-loss terms, the selected experts and sums
+        The float32 arrays are the probabilities, the z-loss terms, the selected experts and sums
         over experts. The residuals of the balance loss are too small to count.
         """
         extra = float(self.normalised)
@@ -292,8 +298,8 @@ class Experts(Part):
         return found + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Return the shared expert's arrays without its input and output, which are counted
-        already.
+        """Return the shared expert's arrays without its input and output, which other terms already
+        count.
         """
         return replace(
             held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)
@@ -301,7 +307,9 @@ class Experts(Part):
 
     @property
     def rows(self) -> float:
-        """Return the mean number of experts that are computed per token, used or not."""
+        """Return the mean number of experts that are computed per token, whether selected or
+        not.
+        """
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
         if self.rows_received is not None:  # dropped tokens are not computed
@@ -371,13 +379,13 @@ class Experts(Part):
         return most
 
     def expert_capacity(self, tokens: int) -> int:
-        """Return the capacity of an expert in tokens of a sequence."""
+        """Return the capacity of an expert in tokens per sequence."""
         each = tokens * self.per_token / self.num_experts
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return copies of arrays of expert width, of arrays per token, and of arrays per expert
-        token.
+        """Return `hidden` copies per token-expert pair at the expert width, `width` copies per
+        token, and `placed` copies of each permuted token.
         """
         found = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))

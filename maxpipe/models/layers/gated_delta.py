@@ -19,8 +19,8 @@ from maxpipe.models.spec import (
     Products,
 )
 
-# Initialization of the gates as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is at most
-# `_FASTEST` times a time step between `_SHORTEST` and `_LONGEST`.
+# Initialization of the gates as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is the
+# product of a rate of at most `_FASTEST` and a time step between `_SHORTEST` and `_LONGEST`.
 _FASTEST = 16.0
 _SHORTEST, _LONGEST = 1e-3, 1e-1
 _GOLDEN = (5**0.5 - 1) / 2
@@ -30,9 +30,9 @@ _GOLDEN = (5**0.5 - 1) / 2
 class GatedDelta(Part):
     """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
 
-    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct it where the
-    stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has one
-    query, one key and several value heads. Queries, keys and values pass through a short
+    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct the state where
+    the stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has
+    one query, one key and several value heads. Queries, keys and values pass through a short
     convolution over tokens. The output is normalized and gated.
     """
 
@@ -59,7 +59,9 @@ class GatedDelta(Part):
 
     @property
     def mixed_size(self) -> int:
-        """Entries per key head that pass through the convolution: query, key and values."""
+        """Number of entries per key head that pass through the convolution: query, key and
+        values.
+        """
         return 2 * self.key_size + self.group * self.value_size
 
     @property
@@ -67,7 +69,7 @@ class GatedDelta(Part):
         """Return the projections, convolution kernels, gates and the norm's scale.
 
         For each key head, `qkvz` concatenates query, key, values and output gates, and `ba`
-        concatenates the logits of its write and decay gates.
+        concatenates the logits of the write and decay gates.
         """
         embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
@@ -104,7 +106,8 @@ class GatedDelta(Part):
         """Return the projections, the convolution, and the matmuls with the state and inside
         chunks.
 
-        The needed FLOPs are those of the recurrence: reads by key and query, and the write.
+        The needed FLOPs are those of the recurrence: reading the state by key and query, and
+        writing it.
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk
         needed = 3.0 * dk * dv
@@ -119,7 +122,7 @@ class GatedDelta(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input, output, the projections and the state's output."""
+        """Return the input, the output, the projections and the output of the state."""
         return Held(compute_dtype=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
 
     @property
@@ -188,14 +191,14 @@ class GatedDelta(Part):
 
 
 def _rates(heads: int) -> tuple[float, ...]:
-    """Return the logarithms of evenly spaced decay rates."""
+    """Return the logarithms of evenly spaced decay rates, one per head."""
     return tuple(math.log(_FASTEST * (number + 0.5) / heads) for number in range(heads))
 
 
 def _times(heads: int) -> tuple[float, ...]:
     """Return the inverse softplus of log-uniformly spaced time steps.
 
-    Multiples of the golden ratio make their order differ from that of the rates.
+    Multiples of the golden ratio give the time steps a different order from the rates.
     """
     span = math.log(_LONGEST / _SHORTEST)
     steps = (_SHORTEST * math.exp(span * (number * _GOLDEN % 1)) for number in range(heads))

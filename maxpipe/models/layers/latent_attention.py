@@ -16,8 +16,8 @@ class LatentAttention(Part):
     """Causal multi-head latent attention within segments (arXiv:2405.04434, section 2.1).
 
     Each head's keys and values are projected from the token's latent. Positions are encoded in
-    additional rotated entries: separate ones for each query head, and one vector per key that all
-    heads share.
+    additional rotated entries: each query head has separate rotated entries, and all heads share
+    the rotated entries of a key.
     """
 
     d_model: int
@@ -34,7 +34,7 @@ class LatentAttention(Part):
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
     rope: Rope
-    """Rotary positions. The projections store the `turned` entries at the end of a head, as pairs
+    """Rotary positions. The projections store the rotated entries at the end of a head, as pairs
     (2i, 2i+1)."""
     scale: float
     """Multiplier of the scores."""
@@ -103,7 +103,7 @@ class LatentAttention(Part):
         """Return the named activations. Latents are not normalized yet; `query` and `key` are
         rotated.
 
-        `context` is the mixed values.
+        `context` is the attention output.
         """
         latents = {"query_latent": self._query_latent} if self.q_lora_rank else {}
         return latents | {
@@ -122,7 +122,7 @@ class LatentAttention(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return all projections and the two matmuls with the scores."""
+        """Return all projections, and the two matmuls that compute and apply the scores."""
         mean = (self.head_dim + self.value_size) / 2
         scores = Scores(
             self.num_heads,
@@ -138,7 +138,9 @@ class LatentAttention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input, output, the latents with their norms, queries and the attention output."""
+        """Return the input, the output, the latents with their norms, the queries and the attention
+        output.
+        """
         latents = tuple((4.0, dims) for _, dims in self._normed)
         mixed = ((1.0, self._query), (1.0, self._value))
         return Held(compute_dtype=((2.0, self._width), *latents, *mixed))
@@ -147,7 +149,8 @@ class LatentAttention(Part):
     def backward_peak(self) -> Held:
         """Return the score and the probability of each pair.
 
-        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradients.
+        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradient
+        arrays for each packed document.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))

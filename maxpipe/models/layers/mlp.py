@@ -22,8 +22,8 @@ from maxpipe.models.spec import (
 class ClampedSilu(NamedTuple):
     """GPT-OSS gate, `g * sigmoid(slope * g) * (u + 1)`.
 
-    The gate g is clamped to at most `limit`, and u to `-limit`..`limit`, as in the released models
-    of arXiv:2508.10925.
+    The gate g is clamped to at most `limit`, and u is clamped to the range from `-limit` to
+    `limit`, as in the released models of arXiv:2508.10925.
     """
 
     slope: float
@@ -31,7 +31,8 @@ class ClampedSilu(NamedTuple):
 
 
 Gate = Literal["silu", "gelu"] | ClampedSilu
-"""Activation that combines gate and up: `f(gate) * up` for a named f, or a complete formula."""
+"""Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a complete
+formula."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class GatedMLP(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input and output, and the gate's inputs, which are written and read."""
+        """Return the input, the output, and the gate's inputs, which are written and read back."""
         return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
 
     @property
@@ -83,7 +84,7 @@ class GatedMLP(Part):
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls and of the gate."""
+        """Return the inputs of all matmuls and the inputs of the gate."""
         return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -122,7 +123,7 @@ class Norm(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return input and output."""
+        """Return the input and the output."""
         return Held(compute_dtype=((2.0, self._width),))
 
     @property
@@ -139,15 +140,16 @@ class Norm(Part):
         return self.deferred_of((), self._width, recomputed=recomputed)
 
     def residuals_of(self, each: Dims, over: Dims) -> Held:
-        """Return the scaled array; in float32 the input twice and two statistics.
+        """Return the scaled array, and in float32 two copies of the input and two statistics.
 
-        `over` are the dims that a norm reduces; it is applied separately along the dims `each`.
+        `over` are the dims that the norm reduces. The norm is applied separately along the dims
+        `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
-        """Return the norm's parameters; without recomputation also the scaled array and a
+        """Return the norm's parameters, and without recomputation also the scaled array and a
         cotangent.
         """
         if recomputed:
@@ -166,7 +168,7 @@ class Norm(Part):
 
 @dataclass(frozen=True)
 class RMSNorm(Norm):
-    """Normalizes by the root mean square (arXiv:1910.07467)."""
+    """Normalization by the root mean square (arXiv:1910.07467)."""
 
     offset: float = 0.0
     """Offset that is added to the stored scale. 1 means that a stored scale of 0 has no effect."""
@@ -176,13 +178,13 @@ class RMSNorm(Norm):
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the scaled array. It is in the compute type if there is no offset."""
+        """Return the scaled array. It is in the compute dtype if there is no offset."""
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """Subtracts the mean and divides by the standard deviation (arXiv:1607.06450)."""
+    """Normalization by the mean and the standard deviation (arXiv:1607.06450)."""
 
     bias: bool = True
     """Whether a bias is added."""

@@ -1,4 +1,4 @@
-"""Attention backends by name, the values of `model.attention`."""
+"""Attention backends, keyed by the value of `model.attention`."""
 
 from __future__ import annotations
 

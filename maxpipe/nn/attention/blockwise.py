@@ -1,11 +1,12 @@
 """Blockwise attention in plain jax, with memory linear in T on every platform.
 
-Only the scores of one pair of blocks exist at a time. The forward pass uses online softmax
-(arXiv:1805.02867). The backward pass recomputes scores from each query's log-sum-exp
-(arXiv:2205.14135; algorithm 4 of arXiv:2307.08691 in the loop order of its forward). The number of
-loop iterations follows from causality, the window and the documents of a sequence. It may differ
-between devices and layers, because nothing is differentiated through the loops. Short sequences use
-no loops: each of a few query blocks scores all its keys at once.
+Only the scores of one pair of a query block and a key block are in memory at a time. The forward
+pass uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from each
+query's log-sum-exp (arXiv:2205.14135). It is algorithm 4 of arXiv:2307.08691 with the loop order of
+that paper's forward pass. The number of loop iterations depends on causality, the window and
+document boundaries. This number may differ between devices and layers, because a custom gradient
+avoids differentiation through the loops. Short sequences use no loops: they have few query blocks,
+and each block scores all its visible keys at once.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import mark_varying
 
 _MASK_VALUE = -1e30
-"""Score of a masked key."""
+"""Score that replaces the scores of masked keys."""
 MIN_SCORE = -1e20
-"""Lower limit of the largest score of a query. Without visible keys, all probabilities are then
-exactly 0."""
+"""Lower bound for the maximum score of a query. With this bound, a query without visible keys has
+probabilities of exactly 0."""
 _PADDING_SEGMENT = -2
-"""Segment of padding after the last key. No query has this segment."""
+"""Segment id of the padding after the last key. No query has this segment."""
 
 
 class Options(NamedTuple):
@@ -46,11 +47,11 @@ class Options(NamedTuple):
     query_block: int
     key_block: int
     mean_key_blocks: float
-    """Mean number of key blocks per query block over the windows, for sequences with one document.
-    This is the maximum that is computed."""
+    """Mean number of key blocks per query block, averaged over the windows, for sequences with one
+    document. Sequences with several documents need no more blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block, for computation without loops. The keys of a
-    block also end at `stop`. If the tuple is empty, blocks are computed in loops."""
+    block also end at `stop`. If the tuple is empty, attention is computed in loops."""
 
 
 class QueryKeyMask(NamedTuple):
@@ -72,14 +73,14 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Compute attention without arrays of size T x S. Queries without visible keys return zeros.
 
-    Sums are in float32 for any input type. `block` is the maximum number of queries and keys in a
-    block; 0 selects it automatically. With a cache, `xla` is used: few queries have few scores, and
-    the order of cached keys does not determine the mask.
+    Sums are accumulated in float32 for any input dtype. `block` is the maximum number of queries
+    and keys in a block; 0 selects it automatically. With a cache, the `xla` backend is used,
+    because the number of scores is small and cached keys are not in sequence order.
     """
     if not mask.has_places:
         return xla.attend(query, key, value, mask)
     options, rows = prepare_mask(query, key.shape[1], mask, block)
-    # `mark_varying` sums gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, rows)), options)
 
 
@@ -115,9 +116,9 @@ def prepare_mask(
 def _mean_trips(
     keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
 ) -> float:
-    """Return the mean number of key blocks per query block for a sequence with one document.
+    """Return the mean number of loop iterations over key blocks, for a sequence with one document.
 
-    The bounds are those of `_Blocks.bounds`.
+    The loop has the bounds of `_Blocks.bounds`.
     """
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
@@ -146,7 +147,9 @@ def _forward_rule(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Name the result and log-sum-exp once, so that the backward pass reads the saved arrays."""
+    """Name the result and the log-sum-exp in this rule, so that the backward pass reads saved
+    copies.
+    """
     run = _forward_unrolled if options.unrolled else forward
     mixed, log_sum = run(query, key, value, sinks, rows, options)
     mixed = checkpoint_name(mixed.astype(query.dtype), "context")
@@ -157,8 +160,8 @@ def _forward_rule(
 class _Blocks:
     """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
 
-    The block dim comes first, so that a block is contiguous in memory. Each run of queries is
-    padded to full blocks.
+    The block dim comes first, so that a block is contiguous in memory. Each contiguous run of
+    queries is padded to a multiple of the block size.
     """
 
     def __init__(self, query: Array, key: Array, rows: QueryKeyMask, options: Options):
@@ -189,7 +192,7 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
-        """Return queries in blocks, with heads grouped by the keys that they share."""
+        """Split queries into blocks, with query heads grouped by key/value head."""
         x = self.split_tokens(x)
         x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
         return x.transpose(0, 1, 3, 4, 2, 5)
@@ -203,25 +206,24 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_kv(self, x: Float[Array, "B S G h"]) -> Float[Array, "j B G s h"]:
-        """Return keys or values in blocks."""
+        """Split keys or values into blocks."""
         return self.split_keys(x).swapaxes(2, 3)
 
     def merge_queries(self, x: Float[Array, "i B G n t h"]) -> Float[Array, "B T N h"]:
-        """Return queries from blocks to sequences."""
+        """Merge query blocks into sequences."""
         x = x.transpose(1, 0, 4, 2, 3, 5)  # B i t G n h
         x = x.reshape(self.batch, self.runs, -1, self.heads, x.shape[-1])
         return x[:, :, : self.options.run].reshape(self.batch, self.tokens, *x.shape[3:])
 
     def merge_kv(self, x: Float[Array, "j B G s h"]) -> Float[Array, "B S G h"]:
-        """Return keys or values from blocks to sequences."""
+        """Merge key or value blocks into sequences."""
         x = x.transpose(1, 0, 3, 2, 4)
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
     def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-        """Return, for each query block, the first visible key block and the end of the visible
-        range.
+        """Return the range of visible key blocks, as (first, end), for each query block.
 
-        Key blocks outside the documents of the query block are excluded.
+        The range excludes key blocks before and after the documents of the query block.
         """
         size, window = self.options.key_block, self.rows.window
         near = (self.segments.min(-1)[:, None] <= self.key_segments.max(-1)) & (
@@ -241,7 +243,7 @@ class _Blocks:
     def visible(
         self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
     ) -> Bool[Array, "B 1 1 t s"]:
-        """Return whether queries of a block see the keys of a block."""
+        """Return the mask of visible (query, key) pairs for a query block and key block `block`."""
         size, window = self.options.key_block, self.rows.window
         seen = segments[:, :, None] == _at(self.key_segments, block)[:, None, :]
         distance = places[:, None] - (block * size + jnp.arange(size, dtype=jnp.int32))
@@ -260,7 +262,7 @@ def forward(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """Compute the result and the log-sum-exp of each query, both in float32."""
+    """Compute the attention output and the log-sum-exp of each query, both in float32."""
     blocks = _Blocks(query, key, rows, options)
     keys, values = blocks.split_kv(key), blocks.split_kv(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
@@ -317,7 +319,8 @@ def backward(
 ) -> tuple[Array, Array, Array, Array]:
     """Compute the gradients of query, key, value and sinks in float32.
 
-    `mixed` and `log_sum` cover all keys; `key` and `value` may be a subset.
+    `mixed` and `log_sum` are results over all keys, but `key` and `value` may hold a subset of the
+    keys.
     """
     blocks = _Blocks(query, key, rows, options)
     keys, values, log_sums = blocks.split_kv(key), blocks.split_kv(value), log_sum[..., None]
@@ -351,7 +354,7 @@ def backward(
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *found = lax.fori_loop(first, last, add, start)
-        if sinks is not None:  # summed in the scan, so that a split backward keeps only sums
+        if sinks is not None:  # summed in the scan, so a split backward pass saves only the sums
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*found, d_sinks), d_query
@@ -368,28 +371,28 @@ def backward(
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-# Short sequences.
+# Attention over short sequences, without loops.
 
 _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 
 
 class _Unrolled:
-    """Queries with leading head dims, and keys, for attention without loops.
+    """Layouts of queries and keys for attention without loops.
 
-    Query heads that share keys are merged with the query dim, so a sum over queries reduces one
-    dim.
+    Query heads that share keys are merged with the query dim, so a sum over queries reduces a
+    single dim.
     """
 
     def __init__(self, groups: int, rows: QueryKeyMask, options: Options):
         self.groups, self.rows, self.options = groups, rows, options
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "B G n T h"]:
-        """Group query heads by the keys that they share."""
+        """Group query heads by key/value head."""
         x = x.reshape(*x.shape[:2], self.groups, -1, x.shape[-1])
         return x.transpose(0, 2, 3, 1, 4)
 
     def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
-        """Return a block of queries, x = n t."""
+        """Return a block of queries, where x is n times t."""
         x = x[:, :, :, start:stop]
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
@@ -416,9 +419,9 @@ class _Unrolled:
         return found.reshape(*found.shape[:2], -1, found.shape[-1])
 
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
-        """Sum the key gradients `[B, G, s, h]` of the query blocks at each key."""
+        """Sum the key gradients `[B, G, s, h]` of all query blocks for each key."""
         blocks, found = self.options.unrolled, []
-        for number, (_, start, stop) in enumerate(blocks):  # keys have the same blocks
+        for number, (_, start, stop) in enumerate(blocks):  # keys are split at the same indices
             seeing = zip(blocks[number:], parts[number:], strict=True)
             found.append(
                 sum(
@@ -500,7 +503,7 @@ def _backward_unrolled(
             share = jnp.exp(_sinks_per_query(sinks, blocks.groups, stop - start) - log_sum)
             lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
             d_sinks -= lost.sum((0, 3))
-    if sinks is not None:  # the barrier lets a split backward wait for nothing else
+    if sinks is not None:  # with the barrier, a split backward pass saves only the sum
         d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
     of_keys = blocks.sum_key_gradients(d_keys), blocks.sum_key_gradients(d_values)
     return blocks.merge_queries(d_queries), *of_keys, d_sinks.reshape(-1)
@@ -512,7 +515,7 @@ def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Flo
 
 
 def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
-    """Return the capped float32 scores of all pairs."""
+    """Return the float32 scores of all pairs after the soft cap."""
     found, cap = _dot(form, query, key) * options.scale, options.soft_cap
     return cap * jnp.tanh(found / cap) if cap else found
 

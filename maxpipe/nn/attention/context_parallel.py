@@ -1,14 +1,15 @@
 """Attention over sequences that are sharded over the context axis, for any backend.
 
 `gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag order
-balances the number of pairs between devices (arXiv:2407.21783). If all layers have a window, only
-tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for head
-shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
+balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a window,
+only tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for
+head shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
 (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and the next shard is sent while the current
-one is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
-blockwise attention on all platforms. All stages must run the ring's permutes in the same order.
+shard is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
+blockwise attention on all platforms. All pipeline stages must run the ring's collective permutes in
+the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def attend(
     inputs: Mapping[str, Any],
     rules: AxisRules,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention of the local tokens.
+    """Compute attention for the local tokens.
 
     `inputs` are the arrays of the microbatch and `mask` is the mask of the local tokens.
     """
@@ -74,7 +75,7 @@ def attend(
     return backend(query, key, value, mask)
 
 
-# Exchange of heads.
+# Head sharding (`heads`).
 
 
 def _tensor_shards() -> int:
@@ -92,10 +93,10 @@ def _by_heads(
 
 
 def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
-    """Exchange sequence shards for head shards; the tokens are in order."""
+    """Exchange sequence shards for head shards, and sort the tokens in sequence order."""
     rows, tokens, _, size = x.shape
     count = axis_size(CONTEXT)
-    # Tensor shards are kept: each of them is split further.
+    # Head shards of the tensor axis are kept, and each shard is split further over context.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
     got = all_to_all(apart, CONTEXT, 3, 1)
     return context_parallel.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
@@ -115,11 +116,12 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
     return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
 
 
-# Windowed attention. The two local chunks become two sequences, each with its preceding tokens.
+# Windowed attention. The two local chunks become two sequences, each with the tokens that precede
+# it.
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
-    """Return the windows of all layers, with 0 for layers without a known window."""
+    """Return the possible windows of the layers; 0 means an unlimited or unknown window."""
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 
@@ -151,7 +153,7 @@ def _as_rows(x: Array) -> Array:
 def _prepend_preceding_tokens(
     x: Float[Array, "B T G H"], before: int, starts: tuple[Int[Array, ""], Int[Array, ""]]
 ) -> Float[Array, "_ _ G H"]:
-    """Prepend to both local chunks the last tokens of the preceding chunk of the sequence.
+    """Prepend the last tokens of the preceding chunk to each of the two local chunks.
 
     The tokens before the first chunk of a sequence are arbitrary, because no query sees them.
     """
@@ -172,7 +174,7 @@ def ring_attend(
     value: Float[Array, "B T G v"],
     mask: Mask,
 ) -> Float[Array, "B T N v"]:
-    """Compute ring attention of the local tokens; the mask covers its queries in full sequences."""
+    """Compute ring attention for the local tokens; `mask` indexes the queries in full sequences."""
     options, pairs = blockwise.prepare_mask(query, mask.run, mask)
     return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
 
@@ -203,7 +205,7 @@ def _forward_rule(
 
 
 def _shift_to_next(tree: Any) -> Any:
-    """Send arrays from each device to the next."""
+    """Send arrays from each device to the next device of the ring."""
     return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
 
 
@@ -263,7 +265,8 @@ def _backward_rule(
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
             d_query, found = d_query + more, [*found, of_keys]
         added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
-        # Gradients of keys and values rotate with them and return home after the last hop.
+        # Gradients rotate with their keys and values, and are back on the original device after the
+        # last hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
 
     zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731

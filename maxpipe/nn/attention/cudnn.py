@@ -1,13 +1,13 @@
 """Attention with cuDNN's fused kernels, for NVIDIA GPUs.
 
-A kernel with a dense bias is twice as slow as one with document offsets. The kernel is therefore
-selected at run time from the data. If every sequence is one document, the kernel uses only the
-causal mask. If documents are contiguous, kernels for Hopper and later skip pairs of different
-documents. In all other cases the kernel reads a dense bias.
+A kernel with a dense bias is twice as slow as a kernel with document offsets. The kernel is
+therefore selected at run time from the data. If every sequence has one document, the kernel uses
+only the causal mask. If documents are contiguous, kernels for Hopper and later skip pairs of
+different documents. In all other cases the kernel reads a dense bias.
 
-Each device calls the kernels separately in a program that is manual over all axes. The module emits
-XLA's custom calls directly. The functions in jax are private, change between releases and query the
-local GPU, which does not exist in ahead-of-time compilation.
+The kernels run in a program with all mesh axes manual, so each device calls them separately. The
+module emits XLA's custom calls directly. The corresponding functions of jax are private and change
+between releases. They also query the local GPU, which is absent in ahead-of-time compilation.
 
 Source: FlashAttention-2 (arXiv:2307.08691), as implemented in cuDNN.
 """
@@ -39,8 +39,8 @@ from maxpipe.parallel.collectives import map_shards, mark_varying
 _STATUS_RETURNING = 2
 """Version of the custom-call interface."""
 _HEADS_FIRST = (0, 2, 1, 3)
-"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have these dims with the memory layout
-of the inputs."""
+"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have dims [B, N, T, H] in the memory
+layout of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class Kernel:
     causal: bool
     scale: float
     window: int = 0
-    """Number of tokens that a query sees, including itself. 0 means all."""
+    """Number of tokens that a query sees, including the query. 0 means all tokens."""
     packed: int = 1
     """Maximum mean number of documents per sequence. 1 means one document per sequence."""
 
 
 class DocumentOffsets(NamedTuple):
-    """Lengths and starts of the documents in tokens `[B, T]`, at most B times `packed`."""
+    """Lengths and starts of the at most B times `packed` documents in a batch `[B, T]`."""
 
     lengths: Int[Array, "B packed"]
     """Lengths in tokens, padded with 0."""
     starts: Int[Array, "B packed+1"]
-    """Index of the first token in the flattened batch, padded with B times T."""
+    """Index of each document's first token in the flattened batch, padded with B times T."""
 
 
 def forward(
@@ -71,11 +71,11 @@ def forward(
     value: Float[Array, "B S G H"],
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "D N T"]]:
-    """Run the forward kernel. Returns the output and the log-sum-exp of each query's scores.
+    """Run the forward kernel. Return the output and the log-sum-exp of each query's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` that is added to the scores, or the offsets of packed
-    documents. D is B or the maximum number of documents. T of the log-sum-exp then counts from the
-    first token of each document.
+    documents. D is B without packed documents; otherwise, D is the maximum number of documents.
+    With packed documents, dim T of the log-sum-exp counts from the first token of each document.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -110,7 +110,7 @@ def backward(
 def _operands(
     query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the bias and the lengths and offsets of documents, as empty tuples if not used."""
+    """Return the bias operands and the document operands. Unused operands are an empty tuple."""
     if beside is None:
         return (), ()
     if not isinstance(beside, DocumentOffsets):
@@ -132,7 +132,7 @@ def _call(
         f"__cudnn$fmha{'ScaleBias' if biased else ''}Softmax{direction}",
         (*results, workspace),
         vmap_method="sequential",
-        # Dims from major to minor.
+        # Layouts list dims from major to minor.
         output_layouts=[_HEADS_FIRST if each.ndim == 4 else None for each in (*results, workspace)],
         custom_call_api_version=_STATUS_RETURNING,
         legacy_backend_config=json.dumps(_config(kernel, query, key, bool(direction))),
@@ -141,7 +141,7 @@ def _call(
 
 
 def _config(kernel: Kernel, query: Array, key: Array, is_backward: bool) -> Mapping[str, Any]:
-    """Return XLA's `GpuBackendConfig`."""
+    """Return the `GpuBackendConfig` that XLA expects for the kernel."""
     rows, tokens, heads, _ = query.shape
     mask = "CAUSAL" if kernel.causal else "PADDING" if kernel.packed > 1 else "NO_MASK"
     scores = {
@@ -178,7 +178,7 @@ _FORWARD: Mapping[str, _Dims] = {
     "bmm1": ((3, 3), (0, 2), (0, 2)),  # BTNH, BSNH -> BNTS
     "bmm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
 }
-"""Contracting dims of each matmul, and its batch dims on the left and on the right."""
+"""Contracting dims of each matmul, and the batch dims of its left and right operands."""
 _BACKWARD_CALL: Mapping[str, _Dims] = {
     "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),  # BNTS, BTNH -> BSNH
     "bmm1_grad_gemm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
@@ -197,13 +197,14 @@ def _dims(summed: tuple[int, int], left: Sequence[int], right: Sequence[int]) ->
 
 
 _BACKWARD = 2.5
-"""FLOPs of the backward relative to the forward: recomputed scores and four gradients."""
+"""Ratio of backward to forward FLOPs. The backward pass recomputes scores and computes four
+gradients."""
 _PACKING_GPUS = re.compile(r"\bG?[HB]\d{3}\b")
-"""Names of GPUs with support for packed documents, of compute capability 9.0 or 10.0."""
+"""Pattern of the names of GPUs that support packed documents (compute capability 9.0 or 10.0)."""
 _MAX_ELEMENTS = 2**31
 """Maximum number of elements that the kernels can index."""
 _MASK_VALUE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-"""Bias of a masked score. cuDNN subtracts two of them."""
+"""Bias of a masked score. cuDNN subtracts two such values, and the result must not overflow."""
 
 
 def attend(
@@ -212,9 +213,9 @@ def attend(
     value: Float[Array, "B S G H"],
     mask: Mask,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention in one kernel; `parts.attention.CANNOT` lists unsupported options.
+    """Compute attention in one kernel; `models.layers.attention.CANNOT` lists unsupported options.
 
-    With a cache, and for sequences of odd length, plain jax is used. Config rules exclude both in
+    With a cache or an odd sequence length, plain jax is used. Config rules exclude both cases in
     training.
     """
     assert not mask.soft_cap and mask.sinks is None, "refused with the config"
@@ -231,7 +232,7 @@ def attend(
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _CudnnMask(mask.segments, window, seen)
     key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
-    # `mark_varying` sums gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, beside)), call)
 
 
@@ -240,9 +241,9 @@ class CudnnOptions:
     """Static options of a compiled program."""
 
     windows: tuple[int, ...]
-    """Possible windows. If there are several, the data select one."""
+    """Possible windows. If there are several, the program selects one at run time."""
     causal: bool
-    """Whether the mask is causal by index, with queries and keys of the same tokens."""
+    """Whether the mask is causal by token index. Queries and keys are then the same tokens."""
     scale: float
 
 
@@ -252,7 +253,7 @@ class _CudnnMask(NamedTuple):
     segments: Int[Array, "B T"]
     window: Int[Array, ""] | None
     visible: Bool[Array, "B 1 T S"] | None
-    """Complete mask, for queries and keys that are not in order."""
+    """Complete mask, for queries and keys that are not in sequence order."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -263,7 +264,7 @@ def _attention(
     beside: _CudnnMask,
     call: CudnnOptions,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention. Its differentiation rules enter the per-device program (`on_shards`)."""
+    """Compute attention. The differentiation rules run the kernels per device, in `on_shards`."""
     return _forward(query, key, value, beside, call)[0]
 
 
@@ -278,7 +279,7 @@ def _forward(
         (arrays, sums),
     )
     mixed, log_sums = mark_varying(run(query, key, value, beside))
-    # Both are named, so that the kernel does not run again if the output is saved.
+    # Both arrays are named, so that the kernel does not run again if the output is saved.
     mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
     return mixed, (query, key, value, beside, mixed, log_sums)
 
@@ -297,8 +298,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
-    """Return the specs of arrays with heads, of the log-sum-exp, and of arrays shared by
-    all heads.
+    """Return the partition specs of arrays with heads, of the log-sum-exp, and of arrays that all
+    heads share.
     """
     rows, heads = interface.query_axes(query)
     batch: Any = PartitionSpec(rows)
@@ -316,7 +317,7 @@ def _supports_packing() -> bool:
     return device is not None and _PACKING_GPUS.search(device.device_kind) is not None
 
 
-# On one device.
+# Computation on one device.
 
 
 def local_forward(
@@ -374,7 +375,7 @@ class _PackedDocuments(NamedTuple):
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
-    """Document of each token, counted over the batch."""
+    """Document index of each token, counted over the batch."""
 
     @classmethod
     def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
@@ -410,7 +411,7 @@ class _PackedDocuments(NamedTuple):
 
 
 _KernelMask = _PackedDocuments | Array | None
-"""Packed documents, a bias `[B, 1, T, S]`, or None if the kernel needs no further mask."""
+"""Additional mask of a kernel: packed documents, a bias `[B, 1, T, S]`, or None."""
 
 
 def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
@@ -418,7 +419,7 @@ def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
 
 
 def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return whether a token starts a document."""
+    """Return a mask of the tokens that start a document."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 

@@ -1,8 +1,8 @@
 """Interface of attention backends: masks, KV caches and sharding of heads.
 
-Kernels run on one device. Their callers enter the per-device program (`per_device.on_shards`) with
-heads sharded over tensor, and with sequences sharded if the program is automatic over all axes. If
-layers have different windows, `switch_window` selects a kernel by window at run time.
+Kernels run on one device. Their callers enter a per-device program (`per_device.on_shards`), in
+which heads are sharded over tensor. If all mesh axes are auto axes, sequences are sharded as well.
+If layers have different windows, `switch_window` selects a kernel by window at run time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 class Mask:
     """Mask and score transformations of attention.
 
-    By default queries and keys are the tokens of one sequence, from its first token. `places` gives
-    the indices of queries that are a subset of the sequence. `key_positions` gives the positions of
-    cached keys.
+    By default, queries and keys are the same tokens of a sequence, starting with its first token.
+    If the queries are a subset of the sequence, `places` holds their indices. `key_positions` holds
+    the positions of cached keys.
     """
 
     segments: Int[Array, "B T"]
@@ -41,13 +41,13 @@ class Mask:
     """Position of each key in its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
     """Indices of the queries in the sequence of the keys, if the device holds a subset. None uses
-    0 to T - 1."""
+    the indices 0 to T - 1."""
     run: int = 0
     """Number of contiguous queries if `places` is set. Must divide T."""
     causal: bool = True
     """Whether a query sees only itself and earlier tokens."""
     window: int | Int[Array, ""] = 0
-    """Number of tokens that a query sees, including itself. 0 means all."""
+    """Number of tokens that a query sees, including the query. 0 means all tokens."""
     windows: tuple[int, ...] = ()
     """Possible values of `window` if it is an array."""
     scale: float | None = None
@@ -70,7 +70,8 @@ class Mask:
         return self.has_places and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
-        """Return whether queries from `start` to `stop` see each of the first `keys` keys.
+        """Return a mask of the first `keys` keys that is true where queries `start` to `stop` see a
+        key.
 
         `causal=False` omits the causal mask, which the caller applies.
         """
@@ -97,13 +98,14 @@ AttentionBackend = Callable[
 ]
 """Function (query, key, value, mask) -> attention output of each query head.
 
-A backend names its result `context`. A backend with a custom backward does so in its forward rule,
-where it also names `parts.attention.LOG_SUM`. A name outside the rule would not prevent another
-forward pass in the backward, and two names would save two copies."""
+A backend gives its result the checkpoint name `context`. A backend with a custom gradient sets the
+name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). A name outside the rule
+would not prevent a second forward pass in the backward pass. Naming the result twice would save two
+copies."""
 
 
 _EMPTY = -1
-"""Segment of an empty cache slot."""
+"""Segment id of an empty cache slot."""
 
 
 class KVCache(NamedTuple):
@@ -178,7 +180,7 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
 
 
 def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
-    """Return the axes that shard sequences here, and the axis that shards heads."""
+    """Return the mesh axes that shard sequences in this program, and the axis that shards heads."""
     mesh = jax.sharding.get_abstract_mesh()
     rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows = tuple(axis for axis in BATCH_AXES if axis in rest)
@@ -188,13 +190,13 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Repeat key/value heads if there are fewer than shards of the query heads."""
+    """Repeat key/value heads if there are fewer of them than head shards."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 
 
 def _head_shards(num_heads: int) -> int:
-    """Return the number of devices that shard heads here."""
+    """Return the number of head shards in this program."""
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
         return 1
@@ -205,7 +207,7 @@ def _head_shards(num_heads: int) -> int:
 def switch_window(
     run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
 ) -> Any:
-    """Run `run(size, *arrays)` with the size that equals `window`; None selects the only size."""
+    """Call `run(size, *arrays)` with the size that equals `window`; None selects the only size."""
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])

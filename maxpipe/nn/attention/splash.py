@@ -1,8 +1,9 @@
 """Attention with jax's splash kernels, for TPUs. Scores stay in on-chip memory.
 
 The kernels read lists of the visible key blocks of each query block, and the indices of the
-queries. Both may be arrays, so a device can hold any chunks of a sequence. Tests pin the private
-entry points, because jax has no public one for the backward.
+queries. The lists and the indices may be runtime arrays, so a device can hold any chunks of a
+sequence. The module uses private entry points, because jax has no public entry point for the
+backward pass. Tests pin these entry points.
 
 Source: FlashAttention-2 (arXiv:2307.08691), as in `jax.experimental.pallas.ops.tpu`.
 """
@@ -32,8 +33,8 @@ from maxpipe.parallel.collectives import map_shards, mark_varying
 LANES = 128
 """Block sizes are multiples of this number."""
 _LONG = 4096
-"""Minimum sequence length for large blocks. Each kernel step has a fixed cost, but few blocks waste
-a larger share of work on the half-masked diagonal."""
+"""Minimum sequence length for large blocks. Larger blocks need fewer kernel steps, each with a
+fixed cost, but waste a larger share of the work on the half-masked diagonal."""
 
 
 def attend(
@@ -44,11 +45,11 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention in kernels.
+    """Compute attention with splash kernels.
 
-    With a cache, and for sequences that are not multiples of the block size, plain jax is used.
-    Config rules exclude both in training. `interpret` runs the kernels as jax operations on any
-    device.
+    With a cache, or if the sequence length is not a multiple of the block size, plain jax is used.
+    Config rules exclude both cases in training. `interpret` runs the kernels as jax operations on
+    any device.
     """
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
@@ -65,7 +66,7 @@ def attend(
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
     key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
-    # `mark_varying` sums gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
 
@@ -74,7 +75,7 @@ class SplashOptions:
     """Static options of a kernel."""
 
     windows: tuple[int, ...]
-    """Possible windows. If there are several, the data select one."""
+    """Possible windows. If there are several, the program selects one at run time."""
     causal: bool
     scale: float
     soft_cap: float
@@ -101,7 +102,7 @@ def _attention(
     seen: _SplashMask,
     call: SplashOptions,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention. Its differentiation rules enter the per-device program (`on_shards`)."""
+    """Compute attention. The differentiation rules run the kernels per device, in `on_shards`."""
     return _forward(query, key, value, sinks, seen, call)[0]
 
 
@@ -120,7 +121,7 @@ def _forward(
         (arrays, _heads_first(arrays)),
     )
     mixed, sums = run(query, key, value, sinks, seen)
-    # Both are named, so that the kernel does not run again if the output is saved.
+    # Both arrays are named, so that the kernel does not run again if the output is saved.
     mixed, sums = checkpoint_name(mixed, "context"), checkpoint_name(sums, LOG_SUM)
     return mixed, (query, key, value, sinks, seen, mixed, sums)
 
@@ -131,7 +132,7 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
 
     def run(*given: Any) -> tuple[Any, ...]:
         d_sinks = _sink_gradients(given[3], *given[5:])
-        # Summed here, so that a split backward saves the sum and not its inputs.
+        # Summed here, so that a split backward pass saves the sum and not its inputs.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
         return *local_backward(*given, call=call), d_sinks
 
@@ -165,8 +166,8 @@ def _sink_gradients(
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _SplashMask]:
-    """Return the specs of arrays with heads, of per-head arrays, the sequence axes, and
-    mask specs.
+    """Return the partition specs of arrays with heads and of per-head arrays, the mesh axes of
+    sequences, and the partition specs of the mask.
     """
     rows, heads = interface.query_axes(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
@@ -227,7 +228,7 @@ def local_backward(
     call: SplashOptions,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"]]:
     """Compute the gradients of queries, keys and values on one device."""
-    del sinks  # in `sums`
+    del sinks  # already included in `sums`
 
     def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
         query, key, value = arrays[:3]
@@ -239,7 +240,8 @@ def local_backward(
             saved = (query, key, value, ids, None, mixed, sums, *lists)
             return _backward_kernels(kernel.kwargs, saved, d_mixed)
 
-        # Two kernels run, with three matmuls for queries and four for keys; each counts half.
+        # Two kernels run: one with three matmuls for query gradients, and one with four for key
+        # gradients. The scope applies to each kernel, so its FLOPs are half of the total.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
         with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
@@ -261,7 +263,7 @@ def local_backward(
 def _backward_kernels(
     settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
 ) -> tuple[Array, Array, Array]:
-    """Run the backward kernels of one sequence with the differentiation rule of jax."""
+    """Run the backward kernels of one sequence with jax's differentiation rule."""
     found = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
         False,
         settings["mask_value"],
@@ -283,7 +285,7 @@ def _swap_heads_and_tokens(x: Array) -> Array:
 
 
 def _scale_queries(x: Array, call: SplashOptions) -> Array:
-    """Multiply queries or their gradients by the scale, which the kernels do not support."""
+    """Multiply queries or their gradients by the score scale, which the kernels do not apply."""
     return (x.astype(jnp.float32) * call.scale).astype(x.dtype)
 
 
@@ -296,20 +298,20 @@ def _ids(seen: _SplashMask) -> kernels.SegmentIds:
 
 @dataclass(frozen=True)
 class CausalWindowMask:
-    """Causal and window mask by index, without documents."""
+    """Mask for causality and the window by token index, without document boundaries."""
 
     causal: bool
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of each pair, as the kernels require."""
+        """Return the mask of (query, key) pairs. The kernels require this interface."""
         near = places - keys < self.window
         if not self.causal:
             return near
         return (places >= keys) & near if self.window else places >= keys
 
     def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
-        """Return whether any query of a block sees any key of another, given their start
+        """Return whether any query of a query block sees any key of a key block, given their start
         indices.
         """
         if not (self.causal or self.window):
@@ -335,7 +337,7 @@ def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
 
 
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
-    """Return the pairs that a kernel scores over all sequences and heads, in full blocks.
+    """Return the number of pairs that a kernel scores in full blocks, over all sequences and heads.
 
     For queries with explicit indices, the result is the mean over devices.
     """
@@ -360,7 +362,7 @@ def _kernel(
     most = (len(first_keys), len(first))
     if call.causal and window:  # upper bounds for any placement of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # documents only
+    plain = not (call.causal or window)  # the mask has only documents
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
@@ -393,15 +395,15 @@ def _kernel(
 
 
 def _key_step_size(block: int) -> int:
-    """Return the number of keys of a block that are scored at a time."""
+    """Return the number of keys of a block that a kernel scores at a time."""
     return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
 
 
 def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
-    """Return the indices of the visible blocks of each block `[I, j]`, and which are valid.
+    """Return the indices `[I, j]` of each block's visible blocks, and a mask of the valid indices.
 
-    Indices after the last visible block repeat it, so that nothing more is fetched. `most` limits
-    the number of blocks.
+    Invalid indices repeat the last visible block, so that the kernel fetches no further block.
+    `most` is the maximum number of visible blocks.
     """
     kind: Any = np if isinstance(seen, np.ndarray) else jnp
     count = seen.sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Attention in plain jax for every platform, by blocks of queries."""
+"""Attention in plain jax for every platform, computed in blocks of queries."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention by query blocks. Each block scores only the keys up to its end.
+    """Compute attention in blocks of queries. Each block scores only the keys up to its end.
 
-    At T = 2048, this is 9/16 of all pairs, and the scores are small enough to stay out of main
-    memory. `block` 0 selects the block size automatically.
+    At T = 2048, the blocks score 9/16 of all pairs. The scores of a block are small enough to stay
+    in on-chip memory. `block` 0 selects the block size automatically.
     """
     tokens = query.shape[1]
     by_place = mask.causal and mask.is_self_ordered
@@ -36,7 +36,7 @@ def attend(
         # The first block is square, so `is_causal` applies.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
-        # With a cache, jax's function would transpose keys and values first.
+        # With a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
         plain = mask.has_places and not mask.soft_cap and mask.sinks is None
         if not plain or key.shape[-1] != value.shape[-1]:
             if square:
@@ -58,14 +58,14 @@ def _attend_unfused(
     seen: Bool[Array, "B 1 t s"],
     mask: Mask,
 ) -> Float[Array, "B t N v"]:
-    """Compute attention with features that jax's function lacks.
+    """Compute attention with features that `jax.nn.dot_product_attention` lacks.
 
-    They are a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453), and values of a different
-    size.
+    The features are a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453), and value heads whose
+    size differs from that of key heads.
     """
     rows, tokens, heads, size = query.shape
     groups, num_keys = key.shape[2], key.shape[1]
-    # Heads come first, as in caches, so each is one plain matmul.
+    # Heads come first, as in caches, so that each head needs only a plain matmul.
     grouped = query.reshape(rows, tokens, groups, -1, size).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, groups, -1, size)
     key, value = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
@@ -89,8 +89,8 @@ def _attend_unfused(
 def _soft_cap(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
     """Return `cap * tanh(scores / cap)` and save only its slope for the backward pass.
 
-    Releases of jax differ in the residuals of tanh: its slope, or two arrays from which it is
-    computed.
+    jax releases differ in the residuals that they save for tanh: the slope, or two arrays that
+    determine the slope.
     """
     return cap * jnp.tanh(scores / cap)
 
