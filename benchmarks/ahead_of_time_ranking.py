@@ -278,11 +278,12 @@ PREAMBLE = f"""\
 
 `python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU. {MODEL} with all its
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
-layouts. A layout is given as stage x data x fsdp x tensor, schedule with repeats, number of
-microbatches M, weight gather mode, and remat mode. The compiler time has two parts. The first is
-the compiler's cycle estimate along the busiest stages, and the second is the exposed traffic at the
-published link rate. Attention kernels are counted at an assumed rate. Both sides use the same link
-and kernel rates, so this page does not test these rates.
+layouts. The last column describes a layout as stage x data x fsdp x tensor, schedule with repeats,
+number of microbatches M, weight gather mode, and remat mode. The compiler time is the sum of two
+parts. "Compute" is the compiler's cycle estimate along the busiest stages, and "exposed" is the
+time of the traffic that is not overlapped, at the published link rate. Attention kernels are
+counted at an assumed rate. The prediction uses the same link and kernel rates, so this page does
+not test these rates.
 
 """
 

@@ -51,10 +51,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
 
 
 NOTE = """
-The reference without a pipeline in f0c6ded does not fit the decoder of that revision. Its time
-relative to 73af47b was 0.95. The ratios depend on the processor, because memory bandwidth limited
-the copies that were removed. On another machine, where every step took 1.6 times as long, the
-ratios one day earlier were 0.69, 0.75 and 0.74. The last of these exceeded its limit.
+The reference without a pipeline in f0c6ded does not match the decoder of that revision. Relative to
+revision 73af47b, the time of the reference was 0.95. The ratios depend on the processor, because
+memory bandwidth limited the copies that were removed. One day earlier, the ratios were 0.69, 0.75
+and 0.74 on another machine, where every step took 1.6 times as long. The last of these ratios
+exceeded its limit.
 """
 
 

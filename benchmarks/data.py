@@ -207,11 +207,11 @@ PREAMBLE = f"""\
 # Data loading
 
 `DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Values are
-medians. Runs that are compared alternate, with {REPEATS} runs each. In the comparison of
-`data prepare`, both sides read the same JSON lines, which are made from the files of the Python
-standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids. maxpipe encodes
-this type of tokenizer with tiktoken if the ids are identical. Both sides encode all other types
-with the same library, so only the surrounding code differs.
+medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
+comparison of `data prepare`, both sides read the same JSON lines, which are made from the files of
+the Python standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids.
+maxpipe encodes with tiktoken if a tokenizer of this type gives identical ids. For all other
+tokenizer types, both sides use the same library, so only the surrounding code differs.
 """
 
 if __name__ == "__main__":

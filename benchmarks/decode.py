@@ -40,7 +40,7 @@ PREAMBLE = f"""\
 `ORACLE=.../bin/python python benchmarks/decode.py --write`. Both programs generate {MORE} new
 tokens for each of {ROWS} prompts of {PROMPT} tokens. Decoding is greedy, in float32, with a KV
 cache, on CORES. Values are medians of {REPEATS} alternating repetitions, and times include the
-prompts. Both programs generated the same tokens.
+processing of the prompts. Both programs generated the same tokens.
 
 """
 

@@ -72,47 +72,53 @@ HEAD = """\
 
 `python benchmarks/gpu_step.py --write`, {devices}, {versions}.
 
-The step of `{model}` with `{size}`, medians of ten. Used is the most that the process had in use;
-stated is the compiler's and predicted `maxpipe plan`'s figure, in GiB.
+The table shows one train step of `{model}` with `{size}`. Times are medians of ten steps. Memory is
+in GiB: "used" is the peak of the process, "stated" is the value that the compiler reports, and
+"predicted" is the value of `maxpipe plan`.
 
 """
 TAIL = """
-Without a mask of its own for documents PyTorch's first row lets them see each other. The row with a
-mask of all pairs, which the script has too, was not reached in the time on the card.
+The first PyTorch row has no document mask, so tokens can attend to other documents. The script also
+has a row with a dense mask for all token pairs. The time on the GPU ended before this row ran.
 
-A kernel that reads a number for every pair of tokens takes twice the time of one that knows which
-count ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)). Before data chose
-between them, the step with `names` took 615.8 ms (44.2%) with one document in a row and 614.7 ms
-(44.3%) with five, the kernel ran again in the backward, and PyTorch took 682.8 ms with the mask
-that transformers makes under `torch.compile`. Milliseconds of forward and backward of attention
-alone, 8 rows of 4096 tokens, 32 query heads of 64 and 8 of keys (4 rows, heads of 128):
+A kernel that loads a bias value for every pair of tokens needs twice the time of a kernel that
+computes the mask itself ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)).
+Before maxpipe selected the kernel at run time, the step with `names` needed 615.8 ms (44.2% MFU)
+with one document per sequence and 614.7 ms (44.3%) with five. The kernel also ran a second time in
+the backward pass. PyTorch needed 682.8 ms with the mask that transformers generates under
+`torch.compile`.
+
+The next table shows the time of the forward and backward pass of attention alone, for 8 sequences
+of 4096 tokens with 32 query heads and 8 key/value heads of size 64. Values in parentheses are for 4
+sequences with heads of size 128.
 
 | kernel | ms |
 |---|---|
-| that knows causality alone | 5.2 (4.2) |
-| with a number for each pair | 8.6 (8.2) |
+| causal mask only | 5.2 (4.2) |
+| dense bias for all token pairs | 8.6 (8.2) |
 
-By a script of its own, as the figures of before. Each document that a kernel takes room for costs
-working memory, which is why it is 8: with 32, the step with five documents needed 60.56 GiB in
-place of 48.34, and 488.1 ms.
+These values and the earlier step times were measured with a separate script. The working memory of
+the kernel grows with the maximum number of documents, so the maximum is 8. With 32, the step with
+five documents needed 60.56 GiB instead of 48.34 GiB, and 488.1 ms.
 
-Where the 521 ms of `names` with one document went, by the profiler:
+The profiler divides the 521 ms of the step with `names` and one document as follows:
 
 | kernels | ms |
 |---|---|
 | matmuls (cuBLAS and Triton, 715 to 820 TFLOP/s of the card's 989) | 324 |
 | attention | 95 |
-| kept activations copied to where they wait, and back | 21 |
-| loss head besides its matmuls: largest logit, sum, gradient | 16 |
-| silu and products of the MLP, forward and backward | 19 |
+| copies of saved activations into and out of their buffers | 21 |
+| loss head without its matmuls: maximum logit, sum, gradient | 16 |
+| SiLU and elementwise products of the MLP, forward and backward | 19 |
 | norms and residuals | 21 |
-| update of parameters and moments, norm of gradients | 12 |
-| everything else: rotary, types of weights, gradients to their stack | 8 |
+| update of parameters and moments, gradient norm | 12 |
+| all other kernels: RoPE, dtype conversion of weights, accumulation of gradients | 8 |
 | idle | 5 |
 
-PyTorch's step has the same matmuls and kernels of attention, 80% of the time: 1.1 x its speed would
-need half of the rest. Tried without effect (within 1%): no command buffers,
-concurrent ones (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more),
+PyTorch's step has the same matmuls and attention kernels, which need 80% of the time. For 1.1 times
+the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed the
+time by less than 1%: no command buffers, concurrent command buffers
+(`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more memory), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """
 
