@@ -1,15 +1,15 @@
-"""A train step on one NVIDIA GPU: its memory beside the forecast, its speed beside PyTorch's.
+"""Measure a train step on one NVIDIA GPU, and compare memory with `plan` and speed with PyTorch.
 
     python benchmarks/gpu_step.py                # prints the page
     python benchmarks/gpu_step.py --write        # and writes gpu_step.md
-    python benchmarks/gpu_step.py --only names   # rows whose name has this regular expression
-    python benchmarks/gpu_step.py --kernels 30   # and what each step spends most of its time on
+    python benchmarks/gpu_step.py --only names   # rows whose name matches the pattern
+    python benchmarks/gpu_step.py --kernels 30   # and the 30 slowest kernels of each step
 
-Needs the GPU, jax's CUDA plugin, torch and transformers. Every row is a process of its own: it
-compiles its step, runs it a few times on random tokens, and reports the median. Both sides hold
-parameters and moments in float32, multiply in bfloat16, clip gradients and update with AdamW.
-Operations are counted the same way for both, as MFU counts them, those between documents among
-them. Six minutes.
+The script requires the GPU, jax's CUDA plugin, torch and transformers, and needs six minutes.
+Every row runs in a separate process, which compiles its step, runs it a few times on random tokens
+and reports the median time. Both programs store parameters and moments in float32, use bfloat16
+matmuls, clip gradients and update with AdamW. For both, MFU uses the FLOPs of causal attention over
+full sequences, including attention between documents.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ SIZE = ("train.batch_size=8", "train.sequence_length=4096", "train.steps=1000")
 
 @dataclass(frozen=True)
 class Row:
-    """One step that is measured."""
+    """A row of the table: one measured train step."""
 
     name: str
     keys: tuple[str, ...] = ()
-    """For the config of the run."""
+    """Config overrides of the row."""
     torch: str = ""
-    """Instead of maxpipe PyTorch, with this attention: `causal`, and of documents a `mask` of all
-    pairs, or `flex`."""
+    """Attention of PyTorch: `causal`, a dense document `mask`, or `flex` (FlexAttention).
+
+    maxpipe is measured if this field is empty."""
     documents: int = 1
-    """In each row of the batch."""
+    """Number of documents in each sequence."""
     model: str = MODEL
-    """The bundled model."""
+    """Name of the bundled model config."""
 
 
 def kept(remat: str, **others: Any) -> Row:
@@ -123,18 +124,18 @@ time by less than 1%: no command buffers, concurrent command buffers
 """
 
 
-# In a process for each row.
+# Functions that run in the process of a row.
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
-    """Random ids `[rows, length + 1]`."""
+    """Return random token ids `[rows, length + 1]`."""
     import numpy as np
 
     return np.random.default_rng(0).integers(0, vocabulary, (rows, length + 1), dtype=np.int32)
 
 
 def segments(rows: int, length: int, documents: int) -> Any:
-    """The number of each token's document, from 1 on `[rows, length]`."""
+    """Return segment ids `[rows, length]`, numbered from 1, with random document boundaries."""
     import numpy as np
 
     cuts = np.random.default_rng(1).integers(1, length, (rows, documents - 1))
@@ -142,7 +143,7 @@ def segments(rows: int, length: int, documents: int) -> Any:
 
 
 def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
-    """(median seconds of a step, losses)."""
+    """Return the median time of a step in seconds, and the losses of all steps."""
     losses, seconds = [], []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
@@ -154,7 +155,7 @@ def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
 def prepared(
     row: Row, size: list[str], xla: dict[str, str]
 ) -> tuple[Any, Callable[[], float], dict[str, Any]]:
-    """(the compiled step, what runs it once, its known figures) of maxpipe."""
+    """Return maxpipe's compiled step, a function that runs the step once, and its metadata."""
     import jax
     import numpy as np
 
@@ -211,7 +212,7 @@ def prepared(
 
 
 def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[str, Any]:
-    """Of maxpipe's own step."""
+    """Return the measurements of maxpipe's train step."""
     import jax
 
     _, step, found = prepared(row, size, xla)
@@ -224,7 +225,7 @@ def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[s
 
 
 def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, int]]:
-    """(kernel, milliseconds, calls) of one step on the device, by time."""
+    """Profile one step, and return (kernel, milliseconds, calls) of the slowest kernels."""
     import tempfile
 
     import jax
@@ -248,7 +249,7 @@ def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, i
 
 
 def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
-    """Of transformers' model under PyTorch."""
+    """Return the measurements of a PyTorch train step with the model from transformers."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -323,7 +324,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
 
 
 def _mask(kind: str, numbers: Any, device: str) -> Any:
-    """Which pairs of tokens count, as the attention takes it; None: all that causality allows."""
+    """Return the attention mask in the format of the backend, or None for causal attention."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_block_mask,
@@ -355,14 +356,14 @@ def _attention(
     scaling: float,
     **others: Any,
 ) -> tuple[Any, None]:
-    """Without the mask of all pairs that transformers' own makes under `torch.compile`."""
+    """Compute attention without the dense mask that transformers builds under `torch.compile`."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         flex_attention,
     )
 
     assert attention_mask is None
-    # As autocast would have them; it does not know FlexAttention.
+    # Autocast does not support FlexAttention, so cast to its dtype here.
     query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))
     if kind == "flex":
         mixed = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
@@ -393,7 +394,7 @@ def _torch_kernels(step: Callable[[], float], count: int) -> list[tuple[str, flo
 
 
 def work(given: str) -> None:
-    """What a row's process does."""
+    """Measure one row, given as JSON, and print the result as JSON."""
     asked = json.loads(given)
     row = Row(**asked["row"] | {"keys": tuple(asked["row"]["keys"])})
     gc.disable()
@@ -404,11 +405,11 @@ def work(given: str) -> None:
     print(json.dumps(found), flush=True)
 
 
-# Around them.
+# Functions that run in the parent process.
 
 
 def measured(row: Row, options: argparse.Namespace) -> dict[str, Any] | None:
-    """None, with the reason on stderr, where it fails."""
+    """Run a row in a separate process, and return its result, or None if the process fails."""
     xla = dict(each.split("=", 1) for each in options.xla)
     size = [*SIZE, *options.keys]
     asked = {"row": asdict(row), "size": size, "kernels": options.kernels, "xla": xla}
@@ -434,7 +435,7 @@ COLUMNS = (
 
 
 def cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """Of the table."""
+    """Return the table cells of a row."""
     seconds = found["seconds"]
     stated, predicted = (
         f"{found[name] / GIB:.2f}" if name in found else ""
