@@ -20,14 +20,14 @@ from typing import Any
 
 TOPOLOGY, STAGES, MICROBATCHES = "v5p:2x4x4", 4, 16
 SHAPES = ((1, 8, 2048), (2, 4, 8192))
-"""Size of fsdp, size of tensor, and sequence length."""
+"""Tuples (size of fsdp, size of tensor, sequence length)."""
 SWITCHES = {
     "all-reduce": {},
     "sequence parallel": {"sequence_parallel": True},
     "rings": {"sequence_parallel": True, "collective_matmul": True},
 }
 LINK_BYTES_PER_CYCLE = 2 * 90e9 / 1.75e9
-"""Rate of one axis of a v5p torus in both directions, for the time of exposed traffic."""
+"""Bandwidth of one axis of a v5p torus in both directions, used for the time of exposed traffic."""
 GIB = 2**30
 
 

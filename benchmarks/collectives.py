@@ -29,7 +29,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
-"""Maximum bytes of losses, statistics and norms per step; smaller collectives are omitted."""
+"""Maximum size of collectives that are omitted (losses, statistics, norms), in bytes per step."""
 DENSE = {
     "num_layers": 4,
     "d_model": 64,
@@ -50,7 +50,7 @@ WINDOWS = DENSE | {"family": "mistral", "mistral": {"window": 5}}
 
 @dataclass(frozen=True)
 class Run:
-    """A mesh with the model and pipeline settings that run on it."""
+    """A mesh with the model and pipeline settings of a run."""
 
     name: str
     mesh: dict[str, Any]

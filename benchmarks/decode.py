@@ -47,7 +47,7 @@ processing of the prompts. Both programs generated the same tokens.
 
 @dataclass(frozen=True)
 class Shape:
-    """Model sizes with the keys of config.json for Llama."""
+    """Model sizes, with the keys of Llama's config.json."""
 
     hidden_size: int
     num_hidden_layers: int

@@ -1,4 +1,4 @@
-"""A student without and with a teacher, trained for equal steps on the quickstart's text.
+"""Compare students trained with and without a teacher, for the same number of steps.
 
     python benchmarks/distill.py           # prints the table
     python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
@@ -75,7 +75,7 @@ def loss(run: Path) -> float:
 
 
 def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
-    """Return the losses of all seeds by training method, and those of the teacher."""
+    """Return the losses of the teacher and, for each training method, of all seeds."""
     for name, text in (("common", COMMON), ("teacher", TEACHER), ("student", STUDENT)):
         (folder / f"{name}.yml").write_text(text)
     maxpipe(folder, "train", "common.yml", "teacher.yml", "run.name=teacher")

@@ -25,7 +25,7 @@ TOPOLOGY = "v5p:2x2x1"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer and the tokens of a microbatch on one device."""
+    """Sizes of a layer, and the number of tokens in a microbatch on one device."""
 
     name: str
     d_model: int
@@ -138,7 +138,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 
 def visits(shape: Shape) -> float:
-    """Return the tiles of rows that a kernel processes, relative to all tiles of rows."""
+    """Return the number of row tiles that a kernel processes, divided by the total number."""
     from maxpipe.nn.grouped_matmul import outer_tiles
 
     rows = shape.tokens * shape.per_token

@@ -62,7 +62,7 @@ def config_of(name: str) -> Config:
 
 
 def measured(found: list[Candidate]) -> list[float]:
-    """Return the median seconds of a step of each layout, each in a separate process.
+    """Return the median step time of each layout in seconds, measured in separate processes.
 
     In a shared process, the heap that one program leaves determines which other programs must
     allocate new memory in every step.
@@ -71,7 +71,7 @@ def measured(found: list[Candidate]) -> list[float]:
     for each in found:
         mine, theirs = spawned.Pipe()
         spawned.Process(target=_serve, args=(theirs, each.config), daemon=True).start()
-        mine.recv()  # compiled
+        mine.recv()  # wait until the step is compiled
         runs.append(mine)
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
@@ -118,10 +118,10 @@ class Ranking:
     chosen: int
     """Rank of the layout that `--measure` selects."""
     over: float
-    """Excess time of the layout that is predicted to be fastest, relative to the fastest."""
+    """Excess time of the layout that is predicted to be fastest, relative to the fastest layout."""
     layouts: int
     correlation: float
-    """Spearman correlation of predicted and measured order."""
+    """Spearman correlation of the predicted and the measured order."""
 
 
 def correlation(orders: list[int]) -> float:

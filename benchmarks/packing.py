@@ -4,9 +4,9 @@
     python benchmarks/packing.py --write   # and writes packing.md
 
 Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829). The
-second data set is the file sizes of the Python standard library in bytes. Each plan is made in a
-separate process. Time is the processor time of one core. Memory is the increase of the peak memory
-of the process.
+second data set is the file sizes of the Python standard library in bytes. Each plan is computed in
+a separate process. Time is the processor time of one core. Memory is the increase of the peak
+memory of the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = Path(__file__).with_suffix(".md")
 PACKINGS = ("cut", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
-"""Maximum seconds for a plan of all documents."""
+"""Maximum time for a plan of all documents, in seconds."""
 
 MEASURED = """
 import json, resource, sys, time

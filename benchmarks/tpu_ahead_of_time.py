@@ -29,12 +29,12 @@ LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
 ACTIVATION = TOKENS * WIDTH * 2
-"""Bytes of the activations that a stage sends to the next; buffers hold at least two."""
+"""Size in bytes of the activations that a stage sends; buffers hold at least two of them."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode, which is a row of the table."""
+    """A gather and remat mode, shown as a row of the table."""
 
     weight_gather: str
     remat: str

@@ -63,7 +63,7 @@ FUSED = (*NO_SPARSE_CORES, "xla_tpu_enable_async_collective_fusion_fuse_all_gath
 
 @dataclass(frozen=True)
 class Row:
-    """A compilation, which is a row of a table."""
+    """A compilation, shown as a row of a table."""
 
     name: str
     arguments: str
@@ -121,13 +121,13 @@ def report_of(row: Row, cache: Path) -> CompileReport | None:
 
 
 def exposed(report: CompileReport) -> float:
-    """Return the cycles in which the step waits for collectives."""
+    """Return the number of cycles for which the step waits for collectives."""
     waits = ("waited for", "left over")
     return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
 
 
 def figures(report: CompileReport) -> list[str]:
-    """Return the cells of a report for a table."""
+    """Return the table cells of a report."""
     hidden = [each for each in report.collectives if each.asynchronous]
     sent = sum(each.total_bytes for each in report.collectives)
     return [
