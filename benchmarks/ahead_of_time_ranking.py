@@ -280,10 +280,10 @@ PREAMBLE = f"""\
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
 layouts. The last column describes a layout as stage x data x fsdp x tensor, schedule with repeats,
 number of microbatches M, weight gather mode, and remat mode. The compiler time is the sum of two
-parts. "Compute" is the compiler's cycle estimate along the busiest stages, and "exposed" is the
-time of the traffic that is not overlapped, at the published link rate. Attention kernels are
-counted at an assumed rate. The prediction uses the same link and kernel rates, so this page does
-not test these rates.
+parts. The column "compute" is the compiler's cycle estimate along the busiest stages. The column
+"exposed" is the time of the traffic that is not overlapped, at the published link rate. Attention
+kernels are counted at an assumed rate. The prediction uses the same link and kernel rates, so this
+page does not test these rates.
 
 """
 

@@ -61,9 +61,9 @@ PREAMBLE = f"""\
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
 with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates
 along the busiest stages, without synchronous collectives. The compiler has no estimate for kernels.
-By assumption, matmuls in kernels are counted at half of the peak rate. "Gcycles" counts all
-query-key pairs in the blocks that kernels compute. "Gcycles by needed pairs" counts only the
-query-key pairs that causal attention needs.
+By assumption, matmuls in kernels are counted at half of the peak rate. The column "Gcycles" counts
+all query-key pairs in the blocks that kernels compute. The column "Gcycles by needed pairs" counts
+only the pairs that causal attention needs.
 
 """
 

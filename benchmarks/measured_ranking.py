@@ -168,8 +168,8 @@ PREAMBLE = """\
 
 `python benchmarks/measured_ranking.py --write`, on 8 virtual CPU devices and 2 cores, calibrated
 before each table. Each layout runs in a separate process. The layouts run their steps alternately,
-and times are medians. "Excess time" is the additional time of the layout that is predicted to be
-fastest, relative to the fastest layout.
+and times are medians. The column "excess time" shows the additional time of the layout that is
+predicted to be fastest, relative to the fastest layout.
 
 """
 

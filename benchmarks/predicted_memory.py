@@ -408,10 +408,10 @@ PREAMBLE = """\
 
 `python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Sizes are in GiB. Arguments,
 temporaries and peak are from the compiler, and the peak includes arguments and temporaries.
-docs/decisions/0016-peak-memory.md explains why the peak is used. "Predicted" is the total of
-`maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows for Llama from
-1B to 70B. One of these factors was fitted to all rows with `weight_gather=visit`. The other rows
-for 405B, Gemma 3 and Mixtral were not used for the fit.
+docs/decisions/0016-peak-memory.md explains why the peak is used. The column "predicted" is the
+total of `maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows for
+Llama from 1B to 70B. One of these factors was fitted to all rows with `weight_gather=visit`. The
+other rows for 405B, Gemma 3 and Mixtral were not used for the fit.
 
 """
 

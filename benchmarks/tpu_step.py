@@ -206,9 +206,10 @@ PREAMBLE = """\
 through `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
 busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
-rate. "Waiting" is the time of collectives that is not overlapped, computed from their bytes at the
-published link rate. The cycles column does not include this time. "Asynchronous" is the traffic of
-collectives with work between start and done, relative to all traffic that a device sends.
+rate. The "waiting" column is the time of collectives that is not overlapped, computed from their
+bytes at the published link rate. The cycles column does not include this time. The "asynchronous"
+column is the traffic of collectives with work between start and done, relative to all traffic that
+a device sends.
 
 ## Observations
 
