@@ -224,8 +224,8 @@ a device sends.
   less. The step improved from 2.31 to 2.07 Gcycles.
 - Variants of the exchange were compiled once each, in a separate program with one exchange in each
   direction (not in the tables). This program needs 7.7 Mcycles with the copy and 5.1 with the
-  uninitialized buffer. It needs 11.2 with a buffer of zeros, 11.6 with rows in two dims in the
-  compiler's layout, and 16.2 with pairs of values as 32-bit words.
+  uninitialized buffer. The program needs 11.2 with a buffer of zeros, 11.6 with rows in two dims in
+  the compiler's layout, and 16.2 with pairs of values as 32-bit words.
 - Expert kernels were previously counted for the full buffer, which has four times the occupied
   rows. They now report the rows that they multiply. Activations and copies still process the unused
   rows. A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens
