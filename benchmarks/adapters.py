@@ -34,10 +34,10 @@ PREAMBLE = f"""\
 
 `python benchmarks/adapters.py --write`. Nothing ran on a TPU. libtpu compiles
 `maxpipe compile llama3-8b --topology v5e:2x4` ahead of time, with `{LAYOUT}`. Adapters have rank 16
-and apply to all projections of attention and MLPs. Sizes are in GiB per device. State consists of
-parameters and optimizer state, and gradients are float32 accumulators. Both are predictions of
-`maxpipe plan`. Arguments (the state and a batch) and peak are from the compiler. The TFLOP count
-covers the compiled program on one device.
+and apply to all projections of attention and MLPs. Sizes are in GiB per device. The column "state"
+is the size of parameters and optimizer state, and "gradients" is the size of the float32
+accumulators. Both are predictions of `maxpipe plan`. The columns "arguments" (the state and a
+batch) and "peak" are from the compiler. The TFLOP count covers the compiled program on one device.
 
 """
 

@@ -102,21 +102,21 @@ def config_of(layout: Layout) -> Config:
 
 
 class Compiled(NamedTuple):
-    """Compiler report of a layout, in seconds and bytes."""
+    """Time and memory of a layout, as reported by the compiler."""
 
     busy: float
-    """Seconds of compute, including kernels at their assumed rate."""
+    """Compute time in seconds, including kernels at their assumed rate."""
     exposed: float
-    """Seconds of collectives that do not overlap with compute."""
+    """Time of collectives that does not overlap with compute, in seconds."""
     peak: float
     capacity: float
     by_region: dict[str, float]
     by_collective: dict[str, list[float]]
-    """[count, GiB, seconds, exposed seconds] by kind, region and group."""
+    """Lists [count, GiB, seconds, exposed seconds], keyed by collective kind, region and group."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Time of a step in seconds."""
         return self.busy + self.exposed
 
 
@@ -158,7 +158,7 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
-    """Return the exposed seconds of collectives, in total and by kind of collective."""
+    """Return the exposed time of collectives in seconds, in total and per collective kind."""
     from maxpipe.plan import instruction_costs
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -214,7 +214,7 @@ class Row(NamedTuple):
 
 
 def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
-    """Return the predicted seconds of a step, in total and by cause."""
+    """Return the predicted time of a step in seconds, in total and per cause."""
     from maxpipe.plan.search import evaluate
     from maxpipe.plan.topology import parse_topology
 
@@ -257,7 +257,7 @@ def page_of(rows: Sequence[Row]) -> str:
 
 
 def details(row: Row) -> str:
-    """Return the predicted and compiled time of a layout by component."""
+    """Return the predicted and the compiled time of each component of a layout."""
     lines = [row.layout.words]
     parts = {name: 1e3 * each for name, each in row.parts.items()}
     regions = {name or "else": 1e3 * each for name, each in row.compiled.by_region.items()}
@@ -278,11 +278,12 @@ PREAMBLE = f"""\
 
 `python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU. {MODEL} with all its
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
-layouts. A layout is given as stage x data x fsdp x tensor, schedule with repeats, number of
-microbatches M, weight gather mode, and remat mode. The compiler time has two parts. The first is
-the compiler's cycle estimate along the busiest stages, and the second is the exposed traffic at the
-published link rate. Attention kernels are counted at an assumed rate. Both sides use the same link
-and kernel rates, so this page does not test these rates.
+layouts. The last column describes a layout as stage x data x fsdp x tensor, schedule with repeats,
+number of microbatches M, weight gather mode, and remat mode. The compiler time is the sum of two
+parts. The column "compute" is the compiler's cycle estimate along the busiest stages. The column
+"exposed" is the time of the traffic that is not overlapped, at the published link rate. Attention
+kernels are counted at an assumed rate. The prediction uses the same link and kernel rates, so this
+page does not test these rates.
 
 """
 

@@ -31,11 +31,11 @@ HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
 TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCKS, TOKENS_OF_BLOCKS = (64, 128, 256, 512), (1024, 4096)
 DOCUMENTS = (500, 0)
-"""Average tokens per document; 0 means one document per sequence."""
+"""Average number of tokens per document; 0 means one document per sequence."""
 
 
 def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
-    """Return a function that computes value and gradients, and its temporary bytes."""
+    """Return a function that computes loss and gradients, and its temporary memory in bytes."""
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
     key, value = (jax.random.normal(each, (1, tokens, KV_HEADS, SIZE)) for each in keys[1:])
@@ -55,7 +55,7 @@ def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Calla
 
 
 class Found(NamedTuple):
-    """Medians of one program; ratios are relative to the first program."""
+    """Median results of one program, with ratios relative to the first program."""
 
     processor_ms: float
     processor_ratio: float
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 def side_by_side(
     attends: dict[str, AttentionBackend], tokens: int, document: int
 ) -> dict[str, Found]:
-    """Return the measurements by name of the attention function."""
+    """Return the measurements, keyed by the name of the attention function."""
     programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
@@ -88,7 +88,7 @@ def side_by_side(
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

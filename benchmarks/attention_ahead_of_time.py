@@ -24,7 +24,7 @@ ROWS = [
     (Mode("step", "full", tokens=8192, kv_heads=8), 8),
     (Mode("iteration", "full"), 16),
 ]
-"""(mode, microbatches). The long sequences use 8 key/value heads, as in Llama 3."""
+"""Pairs (mode, number of microbatches). Long sequences use 8 key/value heads, as in Llama 3."""
 
 
 def hidden_share(tokens: int) -> float:
@@ -61,9 +61,9 @@ PREAMBLE = f"""\
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
 with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates
 along the busiest stages, without synchronous collectives. The compiler has no estimate for kernels.
-Their matmuls are counted at half of the peak rate, which is an assumption. "Gcycles" includes all
-pairs in the blocks that kernels compute. "Gcycles by needed pairs" includes only the query-key
-pairs that causal attention needs.
+By assumption, matmuls in kernels are counted at half of the peak rate. The column "Gcycles" counts
+all query-key pairs in the blocks that kernels compute. The column "Gcycles by needed pairs" counts
+only the pairs that causal attention needs.
 
 """
 

@@ -20,14 +20,14 @@ from typing import Any
 
 TOPOLOGY, STAGES, MICROBATCHES = "v5p:2x4x4", 4, 16
 SHAPES = ((1, 8, 2048), (2, 4, 8192))
-"""Size of fsdp, size of tensor, and sequence length."""
+"""Tuples (size of fsdp, size of tensor, sequence length)."""
 SWITCHES = {
     "all-reduce": {},
     "sequence parallel": {"sequence_parallel": True},
     "rings": {"sequence_parallel": True, "collective_matmul": True},
 }
 LINK_BYTES_PER_CYCLE = 2 * 90e9 / 1.75e9
-"""Rate of one axis of a v5p torus in both directions, for the time of exposed traffic."""
+"""Bandwidth of one axis of a v5p torus in both directions, used for the time of exposed traffic."""
 GIB = 2**30
 
 
@@ -132,11 +132,12 @@ PAGE = """# Sequence parallelism and ring matmuls over the tensor axis
 
 `python benchmarks/collective_matmul.py --write`. The train step of an 8B-class model was compiled
 for 32 v5p chips (Llama-3-8B shape, M = 16, interleaved, 2 repeats, `remat=full`, `idle=compute`).
-Nothing ran on a TPU. The first four columns are the GiB that a device sends along tensor in a step,
-by kind of collective. `stage GiB` counts the messages between stages. `Gcycles` are the compiler's
-estimates along the busiest stages, without collectives. The compiler has no estimate for
-collectives. `exposed Gcycles` is the time of the tensor traffic at 180 GB/s, minus the cycles
-between start and end of each collective. `predicted` is the peak that `maxpipe plan` predicts.
+Nothing ran on a TPU. The first four columns show the traffic that a device sends over the tensor
+axis in a step, in GiB, for each kind of collective. `stage GiB` counts the messages between stages.
+`Gcycles` are the compiler's estimates along the busiest stages, without collectives. The compiler
+has no estimate for collectives. `exposed Gcycles` is the time of the tensor traffic at 180 GB/s,
+minus the cycles between the start and the end of each collective. `predicted` is the peak that
+`maxpipe plan` predicts.
 
 {table}
 The row `all-reduce` is tensor parallelism with default settings. `sequence parallel` sets

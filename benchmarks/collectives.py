@@ -29,7 +29,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
-"""Maximum bytes of losses, statistics and norms per step; smaller collectives are omitted."""
+"""Maximum size of collectives that are omitted (losses, statistics, norms), in bytes per step."""
 DENSE = {
     "num_layers": 4,
     "d_model": 64,
@@ -50,7 +50,7 @@ WINDOWS = DENSE | {"family": "mistral", "mistral": {"window": 5}}
 
 @dataclass(frozen=True)
 class Run:
-    """A mesh with the model and pipeline settings that run on it."""
+    """A mesh with the model and pipeline settings of a run."""
 
     name: str
     mesh: dict[str, Any]
@@ -150,14 +150,14 @@ PREAMBLE = """\
 # Bytes sent per device and step, by mesh axis
 
 `python benchmarks/collectives.py --write`. The model has 4 layers of width 64 in float32, with two
-sequences of 32 tokens per device and microbatch. It was compiled for CPUs. All counts are exact,
-and no time was measured. Bytes are those that one device sends in a step. All-gathers,
-reduce-scatters and all-reduces are counted as ring algorithms. Reductions of losses and statistics,
-below 1100 bytes, are omitted. The closed forms are those of `maxpipe plan`. The number of
-all-reduces is not compared, because compilers merge them, but their bytes are. Over tensor the
-compiler places the all-reduces. It reduces each weight matrix's input gradient separately in the
-backward pass, and the closed form excludes those of embedding and head. With sequence parallelism,
-the program places the remaining collectives.
+sequences of 32 tokens per device and microbatch. The model was compiled for CPUs. All counts are
+exact, and no time was measured. The table counts the bytes that one device sends in a step.
+All-gathers, reduce-scatters and all-reduces are counted as ring algorithms. Reductions of losses
+and statistics with less than 1100 bytes are omitted. The closed forms are those of `maxpipe plan`.
+The bytes of all-reduces are compared, but not their number, because compilers merge them. Over the
+tensor axis, the compiler inserts the all-reduces. In the backward pass, it reduces the input
+gradient of each weight matrix separately. The closed form excludes the all-reduces of embedding and
+head. With sequence parallelism, the program itself contains the remaining collectives.
 
 """
 

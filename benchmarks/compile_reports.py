@@ -27,7 +27,7 @@ RUNS = {
     "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
     "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
 }
-"""Beginning, middle and end of a row's name, by heading of the page."""
+"""Maps headings of the page to the beginning, middle and end of a row's name."""
 PREAMBLE = """\
 # Compile reports of large runs
 
@@ -47,7 +47,7 @@ def row_of(start: str, middle: str, end: str) -> Row:
 
 
 def page(name: str, row: Row, cache: Path) -> str:
-    """Return the command, its output, and its time and memory."""
+    """Return the command with its output, time and memory."""
     values = compiled(row, cache)
     assert values is not None, f"{row.name} was not compiled"
     took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"

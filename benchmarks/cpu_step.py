@@ -47,14 +47,15 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
     "stage 4 x fsdp 2, activations saved": ({"ici_stage": 4, "ici_fsdp": 2}, _KEPT, 0.70),
     REFERENCE: ({"ici_fsdp": 8}, {}, 1.0),
 }
-"""Mesh sizes, `pipeline` keys and maximum ratio by name of the layout."""
+"""Maps layout names to mesh sizes, `pipeline` keys and the maximum ratio."""
 
 
 NOTE = """
-The reference without a pipeline in f0c6ded does not fit the decoder of that revision. Its time
-relative to 73af47b was 0.95. The ratios depend on the processor, because memory bandwidth limited
-the copies that were removed. On another machine, where every step took 1.6 times as long, the
-ratios one day earlier were 0.69, 0.75 and 0.74. The last of these exceeded its limit.
+The reference without a pipeline in f0c6ded does not match the decoder of that revision. Relative to
+revision 73af47b, the time of the reference was 0.95. The ratios depend on the processor, because
+memory bandwidth limited the copies that were removed. One day earlier, the ratios were 0.69, 0.75
+and 0.74 on another machine, where every step took 1.6 times as long. The last of these ratios
+exceeded its limit.
 """
 
 
@@ -67,7 +68,7 @@ def processor() -> str:
     return f"{name or 'unknown'}, {'with' if 'avx512f' in text else 'without'} AVX-512"
 
 
-# Code that runs in each revision.
+# Functions that run in the process of a revision.
 
 
 def work(platform_devices: int) -> None:
@@ -79,14 +80,14 @@ def work(platform_devices: int) -> None:
     import maxpipe
 
     tree = str(Path(maxpipe.__file__).parents[1])
-    sys.path.insert(0, f"{tree}/benchmarks")  # references of this revision
+    sys.path.insert(0, f"{tree}/benchmarks")  # import the references of this revision
     step: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         if asked != "step":
             try:
                 step = _compiled(asked)
-            except TypeError as error:  # the old reference does not fit the old model
+            except TypeError as error:  # no support for the old decoder
                 print(json.dumps({"error": str(error)}), flush=True)
                 continue
             print(json.dumps({"tree": tree}), flush=True)
@@ -138,7 +139,7 @@ def _compiled(name: str) -> Any:
 
     if name == REFERENCE:
         known = {name: getattr(steps.param_layout, name) for name in ("decoder", "mesh", "specs")}
-        asked = inspect.signature(sharded_loss).parameters  # early revisions use the decoder alone
+        asked = inspect.signature(sharded_loss).parameters  # early revisions pass only the decoder
         loss = jax.value_and_grad(
             partial(sharded_loss, *(known[name] for name in asked if name in known))
         )
@@ -157,7 +158,7 @@ def _compiled(name: str) -> Any:
     return step
 
 
-# Code that controls both revisions.
+# Functions that control the processes of both revisions.
 
 
 class Tree:
@@ -207,7 +208,7 @@ def checked_out(revision: str, folder: Path) -> Path:
 
 
 def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
-    """Return a row of the table, and whether a limit is exceeded."""
+    """Return a row of the table, and whether the row exceeds a limit."""
     seconds: list[tuple[float, float]] = []
     worst = 0.0
     if not after.compile(layout):

@@ -40,7 +40,7 @@ STEPS = 60
 
 
 def write_lines(path: Path) -> int:
-    """Write documents of about 3000 characters and return their total bytes."""
+    """Write documents of about 3000 characters and return their total size in bytes."""
     size = 0
     with path.open("w") as out:
         while size < MEGABYTES * 1e6:
@@ -71,7 +71,7 @@ def run(arguments: list[str], **variables: str) -> str:
 
 
 def prepared(folder: Path, lines: Path, tokenizer: Path, number: int) -> tuple[float, int]:
-    """Return the seconds of `data prepare` and the tokens without BOS and EOS."""
+    """Return the time of `data prepare` in seconds, and the token count without BOS and EOS."""
     out = folder / f"tokens-{number}"
     start = time.perf_counter()
     keys = ["data.source=jsonl", f"data.path={lines}", "tokenizer.kind=huggingface"]
@@ -165,7 +165,7 @@ print(json.dumps(count / (time.perf_counter() - start)))
 
 
 def rates(folder: Path) -> list[str]:
-    """Return the input rates of the quickstart, from text and from prepared tokens."""
+    """Return the input rates of the quickstart config, from text and from prepared tokens."""
     tokens = folder / "corpus-tokens"
     run(command("data", "prepare", "quickstart", "--out", str(tokens), "--workers", "2"))
     rows = ["| data source | input, tokens/s | training, tokens/s | ratio | required |"]
@@ -207,11 +207,11 @@ PREAMBLE = f"""\
 # Data loading
 
 `DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Values are
-medians. Runs that are compared alternate, with {REPEATS} runs each. In the comparison of
-`data prepare`, both sides read the same JSON lines, which are made from the files of the Python
-standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids. maxpipe encodes
-this type of tokenizer with tiktoken if the ids are identical. Both sides encode all other types
-with the same library, so only the surrounding code differs.
+medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
+comparison of `data prepare`, both sides read the same JSON lines, which are made from the files of
+the Python standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids.
+maxpipe encodes with tiktoken if a tokenizer of this type gives identical ids. For all other
+tokenizer types, both sides use the same library, so only the surrounding code differs.
 """
 
 if __name__ == "__main__":

@@ -40,14 +40,14 @@ PREAMBLE = f"""\
 `ORACLE=.../bin/python python benchmarks/decode.py --write`. Both programs generate {MORE} new
 tokens for each of {ROWS} prompts of {PROMPT} tokens. Decoding is greedy, in float32, with a KV
 cache, on CORES. Values are medians of {REPEATS} alternating repetitions, and times include the
-prompts. Both programs generated the same tokens.
+processing of the prompts. Both programs generated the same tokens.
 
 """
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Model sizes with the keys of config.json for Llama."""
+    """Model sizes, with the keys of Llama's config.json."""
 
     hidden_size: int
     num_hidden_layers: int

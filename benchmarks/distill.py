@@ -1,4 +1,4 @@
-"""A student without and with a teacher, trained for equal steps on the quickstart's text.
+"""Compare students trained with and without a teacher, for the same number of steps.
 
     python benchmarks/distill.py           # prints the table
     python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
@@ -75,7 +75,7 @@ def loss(run: Path) -> float:
 
 
 def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
-    """Return the losses of all seeds by training method, and those of the teacher."""
+    """Return the losses of the teacher and, for each training method, of all seeds."""
     for name, text in (("common", COMMON), ("teacher", TEACHER), ("student", STUDENT)):
         (folder / f"{name}.yml").write_text(text)
     maxpipe(folder, "train", "common.yml", "teacher.yml", "run.name=teacher")
@@ -94,11 +94,11 @@ def page(found: dict[str, list[float]]) -> str:
     lines = [
         "# Distillation",
         "",
-        "`python benchmarks/distill.py --write`. The values are losses on held-out documents, in",
-        f"nats per byte, after {STEPS} steps of 8 x 64 tokens of the quickstart's text, for three",
-        "seeds. The teacher has 11 times as many parameters and was trained for 800 steps of",
-        "16 x 64 tokens.",
-        f"Its loss is {found['teacher'][0]:.3f}.",
+        "`python benchmarks/distill.py --write`. The table shows losses on held-out documents for",
+        f"three seeds, in nats per byte. Students are trained for {STEPS} steps of 8 x 64 tokens",
+        "on the text of the quickstart config. The teacher has 11 times as many parameters and was",
+        "trained for 800 steps of 16 x 64 tokens.",
+        f"The loss of the teacher is {found['teacher'][0]:.3f}.",
         "",
         "| student | seed 0 | seed 1 | seed 2 | mean | improvement |",
         "|---|---|---|---|---|---|",

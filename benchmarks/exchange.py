@@ -48,7 +48,7 @@ _POOL = 1 << 25
 
 @dataclass(frozen=True)
 class Measured:
-    """Wall seconds, CPU seconds over all cores, and peak memory in bytes."""
+    """Wall time and CPU time over all cores in seconds, and peak memory in bytes."""
 
     seconds: float
     cores: float
@@ -117,7 +117,7 @@ def run(source: Path, *command: str) -> Measured:
 
 
 def used(whose: int) -> float:
-    """Return the CPU seconds of this process or of its finished children."""
+    """Return the CPU time of this process or of its finished children, in seconds."""
     usage = resource.getrusage(whose)
     return usage.ru_utime + usage.ru_stime
 

@@ -25,7 +25,7 @@ TOPOLOGY = "v5p:2x2x1"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer and the tokens of a microbatch on one device."""
+    """Sizes of a layer, and the number of tokens in a microbatch on one device."""
 
     name: str
     d_model: int
@@ -138,7 +138,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 
 def visits(shape: Shape) -> float:
-    """Return the tiles of rows that a kernel processes, relative to all tiles of rows."""
+    """Return the number of row tiles that a kernel processes, divided by the total number."""
     from maxpipe.nn.grouped_matmul import outer_tiles
 
     rows = shape.tokens * shape.per_token
@@ -185,20 +185,20 @@ LISTED = "\n".join(
 PREAMBLE = f"""\
 # MoE layers in estimates of the TPU compiler
 
-`python benchmarks/experts.py --write`. Nothing ran on a TPU. One layer is compiled for one chip of
-{TOPOLOGY}, with forward and backward pass (gradients of its input and of all weights, bfloat16). It
-has no balance loss. It is compared with a dense layer whose width equals that of all experts of a
-token. `grouped` and `all` drop no tokens. `capacity` has buffers for {CAPACITY} times the average
-load of an expert.
+`python benchmarks/experts.py --write`. Nothing ran on a TPU. The forward and backward pass of one
+bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of
+the input and of all weights. The layer has no balance loss. The comparison is a dense layer whose
+width equals the total width of the experts of one token. `grouped` and `all` drop no tokens.
+`capacity` has buffers for {CAPACITY} times the average load of an expert.
 
 {LISTED}
 
-Cycles are estimates of the compiler, which has none for kernels and gathers. Kernels are counted at
-the matmul rate of the dense layer, including its activation function, for all tiles of rows that
-they process. They process one additional tile for each expert that starts inside a tile. Gathers
-are counted by the bytes that they read and write, at the published memory bandwidth. Sorts are not
-counted. Small experts have two additional costs: the permutation of rows, and the activation and
-sums that a dense layer fuses with its matmuls.
+Cycles are estimates of the compiler, which has no estimates for kernels and gathers. Kernels are
+counted at the matmul rate of the dense layer, including its activation function, for all tiles of
+rows that they process. Kernels process one additional tile for each expert that starts inside a
+tile. The time of gathers is computed from the bytes that they read and write, at the published
+memory bandwidth. Sorts are not counted. Small experts have two additional costs: the permutation of
+rows, and the activation function and sums, which a dense layer fuses with its matmuls.
 
 """
 

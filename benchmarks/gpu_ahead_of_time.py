@@ -58,8 +58,8 @@ HEAD = """\
 # Predicted memory compared with XLA for GPUs
 
 `python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. Nothing ran on a GPU, and no
-kernel was timed (docs/plan.md lists the consequences). Sizes are in GiB. Arguments and temporaries
-are from the compiler, and predicted is the total of `maxpipe plan`.
+kernel was timed (docs/plan.md lists the consequences). Sizes are in GiB. The columns "arguments"
+and "temp" (temporaries) are from the compiler, and "predicted" is the total of `maxpipe plan`.
 
 | run | attention | arguments | arguments + temp | predicted | ratio | compiled in |
 |---|---|---|---|---|---|---|

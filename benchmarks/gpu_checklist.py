@@ -1,13 +1,14 @@
-"""Measurements on one NVIDIA GPU: train steps, experts, gated delta, decoding and a full run.
+"""Checklist on one NVIDIA GPU: train steps, experts, gated delta, decoding and a complete run.
 
     python benchmarks/gpu_checklist.py --out results.jsonl       # runs every row
     python benchmarks/gpu_checklist.py --only '^step' --out ...  # rows whose name matches
     python benchmarks/gpu_checklist.py --tiny --out ...          # small sizes, also on a CPU
     python benchmarks/gpu_checklist.py --write results.jsonl     # tables of gpu_checklist.md
 
-Needs the GPU, jax's CUDA plugin, torch and transformers. Every row is a separate process with its
-own time limit, and every result is written to the file at once. The next row's process imports its
-packages during the current row and waits before it uses the GPU. Fifteen minutes.
+The script requires the GPU, jax's CUDA plugin, torch and transformers, and needs fifteen minutes.
+Every row is a separate process with a time limit, and every result is written to the file
+immediately. During each row, the process of the next row imports its packages, and waits before it
+uses the GPU.
 """
 
 from __future__ import annotations
@@ -48,25 +49,25 @@ XLA = {
 
 @dataclass(frozen=True)
 class Row:
-    """A measurement in a separate process."""
+    """A row of the checklist, which runs in a separate process."""
 
     name: str
     work: str
-    """The function that measures: a key of `gpu_measurements.WORK`."""
+    """Name of the measurement function, a key of `gpu_measurements.WORK`."""
     options: dict[str, Any]
     limit: int
-    """Seconds."""
+    """Time limit in seconds."""
 
 
 def step_row(
     name: str, *keys: str, model: str = "llama3-8b", limit: int = 80, **options: Any
 ) -> Row:
-    """A row for a train step of maxpipe."""
+    """Return a row that measures a train step of maxpipe."""
     return Row(f"step: {name}", "train_step", {"model": model, "keys": keys, **options}, limit)
 
 
 def torch_step_row(name: str, *keys: str, batches: Sequence[int]) -> Row:
-    """A row for a train step of PyTorch, with the first of `batches` that fits."""
+    """Return a row that measures PyTorch's train step with the first of `batches` that fits."""
     options = {"model": "llama3-8b", "keys": keys, "batches": list(batches)}
     return Row(f"step: {name}", "torch_step", options, 110)
 
@@ -99,7 +100,7 @@ ROWS = [
 ]
 
 
-# In the process of a row.
+# Functions that run in the process of a row.
 
 
 def run_row(text: str) -> None:
@@ -113,11 +114,11 @@ def run_row(text: str) -> None:
         print(json.dumps(found), flush=True)
 
 
-# Around them.
+# Functions that run in the parent process.
 
 
 def start(row: Row, tiny: bool) -> subprocess.Popen[str]:
-    """Start a row's process, which waits until it may use the GPU."""
+    """Start the process of a row, which waits for a signal before it uses the GPU."""
     task = asdict(row) | {"options": row.options | {"tiny": tiny}}
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     memory["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -132,13 +133,13 @@ def start(row: Row, tiny: bool) -> subprocess.Popen[str]:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """End a process and its children."""
+    """Kill a process and its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str, Any]]:
-    """Start the measurement of a process, and yield its results for at most `limit` seconds."""
+    """Signal the measurement of a process, yield its results, and kill it after `limit` seconds."""
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(limit, stop, [process])
     timer.start()
@@ -159,7 +160,7 @@ def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str,
 
 
 def run_all(rows: Sequence[Row], out: Path, tiny: bool) -> None:
-    """Run each row, and append its results to a file."""
+    """Run all rows, and append their results to a file."""
     began, waiting = time.perf_counter(), start(rows[0], tiny)
     with out.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows):
@@ -184,7 +185,7 @@ def run_all(rows: Sequence[Row], out: Path, tiny: bool) -> None:
 LENGTHY = ("kernels", "losses", "calls", "versions", "device", "spread")
 
 
-# The page.
+# Functions that write the page.
 
 
 def table(heads: str, rows: Sequence[Sequence[str]]) -> str:
@@ -195,12 +196,12 @@ def table(heads: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def gib(found: dict[str, Any], name: str) -> str:
-    """Return bytes in GiB, or nothing."""
+    """Return a size in GiB, or an empty string if the size is missing."""
     return f"{found[name] / GIB:.2f}" if found.get(name) else ""
 
 
 def step_cells(found: dict[str, Any]) -> list[str]:
-    """Return the cells of a train step."""
+    """Return the table cells of a train step."""
     seconds, used = found["seconds"], found["bytes"]
     predicted = found.get("predicted_bytes", 0) / used
     return [
@@ -216,7 +217,7 @@ def step_cells(found: dict[str, Any]) -> list[str]:
 
 
 def layer_cells(found: dict[str, Any]) -> list[str]:
-    """Return the cells of a layer's forward and backward."""
+    """Return the table cells of a layer's forward and backward pass."""
     low, high = (f"{seconds * 1e3:.2f}" for seconds in found["spread"])
     kind, by = found["row"].split(": ")
     name = f"{kind}, {by}: {found['form']}"
@@ -224,14 +225,14 @@ def layer_cells(found: dict[str, Any]) -> list[str]:
 
 
 def decode_cells(found: dict[str, Any]) -> list[str]:
-    """Return the cells of decoding."""
+    """Return the table cells of a decoding measurement."""
     milliseconds = [f"{found[name] * 1e3:.2f}" for name in ("seconds_per_token", "first_seconds")]
     rate = f"{found['tokens_per_second']:,.0f}"
     return [found["row"].partition(": ")[2], str(found["batch"]), rate, *milliseconds]
 
 
 def write_page(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the tables of gpu_checklist.md, each between a pair of comments."""
+    """Replace the tables of gpu_checklist.md, which are between pairs of HTML comments."""
     measured = [found for found in results if "seconds" in found or "seconds_per_token" in found]
     failed = [[found["row"]] for found in results if found.get("code", 0) != 0]
     tables = {

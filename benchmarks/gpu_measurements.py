@@ -1,6 +1,7 @@
-"""Measurements of gpu_checklist.py, each in the process of one row.
+"""Measurement functions of gpu_checklist.py, which run in the process of a row.
 
-Each function imports packages, yields once, and uses the GPU from then on. Then it yields results.
+Each function is a generator. It imports packages, yields once, and does not use the GPU before that
+point. Then it yields its results.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DECODE = {"prompt": 128, "more": 128, "repeats": 3}
 
 
 def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure maxpipe's step."""
+    """Measure a train step of maxpipe."""
     import jax  # noqa: F401
 
     import maxpipe.plan.compile
@@ -50,13 +51,13 @@ def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure PyTorch's step with the largest batch that fits."""
+    """Measure a train step of PyTorch with the first batch size that fits in memory."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
     import maxpipe.models.registry  # noqa: F401
 
-    transformers.LlamaForCausalLM  # noqa: B018  transformers imports a model at its first use
+    transformers.LlamaForCausalLM  # noqa: B018  transformers imports a model on first access
     yield {}
     for batch in options["batches"]:
         tiny = TINY if options["tiny"] else []
@@ -75,7 +76,7 @@ def torch_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure forward and backward of a layer of experts, and of a dense layer."""
+    """Measure the forward and backward pass of an MoE layer and of a dense layer."""
     import jax
     import jax.numpy as jnp
 
@@ -112,7 +113,7 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def experts_size(tiny: bool) -> dict[str, int]:
-    """Return the sizes of a layer of experts, and its tokens."""
+    """Return the sizes of an MoE layer, and the shape of its input."""
     if tiny:
         small = {"d_model": 128, "d_expert": 128, "num_experts": 8, "per_token": 2}
         return small | {"rows": 2, "tokens": 128}
@@ -120,14 +121,14 @@ def experts_size(tiny: bool) -> dict[str, int]:
 
 
 def normal(seed: int, shape: Sequence[int]) -> Any:
-    """Return random bfloat16 numbers."""
+    """Return a normally distributed bfloat16 array."""
     import jax
 
     return jax.random.normal(jax.random.key(seed), shape, "bfloat16")
 
 
 def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return a jitted function, (mean of the output, gradients), and its arguments."""
+    """Return a jitted function that computes a scalar loss and its gradients, and its arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -154,7 +155,7 @@ def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, 
             getattr(module, name)[...] = weight
         context = LayerContext({"segment_ids": ids, "positions": places}, jnp.int32(0))
         out = module(x, context).x
-        # A sum would make every cotangent the same number.
+        # With a plain sum, all cotangents would be equal.
         return (out.astype(jnp.float32) ** 2).mean()
 
     body = jax.shard_map(
@@ -169,7 +170,7 @@ def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, 
 
 
 def measured_layer(part: Any, kind: Any, x: Any) -> dict[str, Any]:
-    """Return the time, the memory and the slowest kernels of forward and backward."""
+    """Return time, memory and slowest kernels of the forward and backward pass."""
     import jax
 
     run, arguments = forward_and_backward(part, kind, x)
@@ -183,7 +184,7 @@ def measured_layer(part: Any, kind: Any, x: Any) -> dict[str, Any]:
 
 
 def timed_calls(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the median seconds of a call."""
+    """Return the median, minimum and maximum time of a call in seconds."""
     seconds = []
     for _ in range(gpu_step.WARM_UP + TIMED):
         start = time.perf_counter()
@@ -194,7 +195,7 @@ def timed_calls(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure the same layers of PyTorch, with `torch.compile` and `grouped_mm`."""
+    """Measure the PyTorch versions of the layers in `experts`, with and without `torch.compile`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     from maxpipe.models.layers import experts  # noqa: F401
@@ -219,7 +220,7 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         gate, value = grouped(flat[order // k], up, offs=ends).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * value * shares.reshape(-1)[order, None]
         rows = grouped(hidden, down, offs=ends)
-        out = torch.empty_like(rows).index_copy(0, order, rows)  # the same place for every choice
+        out = torch.empty_like(rows).index_copy(0, order, rows)  # undo the sort by expert
         return out.reshape(-1, k, width).sum(1).reshape(x.shape)
 
     def dense(x: Any, up: Any, down: Any) -> Any:
@@ -242,7 +243,7 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
             run = partial(torch_gradients, compiled, x, weights)
             try:
                 found = timed_calls(run)
-            except Exception as error:  # the other way may work
+            except Exception as error:  # continue with the other variant
                 print(f"{form}, {name}: {error}", file=sys.stderr, flush=True)
                 continue
             kernels = gpu_step._torch_kernels(run, 15) if device == "cuda" else []
@@ -250,21 +251,21 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_device() -> str:
-    """Return the device's type."""
+    """Return the device type, `cuda` or `cpu`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def torch_peak() -> int:
-    """Return the most bytes that were allocated."""
+    """Return the peak size of allocated GPU memory in bytes."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def torch_gradients(layer: Callable[..., Any], x: Any, weights: Sequence[Any]) -> float:
-    """Run forward and backward, and wait for them."""
+    """Run the forward and backward pass, and wait until both have finished."""
     import torch  # pyright: ignore[reportMissingImports]
 
     loss = (layer(x, *weights).float() ** 2).mean()
@@ -273,7 +274,7 @@ def torch_gradients(layer: Callable[..., Any], x: Any, weights: Sequence[Any]) -
 
 
 def delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure forward and backward of a gated delta layer."""
+    """Measure the forward and backward pass of a gated delta layer."""
 
     from maxpipe.models.layers import gated_delta
     from maxpipe.models.layers.mlp import RMSNorm
@@ -297,7 +298,7 @@ def delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def delta_size(tiny: bool) -> dict[str, int]:
-    """Return the sizes of a gated delta layer, and its tokens."""
+    """Return the sizes of a gated delta layer, and the shape of its input."""
     if tiny:
         small = {"d_model": 64, "key_heads": 2, "value_heads": 4, "size": 16, "kernel": 4}
         return small | {"rows": 2, "tokens": 128}
@@ -305,7 +306,7 @@ def delta_size(tiny: bool) -> dict[str, int]:
 
 
 def torch_delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure the same layer of transformers, without the kernels of `fla`."""
+    """Measure the gated delta layer of transformers, without the kernels of `fla`."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import Qwen3NextConfig  # pyright: ignore[reportMissingImports]
     from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
@@ -338,7 +339,7 @@ def torch_delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure greedy decoding of maxpipe with random weights in bfloat16."""
+    """Measure greedy decoding of maxpipe with random bfloat16 weights."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -381,7 +382,7 @@ def decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def decoded(calls: Sequence[Sequence[float]], batch: int) -> dict[str, Any]:
-    """Return rates from the times of calls: their start, then each token's."""
+    """Return decoding rates from the timestamps of each call: its start, then each token."""
     tokens = len(calls[0]) - 1
     whole = statistics.median(times[-1] - times[0] for times in calls)
     one = statistics.median((times[-1] - times[2]) / (tokens - 2) for times in calls)
@@ -396,7 +397,7 @@ def decoded(calls: Sequence[Sequence[float]], batch: int) -> dict[str, Any]:
 
 
 def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure `generate` of transformers with a static cache, which compiles the decoding step."""
+    """Measure `generate` of transformers with a static cache and a compiled decoding step."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -426,7 +427,7 @@ def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     network.generation_config.pad_token_id = 0
 
     class Clock(transformers.LogitsProcessor):
-        """Record the time of each token."""
+        """Records the time at which each token is generated."""
 
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             times.append(time.perf_counter())
@@ -455,7 +456,7 @@ def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def whole_run(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Train 100 steps; train the same run with a stop by Ctrl-C and a resume; generate."""
+    """Compare an uninterrupted run with a run that is stopped by Ctrl-C and resumed."""
     yield {}
     shared = Path("/dev/shm")
     parent = shared if shared.is_dir() and shutil.disk_usage(shared).free > 60 * GIB else None
@@ -467,9 +468,9 @@ def whole_run(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def stopped_and_resumed(folder: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Do the work of `whole_run` in a folder."""
+    """Yield the results of `whole_run`, with run folders in `folder`."""
     steps, stop = (12, 5) if options["tiny"] else (100, 50)
-    # Bytes have 259 ids; the model's own vocabulary needs its tokenizer.
+    # The byte tokenizer has 259 ids. The model's vocabulary size would require its tokenizer.
     keys = ["tokenizer.kind=bytes", "model.vocab_size=259", "data.source=corpus"]
     keys += [f"run.dir={folder}", f"train.steps={steps}", "log.every=1", "checkpoint.keep=1"]
     keys += ["train.batch_size=4", "train.sequence_length=2048"]

@@ -1,15 +1,18 @@
-"""Compare a train step on one NVIDIA GPU with its predicted memory and with PyTorch.
+"""Measure a train step on one NVIDIA GPU, and compare memory with `plan` and and with PyTorch.
 
     python benchmarks/gpu_step.py                # print the page
     python benchmarks/gpu_step.py --write        # also write gpu_step.md
-    python benchmarks/gpu_step.py --only names   # rows with a matching name (regular expression)
-    python benchmarks/gpu_step.py --kernels 30   # also print the slowest kernels of every step
+    python benchmarks/gpu_step.py --only names   # rows with a matches the pattern
+    python benchmarks/gpu_step.py --kernels 30   # and the 30 slowest kernels of each step
 
-The script needs the GPU, jax's CUDA plugin, torch and transformers, and about six minutes. Every
-row is a separate process, which compiles its step, runs the step a few times on random tokens, and
-reports the median. Both frameworks store parameters and moments in float32, multiply in bfloat16,
-clip gradients and update with AdamW. MFU counts the same operations for both frameworks, including
-attention between documents.
+The script requires the GPU, jax's CUDA plugin, torch and transformers, and needs six minutes.
+Every
+row runs in a separate process, which compiles its step, runs the step a few times on random tokens
+and
+reports the median time. Both programs store parameters and moments in float32, use bfloat16
+matmuls,
+clip gradients and update with AdamW. For both, MFU uses the FLOPs of causal attention over
+full sequences, including attention between documents.
 """
 
 from __future__ import annotations
@@ -38,18 +41,20 @@ SIZE = ("train.batch_size=8", "train.sequence_length=4096", "train.steps=1000")
 
 @dataclass(frozen=True)
 class Row:
-    """A measured train step."""
+    """A row of the table: one measured train step."""
 
     name: str
     keys: tuple[str, ...] = ()
-    """Config overrides of the run."""
+    """Config overrides of the row."""
     torch: str = ""
-    """Attention of the PyTorch step: `causal`, or for documents a dense `mask` or `flex`. The row
+    """Attention of PyTorch: `causal`, a dense document dense `mask`, or `flex` (FlexAttention).
+
+    maxpipe is measured if this field is empty. The row
     measures maxpipe if the value is empty."""
     documents: int = 1
-    """Number of documents per sequence."""
+    """Number of documents in each sequence."""
     model: str = MODEL
-    """The bundled model."""
+    """Name of the bundled model config."""
 
 
 def kept(remat: str, **others: Any) -> Row:
@@ -72,65 +77,73 @@ HEAD = """\
 
 `python benchmarks/gpu_step.py --write`, {devices}, {versions}.
 
-The step of `{model}` with `{size}`, medians of ten. Memory in GiB: peak use of the process, the
-compiler's estimate (stated), and the prediction of `maxpipe plan`.
+The table shows one train step of `{model}` with `{size}`. Times are medians of ten steps. Memory is
+in GiB: "used" is the peak of the process, "stated" and the value that the compiler reports, and
+"predicted" is the value of `maxpipe plan`.
 
 """
 TAIL = """
-The first PyTorch row has no document mask, so tokens attend across documents. The script also has a
-row with a dense attention mask, which was not measured because the device time ran out.
+The first PyTorch row has no document mask, so tokens can attend to other documents. has script also
+has a row with a dense mask for all token pairs. The time on the GPU ended before this row ran.
 
-A kernel with a dense attention bias is about twice as slow as a kernel with segment offsets
-([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)). Before the data selected
-the kernel, the step with `names` required 615.8 ms (44.2%) with one document per sequence and
-614.7 ms (44.3%) with five, and the backward repeated the forward kernel. PyTorch required 682.8 ms
-with the mask that transformers creates under `torch.compile`. Time of forward and backward of
-attention alone, for 8 sequences of 4096 tokens, 32 query heads and 8 key heads of size 64 (in
-parentheses: 4 sequences, heads of size 128):
+A kernel that loads a bias value for every attention bias is needs twice as slow as a kernel that
+computes the mask itself ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)).
+Before maxpipe selected the kernel at run time, the step with `names` needed 615.8 ms (44.2% MFU)
+with one document per sequence and
+614.7 ms (44.3%) with five. The kernel also ran a second time in
+the backward pass. PyTorch needed 682.8 ms
+with the mask that transformers generates under
+`torch.compile`.
+
+The next table shows the time of the forward and backward pass of attention alone, for 8 sequences
+of 4096 tokens with 32 query heads and 8 key/value heads of size 64. Values in parentheses are for 4
+sequences with heads of size 128.
 
 | kernel | ms |
 |---|---|
 | causal mask only | 5.2 (4.2) |
-| dense attention bias | 8.6 (8.2) |
+| dense bias for all token pairs | 8.6 (8.2) |
 
-A separate script measured these times and the earlier step times. Working memory grows with the
-maximum number of documents of the kernel, which is therefore 8. With 32, the step with five
+These values and the earlier step times were measured with a separate script. The working memory of
+the the
+maximum grows with the maximum number of documents, so the maximum is 8. With 32, the step with
+five
 documents used 60.56 GiB instead of 48.34 GiB, in 488.1 ms.
 
-Profile of the 521 ms of `names` with one document:
+The profiler divides the 521 ms of the step with `names` and one document as follows:
 
 | kernels | ms |
 |---|---|
 | matmuls (cuBLAS and Triton, 715 to 820 TFLOP/s of the card's 989) | 324 |
 | attention | 95 |
-| copies of saved activations | 21 |
-| loss head without its matmuls: largest logit, sum, gradient | 16 |
+| copies of saved activations into and out of their buffers | 21 |
+| loss head without its matmuls: maximum logit, sum, gradient | 16 |
 | SiLU and elementwise products of the MLP, forward and backward | 19 |
 | norms and residuals | 21 |
 | update of parameters and moments, gradient norm | 12 |
-| everything else: RoPE, weight casts, stacking of gradients | 8 |
+| all other kernels: RoPE, dtype conversion casts, accumulation of gradients | 8 |
 | idle | 5 |
 
-The step of PyTorch has the same matmuls and attention kernels, which are 80% of the time. A step
-that is 1.1 x faster would need half of the remaining time. These settings had no effect (within
-1%): no command buffers, concurrent command buffers
-(`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more), and
+The step of PyTorch has the same matmuls and attention kernels, which need 80% of the time. For 1.1 times
+the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed the
+time by less than 1%: no command buffers, concurrent command buffers
+(`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more memory), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """
 
 
-# In the process of one row.
+# Functions that run in the process of a row.
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
-    """Random ids `[rows, length + 1]`."""
+    """Return random token ids `[rows, length + 1]`."""
     import numpy as np
 
     return np.random.default_rng(0).integers(0, vocabulary, (rows, length + 1), dtype=np.int32)
 
 
 def segments(rows: int, length: int, documents: int) -> Any:
-    """The number of each token's document, from 1 on `[rows, length]`."""
+    """Return segment ids `[rows, length]`, numbered from 1, with random document boundaries."""
     import numpy as np
 
     cuts = np.random.default_rng(1).integers(1, length, (rows, documents - 1))
@@ -138,7 +151,7 @@ def segments(rows: int, length: int, documents: int) -> Any:
 
 
 def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
-    """(median seconds of a step, losses)."""
+    """Return the median time of a step in seconds, and the losses of all steps."""
     losses, seconds = [], []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
@@ -150,7 +163,7 @@ def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
 def prepared(
     row: Row, size: list[str], xla: dict[str, str]
 ) -> tuple[Any, Callable[[], float], dict[str, Any]]:
-    """Return (compiled step, function that runs one step, memory figures) of maxpipe."""
+    """Return maxpipe's (compiled step, a function that runs the step step, and its metadata."""
     import jax
     import numpy as np
 
@@ -207,7 +220,7 @@ def prepared(
 
 
 def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[str, Any]:
-    """Measure the step of maxpipe."""
+    """Return the measurements of maxpipe's train step of maxpipe."""
     import jax
 
     _, step, found = prepared(row, size, xla)
@@ -220,7 +233,7 @@ def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[s
 
 
 def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, int]]:
-    """(kernel, milliseconds, calls) of one step on the device, by time."""
+    """Profile one step, and return (kernel, milliseconds, calls) of the slowest kernels."""
     import tempfile
 
     import jax
@@ -244,7 +257,7 @@ def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, i
 
 
 def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
-    """Measure the step of the transformers model in PyTorch."""
+    """Return the measurements of a PyTorch train step with the model from transformers."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -319,7 +332,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
 
 
 def _mask(kind: str, numbers: Any, device: str) -> Any:
-    """Return the attention mask of the documents, or None for a causal mask."""
+    """Return the attention mask in the format of the backend, or None for causal attention."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_block_mask,
@@ -351,14 +364,14 @@ def _attention(
     scaling: float,
     **others: Any,
 ) -> tuple[Any, None]:
-    """FlexAttention without the dense mask that transformers creates under `torch.compile`."""
+    """Compute attention without the dense mask that transformers builds under `torch.compile`."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         flex_attention,
     )
 
     assert attention_mask is None
-    # As autocast would have them; it does not know FlexAttention.
+    # Autocast does not support FlexAttention, so cast to its dtype here.
     query, key, value = (each.to(torch.bfloat16) for each in (query, key, value))
     if kind == "flex":
         mixed = flex_attention(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
@@ -389,7 +402,7 @@ def _torch_kernels(step: Callable[[], float], count: int) -> list[tuple[str, flo
 
 
 def work(given: str) -> None:
-    """Measure one row in a separate process."""
+    """Measure one row, given as JSON, and print the result as JSON."""
     asked = json.loads(given)
     row = Row(**asked["row"] | {"keys": tuple(asked["row"]["keys"])})
     gc.disable()
@@ -400,11 +413,11 @@ def work(given: str) -> None:
     print(json.dumps(found), flush=True)
 
 
-# Around them.
+# Functions that run in the parent process.
 
 
 def measured(row: Row, options: argparse.Namespace) -> dict[str, Any] | None:
-    """None, with the reason on stderr, where it fails."""
+    """Run a row in a separate process, and return its result, or None if the process fails."""
     xla = dict(each.split("=", 1) for each in options.xla)
     size = [*SIZE, *options.keys]
     asked = {"row": asdict(row), "size": size, "kernels": options.kernels, "xla": xla}

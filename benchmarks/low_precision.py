@@ -42,7 +42,7 @@ CHIPS += ("train.batch_size=32", "train.sequence_length=4096", "pipeline.weight_
 
 
 def losses(keys: Sequence[str]) -> dict[int, float]:
-    """Train a model and return its losses by step, as means since the previous logged step."""
+    """Train a model and return its losses by step, averaged since the previous logged step."""
     with tempfile.TemporaryDirectory() as folder:
         given = [f"run.dir={folder}", f"train.steps={STEPS}", "train.batch_size=8"]
         given += ["pipeline.microbatches=4", "eval.every=0", "checkpoint.every=0", *keys]
@@ -57,7 +57,7 @@ def losses(keys: Sequence[str]) -> dict[int, float]:
 
 
 def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
-    """Return the cycles of a step on one device, and of its layers, forward and backward."""
+    """Return the cycles of a step on one device, and of its layers in both passes."""
     call = [sys.executable, "-m", "maxpipe", "compile", "llama3-8b", "--json"]
     call += ["--topology", topology, *CHIPS, *keys]
     done = subprocess.run(call, check=True, capture_output=True, text=True)
@@ -66,7 +66,7 @@ def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
 
 
 def curves() -> Iterator[str]:
-    """Yield the lines of the table of losses."""
+    """Yield the lines of the loss table."""
     yield "| matmuls | " + " | ".join(f"step {step}" for step in SHOWN) + " | mean difference |"
     yield "|---|" + "---|" * (len(SHOWN) + 1)
     plain = losses(WAYS["default"])
@@ -79,7 +79,7 @@ def curves() -> Iterator[str]:
 
 
 def compiled() -> Iterator[str]:
-    """Yield the lines of the table of cycles."""
+    """Yield the lines of the cycle table."""
     heads = [f"{topology}, {what}" for topology in TOPOLOGIES for what in ("layers", "step")]
     yield "| matmuls | " + " | ".join(heads) + " |"
     yield "|---|" + "---|" * len(heads)

@@ -62,7 +62,7 @@ def config_of(name: str) -> Config:
 
 
 def measured(found: list[Candidate]) -> list[float]:
-    """Return the median seconds of a step of each layout, each in a separate process.
+    """Return the median step time of each layout in seconds, measured in separate processes.
 
     In a shared process, the heap that one program leaves determines which other programs must
     allocate new memory in every step.
@@ -71,7 +71,7 @@ def measured(found: list[Candidate]) -> list[float]:
     for each in found:
         mine, theirs = spawned.Pipe()
         spawned.Process(target=_serve, args=(theirs, each.config), daemon=True).start()
-        mine.recv()  # compiled
+        mine.recv()  # wait until the step is compiled
         runs.append(mine)
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
@@ -118,10 +118,10 @@ class Ranking:
     chosen: int
     """Rank of the layout that `--measure` selects."""
     over: float
-    """Excess time of the layout that is predicted to be fastest, relative to the fastest."""
+    """Excess time of the layout that is predicted to be fastest, relative to the fastest layout."""
     layouts: int
     correlation: float
-    """Spearman correlation of predicted and measured order."""
+    """Spearman correlation of the predicted and the measured order."""
 
 
 def correlation(orders: list[int]) -> float:
@@ -145,7 +145,7 @@ def table(name: str) -> tuple[str, Ranking]:
     lines = [
         f"## {name}",
         "",
-        f"The search ranked {ranked.considered:,} layouts. The following ones ran:",
+        f"The search ranked {ranked.considered:,} layouts. The following layouts were measured:",
         "",
         "| predicted rank | predicted ms | measured ms | measured rank | in the search | layout |",
         "|---|---|---|---|---|---|",
@@ -167,24 +167,25 @@ PREAMBLE = """\
 # Predicted and measured ranking of layouts
 
 `python benchmarks/measured_ranking.py --write`, on 8 virtual CPU devices and 2 cores, calibrated
-before each table. Each layout runs in a separate process. The steps of all layouts alternate, and
-times are medians. Excess time is the time of the layout that is predicted to be fastest, relative
-to the fastest layout.
+before each table. Each layout runs in a separate process. The layouts run their steps alternately,
+and times are medians. The column "excess time" shows the additional time of the layout that is
+predicted to be fastest, relative to the fastest layout.
 
 """
 
 
 NOTE = """
 Layouts near the top differ by less than the variation of one layout over time. The order therefore
-changes from run to run. The correlations cover only the best few percent of a search. The
-predictions have the following known errors:
+changes between runs of this benchmark. The correlations cover only the best few percent of the
+layouts of a search. The predictions have the following known errors:
 
 - Predictions for tensor parallelism without sequence parallelism (`sequence_parallel=False`) are up
-  to 25% too slow. The cost of splitting layers is measured with sequence parallelism and used for
-  both.
+  to 25% too slow. The cost of splitting layers is measured with sequence parallelism and also used
+  without it.
 - Predictions with one gather per small layer are too fast (`deep`,
-  `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches the error is 20%. Devices that
-  share cores wait for each other at each gather, but only the waits of complete ticks are measured.
+  `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that
+  share cores wait for each other at each gather, but the calibration measures only the wait times
+  of complete ticks.
 - Predictions with `remat=none` are up to 10% too slow.
 - The loss head is not measured separately.
 """
@@ -207,7 +208,7 @@ def main() -> None:
             first[name] = orders
     verdict = "\n".join(
         [
-            "Measured rank of the selected layout:",
+            "The first table shows the measured rank of the selected layout:",
             "",
             "| model | layouts | prediction only | excess time "
             f"| with `--measure {MEASURED}` | Spearman correlation |",

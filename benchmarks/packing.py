@@ -4,9 +4,9 @@
     python benchmarks/packing.py --write   # and writes packing.md
 
 Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829). The
-second data set is the file sizes of the Python standard library in bytes. Each plan is made in a
-separate process. Time is the processor time of one core. Memory is the increase of the peak memory
-of the process.
+second data set is the file sizes of the Python standard library in bytes. Each plan is computed in
+a separate process. Time is the processor time of one core. Memory is the increase of the peak
+memory of the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = Path(__file__).with_suffix(".md")
 PACKINGS = ("cut", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
-"""Maximum seconds for a plan of all documents."""
+"""Maximum time for a plan of all documents, in seconds."""
 
 MEASURED = """
 import json, resource, sys, time
@@ -110,9 +110,10 @@ PREAMBLE = f"""\
 `python benchmarks/packing.py --write`, on one core. The first table packs {DOCUMENTS:,} documents
 with log-normal lengths (median 403 tokens, mean 829). The second table packs the files of the
 Python standard library, with one token per byte. A plan may need at most {SECONDS} s. The lower
-bound is the number of sequences that the tokens would fill without a gap. Packing without splitting
-documents cannot use fewer. Efficiency is the share of positions that have a target. *Documents
-split* is the share of documents that fit in one sequence but are in two or more.
+bound is the number of sequences that the tokens would fill without gaps. Packing without splitting
+documents cannot need fewer sequences. Efficiency is the fraction of positions that have a target.
+*Documents split* is the fraction of documents that would fit in one sequence but are split across
+two or more.
 """
 
 if __name__ == "__main__":

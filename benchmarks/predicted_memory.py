@@ -32,13 +32,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """A config on a topology."""
+    """A row of the table: a config and a topology."""
 
     model: str
     topology: str
     slices: int
     keys: str
-    """Config keys; those of the sections mesh, pipeline and train omit the section name."""
+    """Config keys. The section names `mesh`, `pipeline` and `train` are omitted."""
 
     @property
     def name(self) -> str:
@@ -386,7 +386,7 @@ def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
 
 
 def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
-    """Return compiled arguments, arguments with temporaries, and peak in GiB."""
+    """Return three compiled sizes in GiB: arguments, arguments plus temporaries, and peak."""
     report = compiled(row, cache)
     if report is None:
         return None
@@ -396,7 +396,7 @@ def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
 
 
 def _written(row: Row, page: str) -> tuple[float, ...] | None:
-    """Return the same sizes from the existing page."""
+    """Return the same three sizes, read from the existing page."""
     for line in page.splitlines():
         if line.startswith(f"| {row.name} | "):
             return tuple(map(float, line.split(" | ")[1:4]))
@@ -408,10 +408,10 @@ PREAMBLE = """\
 
 `python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Sizes are in GiB. Arguments,
 temporaries and peak are from the compiler, and the peak includes arguments and temporaries.
-docs/decisions/0016-peak-memory.md explains why the peak is used. Predicted is the total of
-`maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows of Llama from 1B
-to 70B. One of them was fitted to all rows with `weight_gather=visit`. The other rows for 405B,
-Gemma 3 and Mixtral were not used for the fit.
+docs/decisions/0016-peak-memory.md explains why the peak is used. The column "predicted" is the
+total of `maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows for
+Llama from 1B to 70B. One of these factors was fitted to all rows with `weight_gather=visit`. The
+other rows for 405B, Gemma 3 and Mixtral were not used for the fit.
 
 """
 

@@ -9,7 +9,7 @@ stages. This is how praxis and MaxText run their circular pipelines.
 `sharded_loss` has no pipeline. It runs the full batch at once, every layer under `jax.checkpoint`,
 and shards sequences and parameters over all devices. Each device gathers a layer's weights where it
 computes the layer. Differentiation turns these gathers into reductions. Without explicit gathers,
-XLA for CPU would sum unsharded gradients on every device.
+XLA for CPU would reduce unsharded gradients on every device.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -
     of_layer = jax.tree.map(lambda each: each.unstacked(3), _of_one_kind(decoder, divisions))
     run = decoder.layer(*decoder.model.layer_types)
 
-    @partial(jax.checkpoint, prevent_cse=False)  # forward and backward are different loops
+    @partial(jax.checkpoint, prevent_cse=False)  # forward and backward passes are separate loops
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         weights = jax.tree.map(lambda leaf, each: gather_weight(leaf, each, dtype), layer, of_layer)
         return run(weights, x, batch, jnp.int32(0))[0], None
@@ -119,7 +119,7 @@ def _ring(
     embedded: jax.Array,
     inputs: Tree,
 ) -> jax.Array:
-    """Return the outputs of the last stage `[M, B, T, D]`, B sequences per microbatch."""
+    """Return the outputs of the last stage `[M, B, T, D]`, with B sequences per microbatch."""
     stages = layout.ring.num_stages
     stage = lax.axis_index(STAGE)
     layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)

@@ -45,7 +45,7 @@ from maxpipe.telemetry.writers import EventLog
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
-"""Steps after which a run resumes."""
+"""Numbers of steps after which a run resumes."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
@@ -83,7 +83,7 @@ def _per_call(call: Callable[[], object], number: int) -> float:
 
 
 def seconds_of_guard(config: Config) -> float:
-    """Return the additional seconds that the guard costs per step."""
+    """Return the additional time per step that the guard needs, in seconds."""
     device = jax.devices()[:1]
     with (
         patch("maxpipe.step.step.check_step", lambda _config, _mesh, state, *_: (np.True_, state)),
@@ -112,7 +112,7 @@ def _taken(call: Callable[[], object]) -> float:
 
 
 def first_batches(config: Config) -> list[float]:
-    """Return the seconds to the first batch of a run that resumes after each step in `FAR`."""
+    """Return the time to the first batch in seconds, for runs that resume at the steps in `FAR`."""
     seconds, train = [], config.train
     sizes = {"batch_size": train.batch_size, "sequence_length": train.sequence_length}
     with contextlib.closing(build_loaders(config.data, config.tokenizer, seed=0, **sizes)) as data:
@@ -125,7 +125,7 @@ def first_batches(config: Config) -> list[float]:
 
 
 def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digesting]:
-    """Return the blocking seconds of a save, the seconds of the complete save, and digest times.
+    """Return the blocking time, the total time and the digest times of a save, in seconds.
 
     The blocking part includes the copy of the state.
     """
@@ -154,7 +154,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
 
 @dataclass(frozen=True)
 class Digesting:
-    """Single-threaded seconds of digest methods on the same arrays."""
+    """Single-threaded time of each digest method on the same arrays, in seconds."""
 
     in_memory: float
     sha256: float

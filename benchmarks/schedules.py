@@ -52,7 +52,7 @@ NO_PIPELINE = "no pipeline, fsdp 8, autodiff"
 
 @dataclass(frozen=True)
 class Choice:
-    """A program, which is a row of the table."""
+    """A program, shown as a row of the table."""
 
     name: str
     schedule: str = "interleaved"
@@ -165,7 +165,7 @@ def _batch(steps: Steps) -> dict[str, jax.Array]:
 
 
 def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]:
-    """Return median wall and CPU times relative to both references in the same round."""
+    """Return median wall and CPU times, relative to both references in the same round."""
     for each in programs:
         each.run()
     ratios: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in programs}

@@ -29,12 +29,12 @@ LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
 ACTIVATION = TOKENS * WIDTH * 2
-"""Bytes of the activations that a stage sends to the next; buffers hold at least two."""
+"""Size in bytes of the activations that a stage sends; buffers hold at least two of them."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode, which is a row of the table."""
+    """A gather and remat mode, shown as a row of the table."""
 
     weight_gather: str
     remat: str
@@ -202,17 +202,17 @@ columns have the following meaning:
 
 - Cycles are the compiler's estimates along the busiest stages, without synchronous collectives.
 - Traffic and TFLOP are averages over devices for a step with M = {MICROBATCHES[0]}.
-- Peak includes the arguments and must fit in memory. Temp exceeds the temporary memory in use at
-  any time (docs/decisions/0016-peak-memory.md).
+- Peak includes the arguments and must fit in device memory. Temp is larger than the temporary
+  memory that is in use at any time (docs/decisions/0016-peak-memory.md).
 - Flat means that temp and peak differ by at most 1% between the two values of M.
-- Async counts collectives with separate start and done instructions, among all collectives that
-  move at least {ACTIVATION >> 20} MiB.
-- Sends hidden counts messages between stages that have work between start and done.
-- Copies counts copies of at least {2 * ACTIVATION >> 20} MiB in loops.
+- Async is the number of collectives with separate start and done instructions, out of all
+  collectives that send at least {ACTIVATION >> 20} MiB.
+- Sends hidden is the number of messages between stages that have work between start and done.
+- Copies is the number of copies of at least {2 * ACTIVATION >> 20} MiB in loops.
 
-All rows use plain JAX attention. The page attention_ahead_of_time.md compares some of the rows with
-kernels. With `visit`, M = 16 is a single microbatch group, which needs two window slots. More
-groups need three slots, for any M.
+All rows use plain JAX attention. The page attention_ahead_of_time.md compares plain attention and
+attention kernels for some of the rows. With `visit` and M = 16, all microbatches form one group,
+which needs two window slots. Two or more groups need three slots, for any M.
 
 """
 

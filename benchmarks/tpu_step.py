@@ -63,7 +63,7 @@ FUSED = (*NO_SPARSE_CORES, "xla_tpu_enable_async_collective_fusion_fuse_all_gath
 
 @dataclass(frozen=True)
 class Row:
-    """A compilation, which is a row of a table."""
+    """A compilation, shown as a row of a table."""
 
     name: str
     arguments: str
@@ -121,13 +121,13 @@ def report_of(row: Row, cache: Path) -> CompileReport | None:
 
 
 def exposed(report: CompileReport) -> float:
-    """Return the cycles in which the step waits for collectives."""
+    """Return the number of cycles for which the step waits for collectives."""
     waits = ("waited for", "left over")
     return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
 
 
 def figures(report: CompileReport) -> list[str]:
-    """Return the cells of a report for a table."""
+    """Return the table cells of a report."""
     hidden = [each for each in report.collectives if each.asynchronous]
     sent = sum(each.total_bytes for each in report.collectives)
     return [
@@ -202,54 +202,56 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. `maxpipe compile` obtained all values
-from the TPU compiler. Its option `--entries N` lists the same entries for any run, and
+`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. All values are from the TPU compiler,
+through `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
 busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
-rate. "Waiting" is the exposed part of collectives, computed from their bytes at the published link
-rate. The cycles column does not include it. "Asynchronous" counts the bytes of collectives with
-work between start and done, relative to all bytes that a device sends.
+rate. The "waiting" column is the time of collectives that is not overlapped, computed from their
+bytes at the published link rate. The cycles column does not include this time. The "asynchronous"
+column is the traffic of collectives with work between start and done, relative to all traffic that
+a device sends.
 
 ## Observations
 
 - The matmuls of dense layers, including fused operations, run at 83 to 98% of the peak. The largest
-  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and messages and slots of
-  ticks (2%, less with more layers per chunk). The softmax of the head needs 1%. Norms and RoPE in
-  bfloat16 were not tested. All norms are fused with matmuls or sums, and the RoPE matmuls are
-  already in bfloat16.
+  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and the messages and
+  buffer slots of ticks (2%, less with more layers per chunk). The softmax of the loss head needs
+  1%. Norms and RoPE in bfloat16 were not tested. All norms are fused with matmuls or sums, and the
+  RoPE matmuls are already in bfloat16.
 - With the expert axis, XLA copied all rows before each exchange, because the same buffer was input
-  and output. An empty output buffer removed 216 of 322 Mcycles of copies. Removing the row of zeros
-  for tokens without an expert saved another 20 Mcycles. The step improved from 2.31 to 2.07
-  Gcycles.
-- A separate program has one exchange in each direction, and each variant was compiled once (not in
-  the tables). It needs 7.7 Mcycles with the copy and 5.1 with the empty buffer. It needs 11.2 with
-  zeros, 11.6 with rows in two dims in the compiler's layout, and 16.2 with pairs of values as
-  32-bit words.
+  and output. With a separate, uninitialized output buffer, 216 of 322 Mcycles of copies are not
+  needed. Without the row of zeros for tokens without an expert, the step needs another 20 Mcycles
+  less. The step improved from 2.31 to 2.07 Gcycles.
+- Variants of the exchange were compiled once each, in a separate program with one exchange in each
+  direction (not in the tables). This program needs 7.7 Mcycles with the copy and 5.1 with the
+  uninitialized buffer. The program needs 11.2 with a buffer of zeros, 11.6 with rows in two dims in
+  the compiler's layout, and 16.2 with pairs of values as 32-bit words.
 - Expert kernels were previously counted for the full buffer, which has four times the occupied
-  rows. They now report the rows that they multiply. Unused rows still cost activations and copies.
-  A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens that
-  exceed it.
+  rows. They now report the rows that they multiply. Activations and copies still process the unused
+  rows. A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens
+  that exceed it.
 - No operation reads the part of the buffer that the exchange does not write.
   `tests/pipeline/test_axes.py` runs the exchange with NaN in this part.
 - Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and
   decision 31). Newer compilers reject fused gathers on chips other than v5e. With libtpu 0.0.42,
-  only sums run on the sparse cores. This needs fewer cycles and less memory than fused gathers, but
-  slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449 Gcycles, and all but 4.8
-  GiB are asynchronous (one compilation, not in the tables).
+  only sums run on the sparse cores. Sums on the sparse cores need fewer cycles and less memory than
+  fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449
+  Gcycles, and all but 4.8 GiB are asynchronous (one compilation, not in the tables).
 - The older compiler always runs the gathers of `visit` before the loop over ticks. Neither
-  `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make any of their bytes
-  asynchronous. The newer compiler runs them on the sparse cores, in parallel with each other and
-  with pending reductions. For 16 layers the step needs 1.284 Gcycles with 2.3 GiB exposed. The
-  older compiler needs 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not in the tables).
-- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps. This
-  includes tensor parallelism (one compilation each, not in the tables). The limit has no effect
-  with experts.
+  `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make these gathers
+  asynchronous. The newer compiler runs the gathers on the sparse cores, in parallel with each other
+  and with pending reductions. With 16 layers, the step needs 1.284 Gcycles with 2.3 GiB exposed.
+  The older compiler needs 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not in the
+  tables).
+- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps, also
+  with tensor parallelism (one compilation each, not in the tables). The limit has no effect on
+  steps with experts.
 - Activations in host memory are transferred during the loops over layers. `maxpipe compile` reports
-  the link rate that is necessary to overlap these transfers fully. The gate and up activations
-  exceed the capacity of a host link, so smaller activations should be offloaded.
+  the link rate that is necessary to overlap these transfers fully. Transferring the gate and up
+  activations exceeds the bandwidth of a host link, so smaller activations should be offloaded.
 - Optimizer state in host memory is transferred at the end of the step. Loops over layers transfer
   one slice of each array at a time. The update has almost no work that could overlap with the
-  transfer, so this saves memory at the cost of time. XLA's peak also counts host memory, and
+  transfer, so offloading saves memory at the cost of time. XLA's peak also counts host memory, and
   reports now exclude it.
 - Offloaded optimizer state was also compiled once for 8 layers of the 8B model on v5p:2x2x1 (not in
   the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments need

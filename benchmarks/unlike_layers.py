@@ -59,7 +59,7 @@ def as_kinds(model: Model, pattern: str) -> Model:
 
 
 def as_units(model: Model) -> Model:
-    """Declare each pair of layers as one layer, the unit that is repeated."""
+    """Declare each pair of layers as one layer, the repeated unit."""
     (kind,) = model.layer_types.values()
     second = tuple(
         replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
