@@ -59,21 +59,21 @@ def steps(link, number, each=lambda step: None):
                 time.sleep(0.02)
             if step == 3:
                 print("running", flush=True)
-            if link.stops_here():
+            if link.should_stop():
                 print("stopped at", step, flush=True)
-                raise link.stopped("stopped")
+                raise link.stop_error("stopped")
 
 try:
     with ControlChannel(phases, limits, index=index, count=count) as link:
         print("linked", flush=True)
         if count > 1:
             address, own = ("127.0.0.1", port), {{"train.steps": facts}}
-            trouble = link.gather(address, own, protocol.secret_from_environment)
+            trouble = link.connect(address, own, protocol.secret_from_environment)
             if trouble:
                 print(trouble.text, file=sys.stderr)
                 sys.exit(71 if trouble.late else 2)
         print("together", flush=True)
-        with link.ends_together():
+        with link.propagate_failure():
             {body}
 except Preemption as stopped:
     sys.exit(int(stopped.exit_code))
@@ -423,7 +423,7 @@ if index == 1:
             if {phase} == DATA_SET_UP:
                 phases.progress()
 if {phase} == DATA_SET_UP:
-    link.same("data", "x")
+    link.compare_across_processes("data", "x")
 elif index != 1:
     with phases.enter(STEP):
         time.sleep(3)
@@ -439,7 +439,7 @@ def test_set_up_that_hangs_is_named_and_not_those_who_wait_for_it() -> None:
 if index == 1:
     with phases.enter(DATA_SET_UP):
         time.sleep(60)
-link.same("data", "x")
+link.compare_across_processes("data", "x")
 """
     with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
         codes, _, errors = ends(processes)
