@@ -260,7 +260,7 @@ class Statistics:
     duplicates: int = 0
     duplicate_tokens: int = 0
     sampling_interval: int = 1
-    """Number of documents per document that was compared for duplicates."""
+    """Sampling interval N of the duplicate count: one in N documents was compared."""
     packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0

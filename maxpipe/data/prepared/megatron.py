@@ -63,9 +63,7 @@ class _IndexedFile:
         return self.layout.num_bounds - 1 if self.has_bounds else self.layout.num_sequences
 
     def bounds(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 [stop - first]: the first sequence of each document from `first` to `stop` -
-        1.
-        """
+        """Return int64 [documents]: the first sequence of each document in `range(first, stop)`."""
         if not self.has_bounds:
             return np.arange(first, stop)
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
