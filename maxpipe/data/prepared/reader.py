@@ -1,7 +1,7 @@
 """Reader for prepared folders on disk or in a bucket, and windowed shuffling.
 
-Opening a folder reads only the manifest and the span totals, so it takes the same time for any
-number of documents. Each block of a file is compared with its CRC when the block is first read.
+Opening a folder reads only the manifest and the span totals, not the indexes of the shards. Each
+block of a file is compared with its CRC when the block is first read.
 
 If a source has too many documents for a full shuffle, spans of consecutive documents are shuffled
 with the seed. Some spans are held out for validation. The remaining spans are assigned to windows

@@ -32,9 +32,7 @@ class _Limits:
 
     def __init__(self, cpu_seconds: int):
         self._cpu_seconds = cpu_seconds
-        with contextlib.suppress(
-            ImportError, OSError, ValueError
-        ):  # `resource` is not available on every system
+        with contextlib.suppress(ImportError, OSError, ValueError):  # not supported everywhere
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
