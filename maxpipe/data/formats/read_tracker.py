@@ -17,8 +17,8 @@ ReadTarget = str | Callable[[], str]
 
 
 class track_read:
-    """Context manager that records a read in this thread. Document reads are nested in the read of
-    the source.
+    """Context manager that records a read in this thread. A document read is nested in the source
+    read that contains it.
     """
 
     __slots__ = ("_reads", "begun", "verb", "what")
