@@ -249,8 +249,8 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of samples after which each source ends, from its `epochs` (default: one
-    epoch).
+    """Return the number of samples after which each source ends: `epochs` epochs if any source sets
+    `epochs`, otherwise one epoch.
     """
     with_epochs = any(each.epochs for each in mixture.values())
     return {
