@@ -211,7 +211,7 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
 
 
 def today() -> str:
-    """Return the current date, for example 2026-01-31."""
+    """Return the current date in ISO format, for example 2026-01-31."""
     return datetime.date.today().isoformat()
 
 
@@ -339,7 +339,7 @@ class ConversationEncoder:
         """Check that at least one token is trained.
 
         Raises:
-            ConfigError: no token is trained.
+            ConfigError: no tokens are trained.
         """
         if index.trained is None or index.trained.any():
             return
@@ -348,7 +348,7 @@ class ConversationEncoder:
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
         try:
-            process = self._idle.pop()  # `pop` is atomic: no other thread gets the same process
+            process = self._idle.pop()  # `pop` is atomic, so no other thread gets the same process
         except IndexError:
             process = self.template.process()
         try:
@@ -423,7 +423,7 @@ class ChatDocuments(EncodedDocuments):
     def __init__(self, conversations: ChatEncoder, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
-        # Resumed runs use the date on which the documents were indexed.
+        # A resumed run uses the date on which the documents were indexed.
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:

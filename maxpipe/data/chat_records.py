@@ -129,9 +129,9 @@ def parse_system_message(
 def tools_and_settings(
     fields: Mapping[str, Any], config: SourceConfig
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a record (None without tools) and its template settings.
+    """Return the tools of a record (None if it has no tools) and the template settings.
 
-    Settings of the record override `data.chat_template_kwargs`.
+    Settings in the record override `data.chat_template_kwargs`.
 
     Raises:
         BadRecord: the tools or the settings have the wrong type.
@@ -424,7 +424,7 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template settings of a record, read from `chat_template_kwargs`.
 
     Raises:
-        BadRecord: the field is not an object, or a name in it is reserved.
+        BadRecord: the field is not an object, or the name of a setting is reserved.
     """
     found = _from_json(fields.get(SETTINGS))
     if found is None:

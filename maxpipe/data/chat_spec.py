@@ -98,7 +98,7 @@ def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[in
 
 
 def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
-    """Return the control tokens at the end of the last trained message."""
+    """Return the ids of control tokens at the end of the last trained message."""
     if document.trained is None or not document.trained.any():
         return []
     ids = document.ids.astype(int).tolist()
@@ -189,7 +189,9 @@ def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """Return the tokenizer with the BOS tokens, EOS tokens and template of the chat format."""
+    """Return a copy of the tokenizer with the BOS tokens, EOS tokens and template of the chat
+    format.
+    """
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -201,7 +203,9 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with the end-of-turn tokens of its template added to its EOS tokens."""
+    """Return a copy of the tokenizer whose EOS tokens include the end-of-turn tokens of its
+    template.
+    """
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}

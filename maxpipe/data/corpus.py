@@ -94,7 +94,7 @@ class IndexedSource:
     documents: Documents
     seed: int
     metadata: Mapping[str, Any]
-    """JSON values that identify the documents."""
+    """Metadata that identifies the documents, as JSON values."""
     byte_counts: np.ndarray | None
     """int64 [256]: byte histogram of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
@@ -282,7 +282,7 @@ def open_corpus(
     """Open and index all training sources, or the sources of the validation set `name`.
 
     Raises:
-        ConfigError: a value in `data` or the tokenizer cannot be used.
+        ConfigError: a value in `data` is invalid, or the tokenizer cannot be used.
     """
     chosen, mixed = train_sources(data), tuple(sorted(data.mixture))
     if name is not None:

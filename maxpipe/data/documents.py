@@ -73,7 +73,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
-    """Result of one pass over all documents.
+    """Index of all documents, computed in one pass.
 
     `lengths` int64 [documents] is the number of tokens of each document, including BOS and EOS.
     `byte_counts` int64 [256] is the byte histogram of all text. `trained` int64 [documents] is the
@@ -134,7 +134,7 @@ def mask_digest(trained: np.ndarray) -> int:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy of a histogram in nats."""
+    """Return the entropy, in nats, of the distribution given by a histogram."""
     counts = counts[counts > 0]
     shares = counts / counts.sum()
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # avoids -0.0 for a single value
@@ -164,7 +164,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # reading counts the record, and raises if the limit of unreadable records is exceeded
+        # This read counts the record, and raises if the limit of unreadable records is exceeded.
         source[document]
     return index
 
@@ -249,7 +249,7 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
     masks = arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
-    if "unread_keys" in arrays:  # earlier releases did not store these for texts
+    if "unread_keys" in arrays:  # earlier releases did not store unread keys for texts
         names = ("first_targets", "unread_keys", "unread_counts")
         index = replace(index, **{name: arrays[name] for name in names})
     if "days" in arrays:  # earlier releases did not store the date

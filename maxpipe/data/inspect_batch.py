@@ -21,7 +21,7 @@ class TextSpan(NamedTuple):
 
     text: str
     is_trained: bool
-    """Whether the model is trained to predict the tokens."""
+    """Whether the loss includes the tokens as targets."""
     is_control: bool = False
     """Whether the tokens are control tokens, which are shown by name."""
 

@@ -83,7 +83,7 @@ class Batches(Iterator[Any]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Drop prefetched batches. Threads stop after their current batch."""
+        """Drop prefetched batches. The threads stop after the current batch."""
         self._iterator.close()
 
     def __enter__(self) -> Batches:
@@ -300,7 +300,8 @@ class Loader:
         stop_step: int | None = None,
         made: TransformBatch = lambda batch, _: batch,
     ) -> Batches:
-        """Return the prefetched batches of steps `start_step`, `start_step` + 1, ...
+        """Return an iterator over the batches of steps `start_step`, `start_step` + 1, ..., with
+        prefetching.
 
         The prefetch threads apply `made` to each batch. Iteration ends before `stop_step`, which
         defaults to the end of the stream, if any.
@@ -365,7 +366,7 @@ class Datasets:
     validation_sets: Mapping[str, Loader]
     """Maps the names of the sets in `data.validation` to their loaders."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
-    """Training corpus and validation corpora; None if the run reads prompts."""
+    """Training corpus, and validation corpora keyed by name; None if the run reads prompts."""
     conversation: ChatSpec | None = None
     """Chat format of the run's conversations; None without conversations."""
 
@@ -491,7 +492,7 @@ def build_loaders(
     of the data is read. `fit` fits the tokenizer to the model.
 
     Raises:
-        ConfigError: a value in `data` or `tokenizer` cannot be used.
+        ConfigError: a value in `data` or `tokenizer` is invalid.
     """
     ramp, rows = batch_ramp or BatchRamp((), batch_size), eval_batch_size or batch_size
     opened = partial(
@@ -536,7 +537,7 @@ def build_single_pass(
     `fit` fits the tokenizer to the model.
 
     Raises:
-        ConfigError: a value in `data` or `tokenizer` cannot be used, or the split has no documents.
+        ConfigError: a value in `data` or `tokenizer` is invalid, or the split has no documents.
     """
     is_set = split in data.validation
     corpus = open_corpus(

@@ -36,7 +36,7 @@ _MIXTURE_ORDER = 2
 """First word of the permutation key for mixtures. Documents and sequences use other words."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
-"""Upper limit of sample numbers."""
+"""Exclusive upper limit of sample numbers."""
 MIXTURE_KEY = "mixture"
 """Name of the fingerprint entry that contains `Mixture.metadata()`."""
 
@@ -73,7 +73,7 @@ class Mixture:
         """Return the source of each sample, and the index among the source's samples, int64
         [numbers].
 
-        Both are -1 after the end.
+        Both arrays are -1 after the end of the mixture.
         """
         stages = np.searchsorted(self._firsts, numbers, side="right") - 1
         blocks, inside = np.divmod(numbers - self._firsts[stages], BLOCK)
@@ -365,7 +365,7 @@ class Stream:
         """Return the source index and the sequence index in the source of each sample, int64
         [numbers].
 
-        Both are -1 after the end.
+        Both arrays are -1 after the end of the stream.
         """
         sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
         there = numbers < (np.inf if self.end is None else self.end)

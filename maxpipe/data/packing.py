@@ -1,4 +1,4 @@
-"""Packing of documents into sequences of fixed length, addressed by index.
+"""Packing of documents into fixed-length sequences, which are addressed by index.
 
 Every sequence depends only on the document lengths, so any sequence can be built without reading
 earlier ones. This module also splits documents into training and validation sets and shuffles
@@ -100,7 +100,7 @@ def split_documents(
 
 
 class TokenSpan(NamedTuple):
-    """Range of a document's tokens in a sequence."""
+    """Token range of one document that is placed in a sequence."""
 
     document: int
     begin: int
@@ -157,7 +157,7 @@ def packing_efficiency(sequences: Sequences) -> float:
 
 
 def count_targets(lengths: np.ndarray) -> int:
-    """Return the number of tokens that follow another token of the same document."""
+    """Return the number of tokens that have a preceding token in the same document."""
     return int(lengths.sum() - np.count_nonzero(lengths))
 
 
@@ -268,9 +268,9 @@ class PackingPlan(NamedTuple):
     starts: np.ndarray
     """int64 [sequences + 1]: first chunk of each sequence, followed by the number of chunks."""
     documents: np.ndarray
-    """Unsigned integers [pieces], of the smallest type that fits."""
+    """Unsigned integers [chunks]: document index, in the smallest dtype that fits."""
     begins: np.ndarray
-    """Unsigned integers [pieces], of the smallest type that fits."""
+    """Unsigned integers [chunks]: first token, in the smallest dtype that fits."""
 
 
 def pack_documents(
@@ -352,7 +352,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     time grows with the number of distinct sizes, not with the number of chunks.
     """
     rests = (capacity - sizes).astype(np.min_scalar_type(capacity))
-    by_size = np.argsort(rests, kind="stable")  # radix sort for 16-bit values
+    by_size = np.argsort(rests, kind="stable")  # numpy uses radix sort for 16-bit values
     counts = np.bincount(rests)
     row_of = np.empty(len(sizes), np.int64)  # ordered as `by_size`
     opened, rows, placed = _OpenSequences(capacity), 0, 0

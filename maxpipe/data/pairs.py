@@ -159,10 +159,10 @@ class PairEncoder:
         return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one pair is left.
+        """Check that at least one pair was not dropped.
 
         Raises:
-            ConfigError: all pairs are too long.
+            ConfigError: all pairs are too long and were dropped.
         """
         if index.lengths.any():
             return

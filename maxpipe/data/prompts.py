@@ -60,7 +60,7 @@ _MAX_BYTES = 1 << 28
 _PROMPT = "prompt"
 _SHOWN = 40
 Check = Callable[[Mapping[str, Any]], object]
-"""Raises ValueError for a record that the reward function cannot use."""
+"""Function that raises ValueError for a record that the reward function cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """Return the conversation of a record in `messages`, `prompt` or ShareGPT format.
+    """Return the conversation of a record in the `messages`, `prompt` or ShareGPT format.
 
     Raises:
         ValueError: the record has no conversation.

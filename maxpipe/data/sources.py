@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 SourceKind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
-"""Sources that are recognized by file name."""
+"""Values of `data.source` that can be inferred from file names."""
 
 
 def open_source(

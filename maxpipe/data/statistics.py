@@ -136,7 +136,7 @@ def _table(found: Statistics) -> str:
 
 
 def _picture(found: Statistics) -> Canvas:
-    """Draw histograms of documents and tokens by document length."""
+    """Draw two histograms over document lengths: number of documents and number of tokens."""
     canvas, bars = Canvas(width=_WIDTH), found.histogram()
     title = f"{found.name}: {pluralize(len(found.lengths), 'document')}, {found.tokens:,} tokens"
     canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
@@ -243,7 +243,7 @@ class DuplicateCounter:
 
 @dataclass
 class Statistics:
-    """Statistics of all readable documents of a source."""
+    """Statistics of all readable documents in a source."""
 
     name: str
     lengths: np.ndarray

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers, which convert text to token ids and token ids to text.
 
 A tokenizer defines the control ids (BOS, EOS, padding), the ids that end generated text, and the
 size of each token in bytes. Tokenizers never download files. `TextStream` decodes tokens one by
@@ -57,7 +57,8 @@ class TextStream:
         text = complete = self._decode(self._ids)
         for _ in range(_MAX_INCOMPLETE):
             complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
-        if len(self._ids) > _MAX_PENDING_IDS:  # invalid UTF-8 may continue indefinitely
+        # A sequence of invalid UTF-8 bytes may continue indefinitely.
+        if len(self._ids) > _MAX_PENDING_IDS:
             complete = text
         added = complete[self._given :]
         self._given = max(self._given, len(complete))
@@ -125,7 +126,9 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All control ids: BOS, EOS, padding, and any other id without text."""
+        """All control ids: BOS, EOS, padding, and any other ids that are not part of decoded
+        text.
+        """
         ...
 
     @property
@@ -175,7 +178,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for the output of a chat template, including its control tokens."""
+        """Return int32 [tokens] for text rendered by a chat template. Control tokens in the text
+        are encoded as their ids.
+        """
         ...
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -219,12 +224,12 @@ def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def open_text_stream(tokenizer: Tokenizer) -> TextStream:
-    """Return an incremental decoder for the tokenizer."""
+    """Return an incremental decoder that uses this tokenizer."""
     return TextStream(tokenizer.decode, tokenizer.special_ids)
 
 
 def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
-    """Return the tokenizer fitted to a model whose embedding has `rows` rows.
+    """Return a copy of the tokenizer, fitted to a model whose embedding has `rows` rows.
 
     `model` is the name of a model with existing weights, which fix the number of embedding rows.
 

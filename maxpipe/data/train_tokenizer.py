@@ -1,7 +1,7 @@
 """Train a byte-level tokenizer on a corpus and write it as a Hugging Face tokenizer folder.
 
-The same documents in the same order produce the same file. Any text can be encoded, because the
-vocabulary contains all 256 bytes.
+The same documents in the same order produce the same file. The tokenizer can encode any text,
+because the vocabulary contains all 256 byte values.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def write(folder: Path, content: str) -> None:
     """Atomically write a tokenizer folder in the format of `transformers`.
 
     Raises:
-        ConfigError: the folder already exists.
+        ConfigError: the output folder already exists.
         StorageError: the folder cannot be written.
     """
     check_free(folder)

@@ -42,14 +42,14 @@ _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
 _OF_TEMPLATE = ("message.tool_calls", "message.reasoning_content", "message.thinking")
-"""Keys that only a chat template can read."""
+"""Message keys that only a chat template can read."""
 _REASONING = ("reasoning", "reasoning_content", "thinking", "thought", "cot", "complex_cot")
 
 Fields = Mapping[str, Any]
 
 
 class Trial(NamedTuple):
-    """Settings that may read some unread keys."""
+    """Candidate settings that may read some unread keys."""
 
     settings: dict[str, str]
     """Maps field names of `SourceConfig` to values."""
@@ -241,7 +241,7 @@ def _is_content(name: str, records: Sequence[Fields]) -> bool:
 
 
 def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether the messages of every record already contain the text of the field."""
+    """Return whether, in every record, the messages already contain the text of the field."""
     for record in records:
         if not has_value(record.get(name)):
             continue

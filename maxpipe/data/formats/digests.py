@@ -92,7 +92,7 @@ class Digests:
         self._is_stored = False
 
     def load(self, sources: Sequence[File]) -> None:
-        """Load the stored digests of these files."""
+        """Load stored digests of these files from the folder."""
         local = _local(sources)
         if self._folder is None or not local:
             return
@@ -102,7 +102,7 @@ class Digests:
                 self._known[file.path] = entry
 
     def compute(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
-        """Return the digest of each file. New and changed files are read.
+        """Return the digest of each file. Only new and changed files are read.
 
         Raises:
             ConfigError: a file cannot be read, or changes during reading.

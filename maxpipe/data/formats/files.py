@@ -287,7 +287,7 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert any failure to read a file to a ConfigError.
+    """Convert any error raised while reading a file to a ConfigError.
 
     Raises:
         ConfigError: the file cannot be read, or the package for bucket access is not installed.
@@ -505,7 +505,7 @@ def decompress(file: File) -> Generator[bytes]:
 def _is_decompression_error(error: Exception) -> bool:
     if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
         return True
-    # bz2 has no error class: it raises OSError without an errno.
+    # bz2 has no error class. It raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
     return is_bz2 or type(error).__name__ == "ZstdError"
 

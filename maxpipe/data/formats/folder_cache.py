@@ -236,7 +236,8 @@ def _rename_into_place(partial: str, final: str) -> None:
     except OSError:
         if not os.path.isdir(final):
             raise
-        shutil.rmtree(partial, ignore_errors=True)  # created by another process without a lock
+        # Another process created the folder without a lock.
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _no_op() -> None:

@@ -63,7 +63,7 @@ class LineOffsets:
         return self._count
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Return the offset of a line and of the next line."""
+        """Return the offset of a line and the offset of the next line."""
         try:
             with open(open_regular(self._path), "rb", buffering=0) as file:
                 raw = os.pread(file.fileno(), 16, self._at + 8 * index)
@@ -83,7 +83,7 @@ class InMemoryLineOffsets:
         return len(self._offsets)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Return the offset of a line and of the next line."""
+        """Return the offset of a line and the offset of the next line."""
         first, second = self._offsets[index : index + 2].tolist()
         return first, second
 

@@ -1,6 +1,6 @@
 """Reader for Parquet files, which reads row groups with pyarrow.
 
-The module also contains the helpers that other Arrow-based formats use.
+The module also contains helpers for other Arrow-based formats.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
     """Return a row of an Arrow table or batch as Python values.
 
     Raises:
-        BadRecord: the row has invalid UTF-8 or values, or is too large.
+        BadRecord: the row contains invalid UTF-8 or invalid values, or is too large.
     """
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
@@ -336,7 +336,7 @@ def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
-    """Return the text columns that are dictionary-encoded in the file and remain so in memory.
+    """Return the text columns that are dictionary-encoded in the file and also in memory.
 
     Without dictionary encoding, a few bytes of a file could expand to a long text repeated in a
     million rows.

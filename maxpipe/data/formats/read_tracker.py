@@ -105,7 +105,7 @@ class ReadTimes(NamedTuple):
 
 
 class _ReadTimeSums:
-    """Statistics of the reads since the last `take`. Thread-safe."""
+    """Statistics of the reads since the last call of `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

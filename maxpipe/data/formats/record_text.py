@@ -35,7 +35,7 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
     """Return config keys with which a record is read as a conversation or pair; empty for other
     records.
 
-    Without a chat template, pairs of texts are read without their system message.
+    Without a chat template, the system message of text pairs is not read.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
         found = _pair_keys(record, halves)
@@ -85,8 +85,8 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty if a field name is not allowed in
-    templates.
+    """Return a template with one line per field; empty if templates cannot contain one of the
+    names.
     """
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
@@ -273,7 +273,7 @@ class TextExtractor:
             for fixed, name in self._pieces:
                 parts += fixed, _fill_field(record, name) if name else ""
                 size += len(parts[-2]) + len(parts[-1])
-                check_length(size)  # a template may repeat a column many times
+                check_length(size)  # a template may contain the same column many times
             return "".join(parts)
         value = value_of(record, self._field)
         if isinstance(value, (str, bytes)):
@@ -404,7 +404,7 @@ def from_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_utf8(raw: bytes, errors: str = "strict") -> str:
-    """Decode UTF-8.
+    """Return UTF-8 bytes as text.
 
     Raises:
         BadRecord: the bytes are not UTF-8.

@@ -133,7 +133,7 @@ class SavedDataset:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
+    """Return whether a folder contains a dataset written by `save_to_disk`."""
     folder = os.path.expanduser(path)
     return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
 
@@ -244,7 +244,7 @@ def _batches(number: int, file: File) -> list[_Batch]:
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
     with wrap_read_errors(file.path):
-        os.close(boundary.open_regular(file.path))  # raises unless this is a regular file
+        os.close(boundary.open_regular(file.path))  # raises unless the path is a regular file
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("the file is truncated")
@@ -312,7 +312,9 @@ class _Table(NamedTuple):
         return cls(raw, _unpacked("<I", raw, 0))
 
     def _place(self, field: int) -> int:
-        """Return the position of a field; 0 if the field has its default value."""
+        """Return the position of a field, or 0 if the field is not stored because it has its
+        default value.
+        """
         offsets = self.at - _unpacked("<i", self.raw, self.at)
         slot = 4 + 2 * field
         if slot >= _unpacked("<H", self.raw, offsets):

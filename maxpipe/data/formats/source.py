@@ -199,7 +199,7 @@ class RecordSource:
                 problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
             raise UnreadableRecord([problem]) from error
         if count <= _NAMED:
-            # Record content may contain terminal control sequences.
+            # The content of a record may contain terminal control sequences.
             _LOG.warning(
                 "%s Skipped: counts as an empty document.",
                 redact.redact_for_terminal(problem.line),

@@ -1,4 +1,4 @@
-"""Text files, the standard library corpus and synthetic documents."""
+"""Sources for text files, the Python standard library and synthetic documents."""
 
 from __future__ import annotations
 

@@ -145,9 +145,9 @@ class LogitsBatch(NamedTuple):
 
     digests: list[int]
     ids: np.ndarray
-    """[sequences, T, K]"""
+    """Token ids, integers [sequences, T, K]."""
     logprobs: np.ndarray
-    """float32 [sequences, T, K]"""
+    """Log-probabilities, float32 [sequences, T, K]."""
 
 
 # Writing.
@@ -317,7 +317,7 @@ def open_logits(
         before = found["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["no sequences of " + named] if before is None else []
-        if before is not None and CONTENT_KEY not in before:  # written by an earlier release
+        if before is not None and CONTENT_KEY not in before:  # an earlier release wrote the folder
             facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:

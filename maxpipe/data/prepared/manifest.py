@@ -177,7 +177,7 @@ def replay_journal(
     """
     end = 0
     while line := journal.readline(_MAX_LINE_BYTES):
-        # A kill or power failure may leave a partial line or truncated files.
+        # A killed process or a power failure may leave a partial line or truncated files.
         try:
             if not line.endswith(b"\n"):
                 break
@@ -205,7 +205,7 @@ class _Terminated(BaseException):
 
 @contextlib.contextmanager
 def convert_signals(folder: Path) -> Iterator[None]:
-    """Convert SIGTERM, SIGHUP and Ctrl-C to errors that explain how to resume."""
+    """Convert SIGTERM, SIGHUP and Ctrl-C to errors that explain how to resume the command."""
     words = f"{folder}: preparation was interrupted\n  Complete shards are kept.\n"
     words += "  Run the same command again to resume after these shards."
 
@@ -263,7 +263,7 @@ _TEXTS, _CONVERSATIONS = 1, 2
 _LARGEST_BYTES = 1 << 28
 # Keys that affect how documents are read, but not their content.
 _READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
-_READER_KEYS += ("long_conversations",)  # depends on the sequence length
+_READER_KEYS += ("long_conversations",)  # this key depends on the sequence length
 
 
 T = TypeVar("T")

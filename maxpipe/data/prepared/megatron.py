@@ -187,7 +187,7 @@ class MegatronDocuments:
         return f"{' and '.join(words)} added" if words else "BOS and EOS as stored"
 
     def _count(self) -> np.ndarray:
-        """Return int64 [spans]: the number of tokens of each span."""
+        """Return int64 [spans]: the number of tokens in each span."""
         parts = []
         for first in range(0, self.num_documents, _ENTRIES):
             lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))
@@ -248,7 +248,7 @@ class MegatronDocuments:
     unreadable = 0
 
     byte_counts = None
-    """None, because the files do not contain byte frequencies."""
+    """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
         """Return metadata that identifies the files: a digest of names, sizes, and first and last
@@ -322,7 +322,7 @@ def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_sequences(pair: _IndexedFile) -> None:
-    """Raise ConfigError for the first invalid entry of an index."""
+    """Check all entries of an index; raise ConfigError for the first invalid entry."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
         expected = 0
@@ -381,7 +381,7 @@ def open_documents(
 ) -> PreparedDocuments | MegatronDocuments:
     """Open documents that are stored as token ids of this tokenizer.
 
-    `digests` are used for files without stored digests; see `MegatronDocuments`.
+    `digests` stores the content digests of Megatron files; see `MegatronDocuments`.
 
     Raises:
         ConfigError: the files are missing, or were written with another tokenizer.

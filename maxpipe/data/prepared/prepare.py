@@ -141,7 +141,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
 
     Raises:
         ConfigError: the source or the tokenizer cannot be used, or the folder has other content.
-        StorageError: the folder cannot be written.
+        StorageError: the output folder cannot be written.
         Preemption: the process received SIGTERM or SIGHUP.
         UnreachableError: a worker process was killed.
     """
@@ -205,7 +205,7 @@ def _prepare_missing(
         if found := _summary_if_complete(plan, spec):
             return found
         done = _load_finished(plan.folder, journal, spec)
-        if done.day:  # use the date on which the folder was started
+        if done.day:  # a resumed command uses the date of the first start
             spec = {**spec, "source": {**spec["source"], "day": done.day}}
         _check_skipped(plan.data, done.unreadable, done.documents)
         if not done.has_digests:
@@ -256,7 +256,7 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     theirs, ours = (
         {
             "format": each["format"],
-            # Documents and tokenizer are compared by content, not by location.
+            # Documents and tokenizers are compared by content, not by path.
             "source": {key: each["source"].get(key) for key in known},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
@@ -295,7 +295,7 @@ def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShar
 def _check_unchanged(
     folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
 ) -> None:
-    """Compare a sample of the finished documents with the source.
+    """Compare a sample of the documents in finished shards with the source.
 
     This check is for journals of earlier releases, which do not contain digests of the source
     files.
@@ -357,7 +357,8 @@ def _encode_in_processes(
     chat templates use the date `day`.
     """
     workers = plan.workers or len(os.sched_getaffinity(0))
-    with _block_signals():  # starts Python's semaphore tracker, which SIGHUP would end
+    # Creating the pool starts Python's semaphore tracker, which SIGHUP would terminate.
+    with _block_signals():
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),

@@ -1,4 +1,4 @@
-"""Range access to files on disk or in a bucket, with verification of checksums.
+"""Readers for byte ranges of files on disk or in a bucket, with checksum verification.
 
 Files are read without mmap: if a file is truncated during a read, an error is raised. With mmap,
 the process would be killed by a signal.
@@ -108,7 +108,7 @@ class BucketFile:
 
 
 def _retry(path: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a bucket request, with a few retries."""
+    """Run a bucket request with a few retries, and return the result."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:

@@ -105,7 +105,7 @@ class Shard:
         return found
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         at = self.layout.lengths_at
         raw = self.files[IDX].read(at + 4 * first, at + 4 * stop)
         return np.frombuffer(raw, "<i4").astype(np.int64)
@@ -138,7 +138,7 @@ class Shard:
         return begin, stop
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """Return the `META` entries of the documents `first` to `stop` - 1."""
+        """Return the `META` entries of documents `first` to `stop` - 1."""
         raw = self.files[META_FILE].read(META.itemsize * first, META.itemsize * stop)
         return np.frombuffer(raw, META)
 
@@ -199,11 +199,11 @@ class PreparedDocuments:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.lengths(a, b))
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """Return the `META` entries of the documents `first` to `stop` - 1."""
+        """Return the `META` entries of documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.meta(a, b))
 
     def digests(self, first: int, stop: int) -> np.ndarray:
@@ -340,7 +340,7 @@ class TokenFiles(Protocol):
     def lengths(self) -> np.ndarray: ...
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         ...
 
     def __getitem__(self, document: int) -> EncodedDocument: ...

@@ -100,7 +100,7 @@ class ChecksummedWriter:
         """CRC of each complete block; `close` adds the CRC of the last block."""
 
     def write(self, content: bytes) -> None:
-        """Append bytes."""
+        """Append bytes to the file."""
         view = memoryview(content)
         self._file.write(view)
         self._sha.update(view)
@@ -344,7 +344,7 @@ def build_conversation_encoder(
 
 
 class _Worker:
-    """State of a worker process."""
+    """Global state of a worker process."""
 
     encoder: ShardEncoder
 
@@ -365,11 +365,12 @@ def start(
 
     `day` is the date that the chat template renders.
     """
-    # The worker processes provide the parallelism. `tokenizers` reads these variables at import.
+    # The worker processes provide the parallelism, so the libraries should not start threads.
+    # `tokenizers` reads these variables at import.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent process handles these signals
+        signal.signal(number, signal.SIG_IGN)  # only the parent process handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
     source = expand_trained_messages(open_source(data, seed), data) if source is None else source

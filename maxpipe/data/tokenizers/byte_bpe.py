@@ -101,7 +101,7 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
     missing.
 
     Args:
-        definition: The content of the file.
+        definition: Content of the `tokenizer.json` file.
         model: The `tokenizers` model of the file. Its settings are modified.
     """
     pattern = _pattern_of(definition)
@@ -171,7 +171,7 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
         if [each.value for each in model.tokenize(token)] != [token]:
             return None
     if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
-        return None  # tokens that are never merged may be full words
+        return None  # tokens without a merge may be full words
     ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
     return ranks, [vocabulary[token] for token in tokens]
 

@@ -99,7 +99,7 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
     def work() -> None:
         try:
             results.append(call())
-        except BaseException as error:  # a panic in Rust code is not an `Exception`
+        except BaseException as error:  # a panic in Rust code raises a BaseException
             errors.append(error)
         done.set()
 
@@ -180,7 +180,7 @@ exhaust the memory.
 """
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
-_MAX_BYTES = 1 << 28  # eight times the size of the largest published file
+_MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file
 _HEAD_BYTES = 1 << 12
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
 _JSON = "tokenizer.json"
@@ -296,7 +296,7 @@ def _suggest_download(path: str) -> str:
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
-    """Return the error for a missing package."""
+    """Return the error for a missing tokenizer package."""
     package = "tokenizers" if kind == "huggingface" else kind
     return ConfigError.one(
         "tokenizer.kind",

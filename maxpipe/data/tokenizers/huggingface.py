@@ -165,7 +165,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
                 self.file_fingerprint = self._fingerprint_of(raw)
 
     def _set_up(self, raw: bytes, path: str) -> None:
-        # A file may contain settings that would truncate or pad documents.
+        # The file may contain settings that would truncate or pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Text that spells a control token is encoded as plain text.
@@ -304,7 +304,9 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a post-processor adds before and after a text."""
+    """Return two lists: the ids that a post-processor adds before a text, and the ids that it adds
+    after a text.
+    """
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}

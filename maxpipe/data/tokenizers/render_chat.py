@@ -39,7 +39,7 @@ class _Limits:
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     def renew(self) -> None:
-        """Restart the CPU time limit."""
+        """Restart the CPU time limit for the next conversation."""
         with contextlib.suppress(ImportError, OSError, ValueError):
             import resource
 
@@ -175,7 +175,7 @@ class _Renderer:
         self._limits.renew()
         parsed = environment.parse(request["template"])
         self._names = jinja2.meta.find_undeclared_variables(parsed)
-        self._spans.num_blocks = 0  # the next compilation counts the blocks again
+        self._spans.num_blocks = 0  # the next compilation counts all blocks again
         self._template = environment.from_string(request["template"])
         self._tokens = request["tokens"]
         self._template_arguments: dict[str, Any] = {}
@@ -456,7 +456,7 @@ def _error_response(error: Exception) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Respond to each line of stdin."""
+    """Respond to each input line on stdin."""
 
     def say(answer: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

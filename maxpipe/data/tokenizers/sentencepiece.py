@@ -51,7 +51,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
             self.spaces, normalizer = _class_rules(path)
             if self.spaces:
                 self._encoder = _load_model(raw + normalizer)
-            if self.spaces and not self._encoder.encode(" "):  # the model removes leading spaces
+            # The model itself removes leading spaces.
+            if self.spaces and not self._encoder.encode(" "):
                 self.spaces, self._encoder = "", self._model
             self._set_up(raw, path)
 

@@ -43,7 +43,9 @@ QWEN3_5 = (
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Split pattern and control tokens of a published vocabulary with `ranks` ranks."""
+    """Split pattern and control tokens of a published vocabulary. `ranks` is the number of
+    ranks.
+    """
 
     ranks: int
     pattern: str
@@ -99,4 +101,4 @@ PRESETS = {
         | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
     ),
 }
-"""Presets by the values of `tokenizer.preset`."""
+"""Maps values of `tokenizer.preset` to presets."""

@@ -168,7 +168,7 @@ def prepend_scheme(settings: Mapping[str, Any]) -> str:
 def _model_changes(
     model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the BPE options that the class changes."""
+    """Return the BPE model options that the tokenizer class changes."""
     wanted = {**_DEFAULTS, **own}
     if wanted.get("unk_token"):
         wanted["unk_token"] = roles.get("unk_token")
