@@ -511,8 +511,8 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token that has a preceding token, or 0 without one.
-    `trained` is the loss mask, bool [tokens].
+    """Return the index of the first trained token that has a preceding token; 0 if no trained token
+    has one. `trained` is the loss mask, bool [tokens].
     """
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 

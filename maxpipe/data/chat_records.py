@@ -103,9 +103,11 @@ def parse_system_message(
     *,
     is_sharegpt: bool = False,
 ) -> tuple[list[Message], list[str]]:
-    """Return the system message of a record as a list, and the names of the fields that contain it.
+    """Return a list that contains the system message of a record, and the names of the fields that
+    the message was read from.
 
-    The list is empty if the record has no system message or `messages` begin with one.
+    The list is empty if the record has no system message, or if `messages` already begin with a
+    system message.
 
     Raises:
         BadRecord: the field is not text.

@@ -1,4 +1,4 @@
-"""Chat template and BOS and EOS tokens of runs that train on conversations.
+"""Chat format of runs that train on conversations: chat template, BOS and EOS tokens.
 
 Generated text ends at the end-of-turn token, which closes an assistant message in training. To find
 this token, the template renders a user message and an assistant message. The end-of-turn token is
@@ -6,8 +6,8 @@ the first control token after the assistant text. The template of prepared conve
 unknown; the token is then inferred from the trained tokens.
 
 The module also applies `data.long_conversations` to conversations longer than a sequence. The
-policy depends only on token counts and loss masks, so records and prepared folders give the same
-result.
+policy depends only on token counts and loss masks, so the result is the same for records and for
+prepared folders.
 """
 
 from __future__ import annotations
@@ -220,9 +220,7 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Number of conversations that have tokens left, and number of conversations that have none,
-    int64 [].
-    """
+    """Numbers of conversations with and without remaining tokens, as int64 scalars."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray

@@ -174,7 +174,7 @@ class IndexedSource:
 def _windowed_documents(
     documents: Documents,
 ) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
-    """Return the documents if the source has too many for a full shuffle, else None."""
+    """Return the documents if they must be shuffled in windows, otherwise None."""
     prepared = isinstance(
         documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
     )

@@ -1,7 +1,7 @@
 """Disk cache for arrays that are slow to compute.
 
-File names contain a digest of the inputs. If several processes that share the folder start
-together, only one process computes the arrays.
+Callers choose file names that contain a digest of the inputs. If several processes that share the
+folder start together, only one process computes the arrays.
 """
 
 from __future__ import annotations

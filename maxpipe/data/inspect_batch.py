@@ -32,7 +32,7 @@ class Segment(NamedTuple):
     document: int
     where: str
     first: int
-    """Index in the sequence of the segment's first token."""
+    """Index of the segment's first token within the sequence."""
     num_tokens: int
     document_tokens: int
     """Number of tokens in the full document; tokens outside this segment are in other sequences."""

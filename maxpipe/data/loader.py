@@ -237,8 +237,8 @@ class Loader:
         return self.stream.part(source).sequences.size(document)
 
     def batch_contents(self, step: int) -> dict[str, Any]:
-        """Return the indices of the sequences in one step's batch in row order, and of their
-        documents.
+        """Return the sequence indices in one step's batch, in row order, and the indices of the
+        documents in these sequences.
 
         The keys are `sequences` and `documents`. With several sources, `sources` lists the source
         of each row, and `documents` is grouped by source.

@@ -113,8 +113,8 @@ class Mixture:
         return self.stages[number].first + block * BLOCK + place + 1
 
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
-        """Return a mixture equal to this one before sample `since`, after which each source ends at
-        its limit.
+        """Return a mixture that equals this mixture before sample `since`, after which each source
+        ends at its limit.
 
         `limits` are the maximum numbers of samples per source. The share of a source that has ended
         is distributed to the remaining sources in proportion to their shares. A stage ends when all
@@ -166,8 +166,8 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture equal to this one before sample `number`, and equal to `to` from then
-        on.
+        """Return a mixture that equals this mixture before sample `number`, and `to` from sample
+        `number` on.
         """
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]

@@ -1,7 +1,7 @@
 """Packing of documents into fixed-length sequences, which are addressed by index.
 
 Every sequence depends only on the document lengths, so any sequence can be built without reading
-earlier ones. This module also splits documents into training and validation sets and shuffles
+earlier sequences. This module also splits documents into training and validation sets and shuffles
 documents. Higher layers handle batches, epochs and processes; the next layer is `mixture.py`.
 
 A sequence has T inputs and the target of the last input, for a total of T + 1 tokens. Packing
@@ -79,7 +79,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def split_documents(
     num_documents: int, validation_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the shuffled indices of the training documents, and those of the validation documents.
+    """Return shuffled document indices for the training split and for the validation split.
 
     Raises:
         ConfigError: the fraction is above 0 and the source has fewer than two documents.
@@ -100,7 +100,7 @@ def split_documents(
 
 
 class TokenSpan(NamedTuple):
-    """Token range of one document that is placed in a sequence."""
+    """Range of tokens from one document that is part of a sequence."""
 
     document: int
     begin: int
@@ -282,10 +282,10 @@ def pack_documents(
 ) -> PackingPlan:
     """Return the packing plan for the documents `order`, int64 [documents].
 
-    `lengths`, int64 [all documents], is the number of tokens per document. The same arguments give
-    the same plan on every machine. The chunks of a sequence are in document order. A sequence has
-    at most `most_pieces` chunks unless `most_pieces` is 0: each chunk then occupies at least 1 /
-    `most_pieces` of the capacity.
+    `lengths`, int64 [all documents], is the number of tokens per document. The same arguments
+    produce the same plan on every machine. The chunks of a sequence are in document order. A
+    sequence has at most `most_pieces` chunks unless `most_pieces` is 0: each chunk then occupies at
+    least 1 / `most_pieces` of the capacity.
     """
     documents, begins = _split_into_spans(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
@@ -322,7 +322,7 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
     Each chunk is assigned to the first open sequence with enough free space. If no open sequence
     has enough space, a new sequence is opened. If `MAX_OPEN_SEQUENCES` sequences are open, the
-    fullest one is closed first.
+    fullest sequence is closed first.
     """
     row_of = np.empty(len(sizes), np.int64)
     rooms = np.zeros(MAX_OPEN_SEQUENCES, np.int64)

@@ -124,7 +124,7 @@ class PairEncoder:
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        """Join both halves to one document. `data.long_pairs` determines how pairs longer than a
+        """Join both halves into one document. `data.long_pairs` determines how pairs longer than a
         sequence are shortened.
         """
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks

@@ -200,7 +200,7 @@ class DocumentStatistics(NamedTuple):
 
 
 class DuplicateCounter:
-    """Counter of duplicate documents, compared by digest.
+    """Counter for duplicate documents, which are compared by digest.
 
     If a source has too many documents, only a sample of one in 2**shift documents is compared. The
     sample is selected by digest, so it includes all duplicates of a sampled document.

@@ -174,7 +174,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. Faster than encoding the texts one by one."""
+        """Return int32 [tokens] for each text. Batches are faster than single texts."""
         ...
 
     def encode_chat(self, text: str) -> np.ndarray:
@@ -190,7 +190,7 @@ class Tokenizer(Protocol):
         ...
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text. Faster than encoding the texts one by one."""
+        """Return the number of tokens of each text. Batches are faster than single texts."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -122,6 +122,6 @@ class SyntheticRecords:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy guarantees that the raw output of a bit generator is stable across versions, but gives
-    # no such guarantee for distributions.
+    # numpy guarantees that the raw output of bit generators is stable across versions. This
+    # guarantee does not extend to distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)

@@ -206,7 +206,7 @@ class ChecksummedReader:
             if stat == state.stat:
                 return found
         found, stat = self._read_and_verify(first, last)
-        # A write shortly after another write may leave the stat unchanged.
+        # If one write follows another within a short time, the second may not change the stat.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
                 state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))

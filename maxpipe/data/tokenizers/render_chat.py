@@ -321,8 +321,8 @@ class _Renderer:
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the generation blocks of the `wanted` messages. The blocks of a message are those
-        added when it is appended to the conversation.
+        """Return the generation blocks of the `wanted` messages. The blocks of a message are the
+        blocks that appear when the message is appended to the conversation.
         """
 
         def before(number: int) -> int:

@@ -195,7 +195,7 @@ def _check_size(raw: bytes) -> None:
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """Return a variable-length protobuf integer and the position after the integer."""
+    """Parse a variable-length protobuf integer, and return its value and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(raw):
