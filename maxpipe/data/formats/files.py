@@ -409,8 +409,8 @@ PIECE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""Input size in bytes per zstd step. zstd may expand a few bytes to a block of 128 KiB, and the
-package decompresses all of its input at once.
+"""Input size in bytes per zstd step. A few bytes may expand to a block of 128 KiB, and the package
+decompresses all of its input at once.
 """
 _WINDOW_BYTES = 1 << 27
 """Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""

@@ -45,7 +45,7 @@ def lock_file(
     `task` describes the work in messages, for example `indexing documents of jsonl`.
 
     With `removes`, the lock file is removed at the end. Hosts that see changes to a shared folder
-    late may then hold the lock at the same time, so the work must be safe to repeat.
+    late may then hold the lock at the same time. The work must therefore be safe to repeat.
 
     Raises:
         OSError: the file cannot be opened or locked.

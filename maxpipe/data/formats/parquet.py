@@ -292,8 +292,8 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
     """Return the number of rows per read that bounds the memory of delta-encoded texts; 0 if no
     bound exists.
 
-    With delta encoding, a text may share a long prefix with the previous text at the cost of one
-    byte, but the prefix is repeated in memory.
+    With delta encoding, a file stores a prefix that a text shares with the previous text only once.
+    In memory, the prefix is repeated.
     """
     found = group.num_rows
     repeats = {

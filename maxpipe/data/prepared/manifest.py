@@ -1,9 +1,14 @@
 """Manifest, journal and index format of prepared folders.
 
-A shard consists of `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with a `META` entry
-per document, `.mask` with a loss-mask bit per token (conversations only), and `.crc` with a CRC per
-block of the other files. The file `spans` contains int64 values: the number of tokens before each
-`SPAN_DOCUMENTS`-th document, followed by the total. The manifest is written last.
+A shard consists of these files:
+
+- `shard-00000.bin` and `.idx`: token ids and index in Megatron's format
+- `.meta`: a `META` entry per document
+- `.mask`: a loss-mask bit per token (conversations only)
+- `.crc`: a CRC per block of the other files
+
+The file `spans` contains int64 values: the number of tokens before each `SPAN_DOCUMENTS`-th
+document, followed by the total. The manifest is written last.
 
 The command that writes the folder records each complete file in a journal. After an interruption,
 the same command resumes after the last journal entry.
