@@ -81,7 +81,9 @@ def load_or_compute(
 
 
 def _state(path: str) -> tuple[int, int] | None:
-    """Return the inode and the time of a file, which change when the file is replaced."""
+    """Return the inode and the modification time of a file, which change when the file is
+    replaced.
+    """
     try:
         found = os.stat(path)
     except OSError:

@@ -1,7 +1,7 @@
 """Tokenized documents, addressed by index, and the index of document lengths.
 
 Sequences are built from `Documents`. `EncodedDocuments` encodes texts on demand. The document
-lengths come from one pass over all documents, whose result is cached on disk. `packing.py` handles
+lengths are computed in one pass over all documents, and are cached on disk. `packing.py` handles
 splits, order and sequences.
 """
 

@@ -1,7 +1,7 @@
 """Batches of training steps, addressed by step number.
 
-The data position of a run is one integer: the next step. Row r of the batch of step s is sample `s
-* batch_size + r` of the stream, in every process. With a batch ramp, the first row of a step
+The data position of a run is one integer: the next step. In every process, row r in the batch of
+step s is sample `s * batch_size + r` of the stream. With a batch ramp, the first row of a step
 follows the last row of the previous step. The data order therefore depends only on the seed and the
 data, not on the mesh, the processes or the devices. A resumed run seeks directly to its step.
 

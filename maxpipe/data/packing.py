@@ -5,10 +5,11 @@ earlier sequences. This module also splits documents into training and validatio
 documents. Higher layers handle batches, epochs and processes; the next layer is `mixture.py`.
 
 A sequence has T inputs and the target of the last input, for a total of T + 1 tokens. Packing
-strategies that keep documents together split only documents longer than T + 1 tokens, into chunks
-of T + 1 tokens. Each chunk begins with the last token of the previous chunk, so no target is lost.
-The remainder is a shorter chunk, which is packed like a document. Documents with fewer than two
-tokens have no target and are skipped. `sequences.py` reads the packed sequences.
+strategies that keep documents together split a document only if it has more than T + 1 tokens. The
+document is then split into chunks of T + 1 tokens. Each chunk begins with the last token of the
+previous chunk, so no target is lost. The remainder is a shorter chunk, which is packed like a
+document. Documents with fewer than two tokens have no target and are skipped. `sequences.py` reads
+the packed sequences.
 """
 
 from __future__ import annotations

@@ -333,7 +333,8 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return remarks about conversations or pairs. `what` is the noun for the documents.
+    """Return remarks about conversations or pairs. `what` is the noun for one document, such as
+    `conversation`.
 
     `action` suggests settings that would read the keys of `unread`.
     """

@@ -1,9 +1,9 @@
 """Cache of folders that are derived from files. Each folder is created once, by one of several
 processes.
 
-A lock file selects the process that creates a folder. The times of the lock file show that this
-process makes progress. The lock works among processes that see the same file. If the cache is not
-shared, or its file system does not support locks, each process creates the folder itself.
+A lock file selects the process that creates a folder. The timestamps of the lock file show that
+this process makes progress. The lock works among processes that see the same file. If the cache is
+not shared, or its file system does not support locks, each process creates the folder itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maxpipe.io.files import open_regular
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 0.5
-"""Interval in seconds at which the lock holder updates the times of the lock file."""
+"""Interval in seconds at which the lock holder updates the timestamps of the lock file."""
 _LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
 

@@ -1,6 +1,6 @@
 """Extraction of text from records, from one column or with a template over several columns.
 
-From the names and values of a record's keys, the module also infers settings that read the record.
+The module also infers suitable settings from the names and values of a record's keys.
 """
 
 from __future__ import annotations

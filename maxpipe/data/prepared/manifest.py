@@ -203,8 +203,8 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP was received. A BaseException, so that code does not handle it as a
-    failure.
+    """SIGTERM or SIGHUP was received. The class derives from BaseException, so that the signal is
+    not handled as an ordinary error.
     """
 
 

@@ -2,11 +2,12 @@
 same ids.
 
 The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
-whose joined bytes are a token, lowest rank first. Both libraries return the same ids if encoding
-the text of each token returns this token alone. The last merge of a token then joins the same two
-tokens in both libraries. Every token is tested. The libraries also split text into the same words
-if the pattern is in `PUBLISHED` and they agree on the letters, numbers and spaces. This is tested
-for every character. Texts with other characters are encoded with `tokenizers`.
+whose concatenation is a token, lowest rank first. Both methods agree if the text of every token is
+encoded as this single token, because the last merge of a token then joins the same two tokens in
+both libraries. This condition is tested for every token. Both libraries must also split text into
+the same words. This requires a pattern in `PUBLISHED`, and characters that both libraries classify
+in the same way as letters, numbers or spaces. Every character is tested. Texts with other
+characters are encoded with `tokenizers`.
 """
 
 from __future__ import annotations

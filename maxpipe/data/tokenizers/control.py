@@ -4,10 +4,11 @@ Only this module defines how a text begins and ends. For each token, the first o
 defines the token is used:
 
 - BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
-  the vocabulary file, usual names, `generation_config.json`, `config.json`, EOS
+  the vocabulary file, common token names, `generation_config.json`, `config.json`, EOS
 - EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
-  `generation_config.json`, `config.json`, usual names
-- additional ids that end generated text: `generation_config.json`, `config.json`, usual names
+  `generation_config.json`, `config.json`, common token names
+- additional ids that end generated text: `generation_config.json`, `config.json`, common token
+  names
 
 `data/chat_spec.py` adds the token that closes assistant messages in a chat template.
 """

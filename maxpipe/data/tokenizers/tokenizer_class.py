@@ -191,8 +191,8 @@ _DEFAULTS = {
 def _added_tokens(
     definition: Mapping[str, Any], settings: Mapping[str, Any], named: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the added tokens listed in the settings (or in the file, if the settings list none),
-    extended by the named control tokens.
+    """Return the named control tokens, and the added tokens listed in the settings (or in the file,
+    if the settings list none).
 
     Tokens that are neither in the vocabulary nor listed as added tokens are omitted.
     """
