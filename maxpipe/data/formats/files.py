@@ -42,7 +42,7 @@ stat, so a file with a more recent write is read again by the next run.
 
 
 class Stat(NamedTuple):
-    """Inode, size and timestamps of a file. Every write changes at least `ctime_ns`, which programs
+    """Inode, size and timestamps of a file. A write changes at least `ctime_ns`, which programs
     cannot set.
     """
 
