@@ -1,5 +1,4 @@
-"""Conversations as documents: a chat template renders the text, and message roles determine the
-loss mask.
+"""Conversations as documents, rendered with a chat template and masked by message role.
 
 The token ids are exactly the ids of the rendered text, including the control tokens of the
 template. No other tokens are added. The roles of the messages determine which tokens the loss

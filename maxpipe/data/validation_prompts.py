@@ -1,6 +1,4 @@
-"""Validation prompts with a known response, built from conversations up to the last trained
-message.
-"""
+"""Validation prompts with a known response, built from conversations."""
 
 from __future__ import annotations
 

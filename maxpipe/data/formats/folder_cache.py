@@ -1,9 +1,9 @@
-"""Cache of folders that are derived from files. Each folder is created once, by one of several
-processes.
+"""Cache of folders that are derived from files and shared by several processes.
 
-A lock file selects the process that creates a folder. The timestamps of the lock file show that
-this process makes progress. The lock works among processes that see the same file. If the cache is
-not shared, or its file system does not support locks, each process creates the folder itself.
+Each folder is created once. A lock file selects the process that creates a folder. The timestamps
+of the lock file show that this process makes progress. The lock works among processes that see the
+same file. If the cache is not shared, or its file system does not support locks, each process
+creates the folder itself.
 """
 
 from __future__ import annotations

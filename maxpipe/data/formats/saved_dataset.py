@@ -1,5 +1,6 @@
-"""Reader for Hugging Face datasets written by `save_to_disk`. The `datasets` package is not
-required.
+"""Reader for Hugging Face datasets written by `save_to_disk`.
+
+The `datasets` package is not required.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Fast encoder for byte-level BPE, which uses tiktoken instead of `tokenizers` if both return the
-same ids.
+"""Fast encoder for byte-level BPE, based on tiktoken.
+
+The encoder is used only if it returns the same ids as the library `tokenizers`.
 
 The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
 whose concatenation is a token, lowest rank first. Both methods agree if the text of every token is
