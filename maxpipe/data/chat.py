@@ -1,9 +1,11 @@
-"""Conversations as documents: a chat template renders the text, and roles select the loss mask.
+"""Conversations as documents, rendered with a chat template and masked by message role.
 
-The token ids are exactly those of the rendered text, including the template's control tokens. No
-token is added. The roles of the messages determine which tokens count in the loss.
+The token ids are exactly the ids of the rendered text, including the control tokens of the
+template. No other tokens are added. The roles of the messages determine which tokens the loss
+includes.
 
-With `data.rewritten_history=each_turn`, every trained message of a record is a separate document.
+With `data.rewritten_history=each_turn`, every trained message of a record becomes a separate
+document.
 """
 
 from __future__ import annotations
@@ -56,23 +58,23 @@ _CACHE_MESSAGES = disk_cache.CacheMessages(
 
 
 class TrainedMessage(NamedTuple):
-    """A trained message of a record."""
+    """Record and index of one trained message."""
 
     record: Any
     number: int
-    """Index among the trained messages of the record."""
+    """Index of the message among the trained messages of the record."""
 
 
 class TrainedMessageSource:
-    """Source with one document for each trained message of another source; see `Source`."""
+    """Source with one document for each trained message in another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """Create the source. `counts` int64 [records] has the number of trained messages per
+        """Create the source. `counts` int64 [records] is the number of trained messages per
         record.
         """
         self._source = source
         self.ends = np.cumsum(counts)
-        """int64 [records]: index after the last document of each record."""
+        """int64 [records]: end index (exclusive) of the documents of each record."""
 
     @property
     def name(self) -> str:
@@ -86,7 +88,9 @@ class TrainedMessageSource:
         return int(self.ends[-1])
 
     def _place(self, document: int) -> tuple[int, int]:
-        """Return the index of a document's record and of its message in the record."""
+        """Return the index of a document's record, and the index of the trained message in the
+        record.
+        """
         record = int(np.searchsorted(self.ends, document, side="right"))
         return record, document - (int(self.ends[record - 1]) if record else 0)
 
@@ -121,10 +125,11 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source, or with `each_turn` a source of its trained messages.
+    """Return the source. With `each_turn`, return a source whose documents are the trained
+    messages.
 
     Raises:
-        ConfigError: a record has no conversation.
+        ConfigError: a record contains no conversation.
     """
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
@@ -170,18 +175,19 @@ class _MessageCounts(NamedTuple):
 _MAX_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
 _VERSION = 2
-"""Increased whenever the same records produce different ids or masks than before."""
+"""Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Mark of a conversation that has untrained messages because the template rewrites them when later
-messages follow.
+"""Mark of a conversation in which some messages are not trained, because the template rewrites
+these messages when later messages follow.
 """
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of `data.chat_template`, or that of the tokenizer's folder.
+    """Return the template set by `data.chat_template`, or else the template in the tokenizer's
+    folder.
 
     Raises:
-        ConfigError: the template cannot be read, or neither exists.
+        ConfigError: the template cannot be read, or no template exists.
     """
     path, settings = config.chat_template, parse_template_kwargs(config.chat_template_kwargs)
     if path:
@@ -204,12 +210,13 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
 
 
 def today() -> str:
-    """Return the current date, for example 2026-01-31."""
+    """Return the current date in ISO format, for example 2026-01-31."""
     return datetime.date.today().isoformat()
 
 
 def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of a run, or that of the tokenizer's folder; None without either.
+    """Return the chat template of a run, or else the template in the tokenizer's folder; None if
+    neither exists.
 
     Raises:
         ConfigError: the template file cannot be read.
@@ -222,12 +229,14 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """Return the date of a run's first start, stored in `cache_dir`; `run` is the run folder."""
+    """Return the date of a run's first start, which is stored in `cache_dir`. `run` is the run
+    folder.
+    """
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
         with contextlib.suppress(OSError):
-            os.unlink(path)  # left by an earlier run in the same folder
+            os.unlink(path)  # an earlier run in the same folder left this file
     words = CacheMessages(
         "reading the date of the run's first start",
         "prompts use the current date",
@@ -246,7 +255,7 @@ def load_start_date(run: str, cache_dir: str) -> str:
 
 @contextlib.contextmanager
 def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
-    """Convert errors about a record to `UnreadableRecord`, which names the record."""
+    """Convert errors about a record to `UnreadableRecord`, whose message names the record."""
     try:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
@@ -256,14 +265,14 @@ def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
 
 
 class CountedConversation(NamedTuple):
-    """Token ids and loss mask of a conversation, with its statistics."""
+    """Token ids and loss mask of a conversation, with statistics."""
 
     ids: np.ndarray
     trained: np.ndarray
     raw: bytes
     """UTF-8 bytes of the trained text."""
     digest: int
-    """`digest_of` the ids, as int64."""
+    """`digest_of` applied to the ids as int64."""
     marks: int
     """See `EncodedDocument.marks`."""
     unread: tuple[str, ...]
@@ -271,7 +280,7 @@ class CountedConversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Encoder for the conversations of a source. Thread-safe: each thread uses a separate
+    """Encoder for the conversations of a source. Thread-safe, because each thread uses a separate
     process.
     """
 
@@ -280,7 +289,9 @@ class ConversationEncoder:
         self.tokenizer = tokenizer
         self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
-        """Date that the template renders, the same for all records; empty if it renders no date."""
+        """Date that the template renders for all records; empty if the template does not render a
+        date.
+        """
         self._config = config
         self._idle: list[ChatProcess] = []
 
@@ -327,7 +338,7 @@ class ConversationEncoder:
         """Check that at least one token is trained.
 
         Raises:
-            ConfigError: no token is trained.
+            ConfigError: no tokens are trained.
         """
         if index.trained is None or index.trained.any():
             return
@@ -336,7 +347,7 @@ class ConversationEncoder:
     @contextlib.contextmanager
     def _process(self) -> Iterator[ChatProcess]:
         try:
-            process = self._idle.pop()  # `pop` is atomic: no other thread gets the same process
+            process = self._idle.pop()  # `pop` is atomic, so no other thread gets the same process
         except IndexError:
             process = self.template.process()
         try:
@@ -360,8 +371,8 @@ class ConversationEncoder:
         )
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, with source and tokenizer, determine ids
-        and masks.
+        """Return a digest of the settings that, together with the source and the tokenizer,
+        determine the ids and masks.
         """
         config = self._config
         fields = [config.messages_field]
@@ -371,7 +382,9 @@ class ConversationEncoder:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def masking_metadata(self) -> list[Any]:
-        """Return JSON values for everything that determines ids and mask of a conversation."""
+        """Return the settings that determine the ids and the mask of a conversation, as JSON
+        values.
+        """
         config, template = self._config, self.template
         found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
         found += [config.tools_field, sorted(template.settings.items())]
@@ -380,7 +393,7 @@ class ConversationEncoder:
 
 
 class ChatEncoder(Protocol):
-    """Encoder of records as full documents; see `ConversationEncoder`. Thread-safe."""
+    """Encoder that converts each record to one document; see `ConversationEncoder`. Thread-safe."""
 
     @property
     def source(self) -> Source: ...
@@ -404,12 +417,12 @@ class ChatEncoder(Protocol):
 
 
 class ChatDocuments(EncodedDocuments):
-    """Token ids of conversations, with the most recent ones cached. Thread-safe."""
+    """Token ids of conversations, with a cache of recently used conversations. Thread-safe."""
 
     def __init__(self, conversations: ChatEncoder, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
-        # Resumed runs use the date on which the documents were indexed.
+        # A resumed run uses the date on which the documents were indexed.
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:
@@ -430,15 +443,16 @@ def build_chat_index(
     threads: int = 1,
     keep: bool = True,
 ) -> DocumentIndex:
-    """Return the index of conversations; see `build_index`. Byte counts cover trained text only.
+    """Return the index of conversations; see `build_index`. Byte counts include only trained text.
 
     Raises:
-        ConfigError: a record cannot be used, or no token is trained.
+        ConfigError: a record cannot be used, or no tokens are trained.
     """
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
-    parts += ["day"] if conversations.day else []  # indices of earlier releases have no date
+    # Indices of earlier releases do not contain a date.
+    parts += ["day"] if conversations.day else []
     index = load_or_build_index(
         ["chat", 3, *parts],
         len(source),
@@ -455,7 +469,7 @@ def build_chat_index(
 
 
 def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
-    """Return the error for documents without any character to train on."""
+    """Return the error for documents that contain no text to train on."""
     rule = f"must contain text: found {pluralize(documents, 'document')} without text."
     action = "Set data.path to documents with text, or data.text_field to the field with the text."
     if chat in ("messages", "prompt"):
@@ -471,7 +485,7 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
 
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
-    """Return the error for conversations without a trained token."""
+    """Return the error for conversations that have no trained tokens."""
     return ConfigError.one(
         template,
         None,
@@ -482,7 +496,9 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
+    """Return the ids, the mask and the statistics of one record. Raises the same errors as
+    `encode`.
+    """
     with track_read(partial(conversations.source.where, document)):
         found = conversations.encode(document)
     assert found.trained is not None
@@ -494,14 +510,14 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token that has a predecessor, or 0; mask bool
-    [tokens].
+    """Return the index of the first trained token that has a preceding token; 0 if no trained token
+    has one. `trained` is the loss mask, bool [tokens].
     """
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 
 def ids_digest(ids: np.ndarray) -> int:
-    """Return `digest_of` the ids as int64."""
+    """Return `digest_of` applied to the ids as int64."""
     return digest_of(ids.astype("<i8").tobytes())
 
 

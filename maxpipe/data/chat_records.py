@@ -1,8 +1,8 @@
-"""Parse records into conversations: messages, tools, template settings and trained messages.
+"""Parsing of records into conversations: messages, tools, template settings and trained messages.
 
-A record produces the same conversation from every source. A null key of a message, a tool or
-template settings is treated as absent, because columnar files use one struct for all rows. Keys
-that are not read are counted; see `ChatInput.unread`.
+A record produces the same conversation regardless of its source format. Keys with null values in
+messages, tools and template settings are treated as absent, because columnar files use one struct
+for all rows. Unread keys are counted; see `ChatInput.unread`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
-"""Default of `data.messages_field`, and the name of this field in ShareGPT records."""
+"""Default value of `data.messages_field`, and the name of the messages field in ShareGPT
+records.
+"""
 _SYSTEM = "system"
-"""Name of the system message field in ShareGPT records."""
+"""Name of the field with the system message in ShareGPT records."""
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
@@ -45,27 +47,27 @@ _CALL_AND_REASONING_KEYS = (
     "reasoning",
     "thinking",
 )
-"""Keys of a message that may replace `content`."""
+"""Message keys that may replace `content`."""
 _TEXTS = ("content", "value", "tool_calls")
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
 _MEDIA += ("video_url", "file", "input_file")
-"""Types of message parts that are not text and not supported."""
+"""Types of message parts that are not text; these parts are not supported."""
 _FLAGS = ("weight", "train", "training")
-"""Keys that set whether a message is trained; the template does not see them."""
+"""Message keys that set whether a message is trained. They are not passed to the template."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256
 _TURN_ROLES = ("user", "assistant")
 _PAIR = {"input", "output"}
-"""Keys of an object with a user message and the assistant's response."""
+"""Keys of an object that contains a user message and the assistant's response."""
 _ANYTHING: Any = Any
 
 
 def conversation_of(record: object, config: SourceConfig) -> ChatInput:
-    """Return the conversation of a record, for `data.chat` `messages` and `prompt`.
+    """Return the conversation of a record. `data.chat` must be `messages` or `prompt`.
 
     Raises:
-        BadRecord: a field is missing or of another type, or a role is not in `data.chat_roles`.
+        BadRecord: a field is missing or has the wrong type, or a role is not in `data.chat_roles`.
     """
     fields = check_mapping(record, config)
     if config.chat == "messages":
@@ -79,7 +81,7 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have at least one message.", "Remove the record.")
-    # Columnar sources have null arguments where other calls have values.
+    # In columnar sources, arguments that only other calls use are null.
     values = [fields.get(each) for each in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
@@ -101,9 +103,11 @@ def parse_system_message(
     *,
     is_sharegpt: bool = False,
 ) -> tuple[list[Message], list[str]]:
-    """Return a list with the system message of a record, and the names of its fields.
+    """Return a list that contains the system message of a record, and the names of the fields that
+    the message was read from.
 
-    The list is empty if the record has no system message or `messages` begin with one.
+    The list is empty if the record has no system message, or if `messages` already begin with a
+    system message.
 
     Raises:
         BadRecord: the field is not text.
@@ -127,12 +131,12 @@ def parse_system_message(
 def tools_and_settings(
     fields: Mapping[str, Any], config: SourceConfig
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a record (None without tools) and its template settings.
+    """Return the tools of a record (None if it has no tools) and the template settings.
 
-    Settings of the record override `data.chat_template_kwargs`.
+    Settings in the record override `data.chat_template_kwargs`.
 
     Raises:
-        BadRecord: tools or settings are of another type.
+        BadRecord: the tools or the settings have the wrong type.
     """
     found = tools_of(fields, config.tools_field)
     return found, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
@@ -141,13 +145,13 @@ def tools_and_settings(
 def unread_field_names(
     fields: Mapping[str, Any], names: Sequence[str], config: SourceConfig
 ) -> tuple[str, ...]:
-    """Return the non-empty fields of a record that are not in `names` and not read otherwise."""
+    """Return the non-empty fields of a record that are not in `names` and that no setting reads."""
     known = {*names, config.tools_field, SETTINGS}
     return tuple(str(each) for each in fields if each not in known and has_value(fields[each]))
 
 
 def has_value(value: Any) -> bool:
-    """Return whether a value is not null and not an empty string, list or object."""
+    """Return whether a value is neither null nor an empty string, list or object."""
     return value is not None and not (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -155,7 +159,7 @@ def has_value(value: Any) -> bool:
 
 
 def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
-    """Return the record. Raises BadRecord if it is not an object."""
+    """Return the record; raise BadRecord if the record is not an object."""
     if not isinstance(record, Mapping):
         kind = type(record).__name__
         rule = f"must be an object with data.chat={config.chat}; the record is of type {kind}."
@@ -164,23 +168,25 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """Return the name of the messages field; the default also matches that of ShareGPT records."""
+    """Return the name of the messages field. The default name also matches the field of ShareGPT
+    records.
+    """
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
 
 def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return the fields that `read_field` reads: the field `name`, or those of a template."""
+    """Return the fields that `read_field` reads: the field `name`, or the fields of a template."""
     return [name] if name in record else fields_of(name)
 
 
 def fields_of(name: str) -> list[str]:
-    """Return the fields of a template, or the field of this name."""
+    """Return the fields that a template uses, or the single field with this name."""
     return [each for _, each in split_template(name) if each] if is_template(name) else [name]
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """Return the value of the field `name`, or the text of a template over several fields.
+    """Return the value of the field `name`, or the text of a template filled from several fields.
 
     `key` is the config key that contains `name`.
 
@@ -195,7 +201,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
-    # If the config overrides the key, the message must set it even to its default.
+    # If the config overrides the key, the message must set the key even if its value is the
+    # default.
     is_default = name == default_of(key)
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
@@ -208,9 +215,9 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
 
 
 def turns_of(value: Any) -> Any:
-    """Return messages for a list of alternating texts or of objects with `input` and `output`.
+    """Convert a list of texts, or of objects with `input` and `output`, to messages.
 
-    Texts alternate between user and assistant. Any other value is returned unchanged.
+    Texts alternate between the user and the assistant. Any other value is returned unchanged.
     """
     if not isinstance(value, list | tuple) or not value:
         return value
@@ -230,14 +237,14 @@ def turns_of(value: Any) -> Any:
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
-    """Return a list with the text as its only message."""
+    """Return a list that contains the text as the only message."""
     return [{"role": role, "content": text}]
 
 
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """Return the messages of a field that contains text or messages. Raises BadRecord for other
+    """Return the messages of a field that contains text or messages; raise BadRecord for other
     types.
     """
     value = read_field(fields, name, key)
@@ -245,8 +252,8 @@ def parse_text_or_messages(
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """Return the messages of a field that contains a list or a single message. Raises BadRecord
-    otherwise.
+    """Return the messages of a field that contains a list or a single message; raise BadRecord for
+    other types.
     """
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
@@ -260,7 +267,7 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without null keys of objects, at any depth."""
+    """Return the value without object keys whose value is null, at any depth."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
@@ -269,7 +276,9 @@ def drop_nulls(value: Any) -> Any:
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Return the names of null keys in call `arguments`; `drop_nulls` removes these keys."""
+    """Return the names of keys in call `arguments` whose value is null and which `drop_nulls`
+    removes.
+    """
     found: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -289,14 +298,14 @@ def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
 
 
 def message_of(value: Mapping[str, Any]) -> Message:
-    """Return a message without null keys, with ShareGPT keys renamed to `role` and `content`.
+    """Return a message without null values, with ShareGPT keys renamed to `role` and `content`.
 
     Raises:
-        BadRecord: a message with role `function_call` does not contain the JSON of a call.
+        BadRecord: a message with role `function_call` does not contain a call in JSON.
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # OpenAI records use this key
+        message["content"] = message.pop("refusal")  # OpenAI records use the key `refusal`
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -308,7 +317,9 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the calls of a message with role `function_call`: JSON of one call or of a list."""
+    """Yield the calls in a message with role `function_call`, whose text is one call or a list of
+    calls in JSON.
+    """
     rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
@@ -326,10 +337,10 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
 
 
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
-    """Return whether a message is trained: by its role and `data.trained_roles`, or by its own
-    keys.
+    """Return whether a message is trained, from its role and `data.trained_roles` or from flags in
+    the message.
 
-    `train` overrides the role; `weight` 0 excludes the message. Both keys are removed from the
+    `train` overrides the role, and `weight` 0 excludes the message. The flags are removed from the
     message.
 
     Raises:
@@ -352,9 +363,7 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
 
 
 def check_message(message: Message, config: SourceConfig, which: str) -> None:
-    """Check role and content of a message. Raises BadRecord for an unknown role or missing
-    content.
-    """
+    """Check a message; raise BadRecord if the role is unknown or the content is missing."""
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
@@ -367,7 +376,7 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
 
 
 def check_content(message: Message, which: str) -> None:
-    """Check the content of a message. Raises BadRecord without text, tool calls or reasoning."""
+    """Check the content of a message; raise BadRecord without text, tool calls or reasoning."""
     content = message.get("content")
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and part.get("type") in _MEDIA:
@@ -391,10 +400,10 @@ def check_content(message: Message, which: str) -> None:
 
 
 def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Return the tools of a record: a list of objects, or its JSON text.
+    """Return the tools of a record, which are a list of objects or the JSON text of such a list.
 
     Raises:
-        BadRecord: the field has another type.
+        BadRecord: the field has the wrong type.
     """
     found = _from_json(fields.get(name))
     if isinstance(found, list | tuple):
@@ -414,10 +423,10 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template settings of a record, from `chat_template_kwargs`.
+    """Return the template settings of a record, read from `chat_template_kwargs`.
 
     Raises:
-        BadRecord: the field is not an object, or a name in it is reserved.
+        BadRecord: the field is not an object, or the name of a setting is reserved.
     """
     found = _from_json(fields.get(SETTINGS))
     if found is None:
@@ -434,7 +443,7 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value, parsed if it is JSON text; None for blank text."""
+    """Return the value, parsed if the value is JSON text; None for blank text."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,11 +1,13 @@
-"""Chat template, BOS and EOS tokens of runs that train on conversations.
+"""Chat format of runs that train on conversations: chat template, BOS and EOS tokens.
 
-In generation, text ends at the token that closes an assistant message in training. This token is
-found with the template, as the control token after the last of two messages. Prepared conversations
-may have an unknown template; the token is then inferred from the trained tokens.
+Generated text ends at the end-of-turn token, which closes an assistant message in training. To find
+this token, the template renders a user message and an assistant message. The end-of-turn token is
+the first control token after the assistant text. The template of prepared conversations may be
+unknown; the token is then inferred from the trained tokens.
 
-The module also applies `data.long_conversations` to conversations longer than a sequence. It uses
-only token counts, so records and prepared folders give the same result.
+The module also applies `data.long_conversations` to conversations longer than a sequence. The
+policy depends only on token counts and loss masks, so the result is the same for records and for
+prepared folders.
 """
 
 from __future__ import annotations
@@ -33,24 +35,24 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type
 
 KEY = "conversation"
-"""Name of the entry in the data position of a checkpoint."""
+"""Name of the chat format entry in the data position of a checkpoint."""
 
 _ANSWER = "A response of several words"
 _TAIL = 4
-"""Number of last tokens of a message that are searched for its closing token."""
+"""Number of tokens at the end of a message that are searched for the end-of-turn token."""
 _DOCUMENTS = 32
-"""Number of conversations of a source that are searched."""
+"""Maximum number of conversations per source that are searched for the end-of-turn token."""
 
 
 class ChatSpec(TypedDict):
-    """Chat format that a checkpoint stores for a run on conversations."""
+    """Chat format stored in the checkpoints of a run that trains on conversations."""
 
     template: str | None
     """Text of the chat template; None if unknown."""
     begin_ids: list[int]
-    """Tokens before a prompt that the template does not render."""
+    """Ids of the tokens before a prompt that the template does not render."""
     end_ids: list[int]
-    """Tokens that close an assistant message."""
+    """Ids of the tokens that close an assistant message."""
 
 
 def end_of_turn_ids(
@@ -59,9 +61,9 @@ def end_of_turn_ids(
     answering: str = "assistant",
     asking: Sequence[str] = ("user",),
 ) -> list[int]:
-    """Return the control token that closes an assistant message, in a list; empty without one.
+    """Return a list with the control token that closes an assistant message, or an empty list.
 
-    `answering` is the assistant role; `asking` lists the other roles.
+    `answering` is the assistant role, and `asking` lists other roles to try for the first message.
     """
     answer = {"role": answering, "content": _ANSWER}
     for role in asking:
@@ -70,7 +72,7 @@ def end_of_turn_ids(
                 [ChatInput([{"role": role, "content": "A question"}, answer])],
                 add_generation_prompt=False,
             )
-        except ConfigError:  # the template requires other roles
+        except ConfigError:  # the template does not accept this role
             continue
         begin = text.rfind(_ANSWER)
         if begin < 0:
@@ -82,21 +84,21 @@ def end_of_turn_ids(
 
 
 def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
-    """Return the closing token of the first conversations, found from the trained tokens."""
+    """Infer the end-of-turn token from the trained tokens of the first conversations."""
     tails = []
-    # Documents read in windows never load all lengths at once.
+    # Documents that are read in windows must not load all lengths at once.
     count = getattr(documents, "num_documents", None)
     for document in range(min(len(documents.lengths) if count is None else count, _DOCUMENTS)):
         if tail := _tail(documents[document], tokenizer):
             tails.append(tail)
     counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
-    # If a message ends with several control tokens, the most frequent one is the end of turn;
-    # others mark tool calls.
+    # If a message ends with several control tokens, the most frequent of these is the end-of-turn
+    # token; the others mark tool calls.
     return [max(tails[0], key=lambda i: counts[i])] if tails else []
 
 
 def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
-    """Return the control tokens at the end of the last trained message."""
+    """Return the ids of control tokens at the end of the last trained message."""
     if document.trained is None or not document.trained.any():
         return []
     ids = document.ids.astype(int).tolist()
@@ -114,9 +116,9 @@ def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
 def build_chat_spec(
     data: DataConfig, tokenizer: Tokenizer, documents: Iterable[Documents] = ()
 ) -> ChatSpec | None:
-    """Return the chat format of a run with these sources; None without conversations.
+    """Return the chat format of a run; None if the run has no conversations.
 
-    `documents` are the training conversations.
+    `documents` are the training conversations, one entry per source.
 
     Raises:
         ConfigError: the template file cannot be read.
@@ -131,7 +133,7 @@ def build_chat_spec(
         if chats and _has_template(chats[0], tokenizer)
         else None
     )
-    ends = [  # each source may have a different template
+    ends = [  # the template may differ between sources
         i
         for each in chats
         if _has_template(each, tokenizer)
@@ -149,12 +151,14 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a chat template; pairs of texts need none."""
+    """Return whether the source has a chat template. Pairs of plain texts do not require a
+    template.
+    """
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
 def _roles(config: SourceConfig) -> tuple[str, list[str]]:
-    """Return a trained role, and the other roles."""
+    """Return one trained role and a list of the other roles."""
     trained = config.trained_roles
     answering = "assistant" if "assistant" in trained else trained[0]
     others = [each for each in config.chat_roles if each != answering]
@@ -162,7 +166,9 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """Return the chat format of a run whose prompts `chat` renders; None without a template."""
+    """Return the chat format of a run whose prompts are rendered by `chat`; None without a
+    template.
+    """
     if chat is None:
         return None
     return {
@@ -173,17 +179,19 @@ def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Cha
 
 
 def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
-    """Return the chat format in the data position of a checkpoint.
+    """Return the chat format stored in the data position of a checkpoint.
 
     Raises:
-        ValueError: the entry is damaged.
+        ValueError: the chat format entry is damaged.
     """
     found = position.get(KEY)
     return None if found is None else check_type(found, ChatSpec)
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """Return the tokenizer with the BOS tokens, EOS tokens and template of the chat format."""
+    """Return a copy of the tokenizer with the BOS tokens, EOS tokens and template of the chat
+    format.
+    """
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -195,7 +203,9 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with the end-of-turn tokens of its template added to its EOS tokens."""
+    """Return a copy of the tokenizer whose EOS tokens include the end-of-turn tokens of its
+    template.
+    """
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -206,20 +216,20 @@ LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
 
 _KEY = "data.long_conversations"
 _PART = 1 << 20
-"""Number of documents whose lengths are counted at a time."""
+"""Number of documents whose lengths are read at a time."""
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations with and without remaining tokens, int64 []."""
+    """Numbers of conversations with and without remaining tokens, as int64 scalars."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
 
 
 class LengthLimitedDocuments:
-    """Conversations limited to the tokens of one sequence; see `Documents`.
+    """Conversations limited to the number of tokens in one sequence; see `Documents`.
 
-    With `truncate`, a conversation that has no trained token left is dropped.
+    With `truncate`, conversations that have no trained token left are dropped.
     """
 
     def __init__(
@@ -231,13 +241,13 @@ class LengthLimitedDocuments:
     ):
         """Create the documents.
 
-        `trains` returns, for a document and a token count, whether any of the first tokens is
-        trained. By default, the document is read.
+        `trains(document, count)` returns whether any of the first `count` tokens is trained and has
+        a preceding token. By default, the document is read to determine this.
         """
         self.pad_id = documents.pad_id
         self._documents = documents
         self._max_tokens = sequence_length + 1
-        """T inputs and the target of the last input."""
+        """Number of tokens in a sequence: T inputs and the target of the last input."""
         self._policy: LongConversationPolicy = policy
         self._has_target = trains or self._read_has_target
         self._lengths: np.ndarray | None = None
@@ -249,7 +259,9 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Return the counts of conversations that had tokens; `moved` is called for each part."""
+        """Count the conversations with and without remaining tokens, excluding conversations that
+        were empty before. `moved` is called for each part.
+        """
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -262,7 +274,7 @@ class LengthLimitedDocuments:
         return trained is None or bool(trained[1:count].any())
 
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
-        """Return the limited lengths of consecutive documents from `first` on."""
+        """Return the limited lengths of consecutive documents, starting at `first`."""
         found = np.array(lengths)
         for at in np.flatnonzero(found > self._max_tokens).tolist():
             found[at] = self._limited_length(first + at)
@@ -288,7 +300,7 @@ class LengthLimitedDocuments:
 
 
 class LengthLimitedTokenFiles(LengthLimitedDocuments):
-    """Length-limited conversations of a prepared folder that is read in windows; see
+    """Length-limited conversations in a prepared folder that is read in windows; see
     `TokenFiles`.
     """
 
@@ -298,10 +310,12 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether lengths differ from the sums of `span_tokens`."""
+        """Whether document lengths may be inconsistent with `span_tokens`, which are not
+        limited.
+        """
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         return self._limited_lengths(self._files.lengths_between(first, stop), first)
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
@@ -322,7 +336,7 @@ def limit_lengths(
     policy: LongConversationPolicy,
     first_targets: np.ndarray,
 ) -> Documents:
-    """Return the conversations limited by the policy; see `DocumentIndex.first_targets`."""
+    """Apply a policy to long conversations. `first_targets` is `DocumentIndex.first_targets`."""
     if policy not in ("truncate", "drop"):
         return documents
     return LengthLimitedDocuments(
@@ -334,12 +348,14 @@ def limit_lengths(
 
 
 def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Return the indices of the documents that do not fit in one sequence."""
+    """Return the indices of documents that do not fit in one sequence."""
     return np.flatnonzero(lengths > sequence_length + 1)
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence and the index of the first, or 0."""
+    """Return the number of documents longer than a sequence, and the index of the first such
+    document (0 if there are none).
+    """
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
@@ -351,8 +367,8 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """Return the error of the policy `error`; `where` locates the first of `count`
-    conversations.
+    """Return the error for the policy `error`. `count` conversations are too long; `where` locates
+    the first one.
     """
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"{pluralize(count, 'conversation')}, the first at {where}."
@@ -362,7 +378,7 @@ def long_conversation_error(count: int, where: str, sequence_length: int) -> Con
 def check_remaining(
     left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
 ) -> None:
-    """Check that the policy leaves conversations to train on, out of `num_documents`.
+    """Check that conversations to train on are left after the policy is applied.
 
     Raises:
         ConfigError: no conversation is left.

@@ -1,6 +1,6 @@
-"""Sources of a run, opened, indexed, split and packed into sequences.
+"""Opening, indexing, splitting and packing of the sources of a run.
 
-The fingerprint of a corpus identifies its documents; this module also describes the differences
+The fingerprint of a corpus identifies its documents. This module also describes the differences
 between two fingerprints. `loader.py` builds batches.
 """
 
@@ -77,45 +77,47 @@ from maxpipe.data.unread_keys import (
 from maxpipe.errors import ConfigError
 
 SOURCES = "sources"
-"""Name of the fingerprint entry with the metadata of each source of a mixture."""
+"""Name of the fingerprint entry that contains the metadata of each source in a mixture."""
 
 Split = Literal["validation", "train", "all"]
 
 _PART = 2**20
-"""Number of document indices yielded at a time."""
+"""Maximum number of document indices yielded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedSource:
-    """Documents of a source with known lengths, before packing."""
+    """Documents of one source with known lengths, before packing."""
 
     name: str
     """Name of the source in `data.mixture`; empty without a mixture."""
     documents: Documents
     seed: int
     metadata: Mapping[str, Any]
-    """JSON values that identify the documents."""
+    """Metadata that identifies the documents, as JSON values."""
     byte_counts: np.ndarray | None
-    """int64 [256]: byte counts of the text; None if unknown."""
+    """int64 [256]: byte histogram of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
-    """Returns uint64 digests (`digest_of`) of the documents first to stop - 1; None if unknown."""
+    """Maps (first, stop) to the digests, uint64, of documents first to stop - 1; None if digests
+    are unknown.
+    """
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     packing: Packing
     remarks: Sequence[str] = ()
-    """Lines about documents that are changed or skipped when read."""
+    """Remarks about documents that are changed or skipped when they are read."""
     ends: np.ndarray | None = None
-    """int64 [records]: index after the last document of each record; None if every record is one
-    document. All documents of a record are in the same split.
+    """int64 [records]: end index (exclusive) of the documents of each record; None if every record
+    is one document. All documents of a record are in the same split.
     """
     is_chat: bool = False
-    """Whether the documents are conversations or pairs, which have loss masks."""
+    """Whether the documents are conversations or preference pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Return the sequences of a split; None if it has no documents.
+        """Return the sequences of a split; None if the split has no documents.
 
         Raises:
-            ConfigError: no document of the split has a target token.
+            ConfigError: no document in the split has a target token.
         """
         with wrap_section_errors(self.name):
             found = self._packed(split, fraction, packer)
@@ -139,11 +141,11 @@ class IndexedSource:
 
     @property
     def is_large(self) -> bool:
-        """Whether there are too many documents for a full shuffle."""
+        """Whether the source has too many documents for a full shuffle."""
         return _windowed_documents(self.documents) is not None
 
     def numbers(self, split: Split, fraction: float) -> Iterator[np.ndarray]:
-        """Yield the document indices of a split in sorted parts of bounded size."""
+        """Yield the document indices of a split in sorted arrays of bounded size."""
         if (windowed := _windowed_documents(self.documents)) is None:
             order = np.sort(self._order(split, fraction))
             yield from np.split(order, range(_PART, len(order), _PART))
@@ -161,8 +163,8 @@ class IndexedSource:
         with wrap_section_errors(self.name):
             if self.ends is None:
                 return split_documents(count, fraction, self.seed)[split == "validation"]
-            # All samples of a record are on one side of the split, so that none leaks a held-out
-            # one.
+            # All documents of a record are in the same split, so that training documents do not
+            # leak text of held-out documents.
             records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
             starts = np.concatenate([[0], self.ends[:-1]])
             edges = np.stack([starts, self.ends], 1)[records].tolist()
@@ -172,7 +174,7 @@ class IndexedSource:
 def _windowed_documents(
     documents: Documents,
 ) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
-    """Return the documents if there are too many for a full shuffle, else None."""
+    """Return the documents if they must be shuffled in windows, otherwise None."""
     prepared = isinstance(
         documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
     )
@@ -181,11 +183,13 @@ def _windowed_documents(
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Opened and indexed sources of a run, for training or for one validation set."""
+    """Opened and indexed sources for training or for one validation set."""
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources of the run's mixture, which need not include those of this corpus."""
+    """Names of the sources in the run's mixture. The sources of this corpus may be missing from
+    this list.
+    """
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -193,7 +197,7 @@ class Corpus:
     cache_dir: str | None
     moved: Heartbeat | None
     keep: bool
-    """Whether packing plans are written to `cache_dir`."""
+    """Whether new packing plans are written to `cache_dir`."""
 
     @property
     def unigram_entropy(self) -> float | None:
@@ -209,17 +213,18 @@ class Corpus:
 
     @property
     def pairs(self) -> dict[str, PairDocuments]:
-        """Documents with pairs, by name of the source."""
+        """Maps source names to documents with preference pairs."""
         named = {each.name: each.documents for each in self.indexed}
         return {name: each for name, each in named.items() if isinstance(each, PairDocuments)}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the JSON values that determine the sequences."""
+        """Return the JSON values that determine the sequences of the corpus."""
         facts = self.indexed[0].metadata
         more: dict[str, Any] = {}
         if self.data.mixture:
             all_facts = {each.name: each.metadata for each in self.indexed}
-            # Content digests are compared file by file; earlier releases have none.
+            # Content digests are compared file by file. Fingerprints of earlier releases do not
+            # contain digests.
             bare = {
                 name: {key: value for key, value in each.items() if key != CONTENT_KEY}
                 for name, each in all_facts.items()
@@ -243,7 +248,7 @@ class Corpus:
         }
 
     def parts(self, split: Split) -> list[SourceSequences]:
-        """Return the sequences of each source that has documents in the split."""
+        """Return the sequences of every source that has documents in the split."""
         fraction = self.data.validation_fraction
         return [
             SourceSequences(each.name, sequences, each.seed, each.packing)
@@ -274,10 +279,10 @@ def open_corpus(
     moved: Heartbeat | None,
     keep: bool = True,
 ) -> Corpus:
-    """Open and index all training sources, or the set of `data.validation` named `name`.
+    """Open and index all training sources, or the sources of the validation set `name`.
 
     Raises:
-        ConfigError: a value in `data` or the tokenizer cannot be used.
+        ConfigError: a value in `data` is invalid, or the tokenizer cannot be used.
     """
     chosen, mixed = train_sources(data), tuple(sorted(data.mixture))
     if name is not None:
@@ -300,7 +305,7 @@ def open_corpus(
 
 
 def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
-    """Return the packing of a source, with `auto` resolved."""
+    """Return the packing strategy of a source, with `auto` resolved."""
     if config.packing != "auto":
         return config.packing
     return "best_fit" if has_conversations else "cut"
@@ -359,12 +364,16 @@ def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
 
 
 def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """Return the fingerprint entry, or nothing for `cut`, as in earlier releases."""
+    """Return the fingerprint entry for packing. The entry is omitted for `cut`, as in earlier
+    releases.
+    """
     return {} if packing == "cut" else {"packing": packing}
 
 
 def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Return the fingerprint entry, or nothing for `split`, as in earlier releases."""
+    """Return the fingerprint entry for the policy. The entry is omitted for `split`, as in earlier
+    releases.
+    """
     policy = config.long_conversations
     return {} if policy == "split" else {"long_conversations": policy}
 
@@ -431,7 +440,9 @@ def _index_text_source(
 def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, LongConversations]:
-    """Apply `data.long_conversations`; return the documents and the number of long ones."""
+    """Apply `data.long_conversations`; return the documents and the counts of long
+    conversations.
+    """
     policy = config.long_conversations
     numbers = find_long_documents(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":
@@ -450,7 +461,7 @@ def _apply_long_policy(
 def build_chat_encoder(
     source: Source, encoder: Tokenizer, config: SourceConfig, row_tokens: int
 ) -> ConversationEncoder | PairEncoder | None:
-    """Return the encoder of a chat source; None for texts."""
+    """Return the encoder for a source of conversations or pairs; None for texts."""
     if config.chat == "off":
         return None
     if config.chat == "pairs":
@@ -478,7 +489,7 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
-"""Defaults for fingerprints without these entries."""
+"""Default values for entries that a fingerprint omits."""
 
 
 def compare_fingerprints(
@@ -486,8 +497,8 @@ def compare_fingerprints(
 ) -> list[tuple[str, Any, Any]]:
     """Return (label, saved, current) for each entry in which two fingerprints differ.
 
-    Batch sizes are ignored if they are equal in all steps before `step`: no sequence is then lost
-    or repeated. Mixture weights are ignored; see `Loader.go_on`.
+    Batch sizes are ignored if they are equal in all steps before `step`, because no sequence is
+    then lost or repeated. Mixture weights are ignored; see `Loader.resume_mixture`.
     """
     names = [*saved, *(name for name in current if name not in saved)]
     if step is not None and BatchRamp.from_metadata(saved).equals_until(
@@ -496,7 +507,7 @@ def compare_fingerprints(
         names = [name for name in names if name not in config_ramp.METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
-        # The other differences follow from these.
+        # All other differences result from this difference.
         before, now = (", ".join(each) or None for each in of_sources)
         return [("the sources of data.mixture", before, now)]
     found = []
@@ -504,7 +515,7 @@ def compare_fingerprints(
         inner = compare_fingerprints(*(each[name] for each in of_sources))
         found += [(f"{name}: {words}", before, now) for words, before, now in inner]
     if found:
-        # These totals follow from the differences above.
+        # Differences in these totals result from the differences above.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
     found += [

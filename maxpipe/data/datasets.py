@@ -1,7 +1,7 @@
-"""Datasets of a run, built from its config without importing jax.
+"""Datasets of a run, built from the run's config without importing jax.
 
-The module also finds evaluation documents whose text is in the training data, by digests of full
-texts.
+The module also finds evaluation documents that occur in the training data, by comparing digests of
+full texts.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ _EMPTY = np.uint64(digest_of(b""))
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Documents of a validation set that are also in the training data."""
+    """Overlap of a validation set with the training data."""
 
     name: str
-    """Name of the set in `data.validation`; empty for the held-out documents."""
+    """Name of the validation set in `data.validation`; empty for the held-out documents."""
     count: int
     total: int
-    """Number of non-empty documents in the set."""
+    """Number of non-empty documents in the validation set."""
     first: str
-    """File of the first overlapping document and its position there."""
+    """File and position of the first overlapping document."""
     trained: str
-    """File and position of the same text in the training data."""
+    """File and position of the training document with the same text."""
 
 
 def find_overlaps(
     train: Corpus, sets: Mapping[str, Corpus], *, large: bool, moved: Heartbeat = lambda: None
 ) -> list[Overlap]:
-    """Return the overlaps of the held-out documents and of other sets with the training data.
+    """Return the overlaps of the training data with the held-out documents and the validation sets.
 
-    Memory grows with the evaluation documents only, time with all documents. `large` includes the
-    sources with too many documents for a full shuffle. `moved` is called for each part.
+    Memory use grows only with the number of evaluation documents; run time grows with the number of
+    all documents. With `large`, sources with too many documents for a full shuffle are included.
+    `moved` is called for each part of the data.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
     candidates |= {name: (each, "all") for name, each in sets.items()}
@@ -74,7 +75,7 @@ def find_overlaps(
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
-    """Yield (section, reason) of each source that is not compared."""
+    """Yield (config section, reason) for each source that is not compared."""
     for corpus in corpora:
         for indexed in corpus.indexed:
             if indexed.digests is None:
@@ -87,7 +88,7 @@ def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tu
 
 
 class _TrainingDigests:
-    """Evaluation digests that occur in the training data, and where."""
+    """Lookup table from evaluation digests to training documents with the same digest."""
 
     def __init__(self, known: np.ndarray):
         """Create a lookup table for sorted uint64 digests."""
@@ -97,7 +98,7 @@ class _TrainingDigests:
         self._number_of = np.zeros(len(known), np.int64)
 
     def add(self, indexed: IndexedSource, numbers: np.ndarray, digests: np.ndarray) -> None:
-        """Add documents of the training data."""
+        """Add training documents, given by their indices and digests."""
         if not self._sources or self._sources[-1] is not indexed:
             self._sources.append(indexed)
         places, is_known = self._places(digests)
@@ -105,12 +106,12 @@ class _TrainingDigests:
         self._source_of[places], self._number_of[places] = len(self._sources) - 1, numbers
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Return bool [digests]: whether each is in the training data."""
+        """Return bool [digests]: whether each digest occurs in the training data."""
         places, is_known = self._places(digests)
         return is_known & (self._source_of[places] >= 0)
 
     def where(self, digest: int) -> str:
-        """Return the file of the training document with this digest, and its position there."""
+        """Return the file and position of the training document with this digest."""
         place = int(np.searchsorted(self._known, np.uint64(digest)))
         source = self._sources[self._source_of[place]]
         return source.documents.where(int(self._number_of[place]))
@@ -133,7 +134,9 @@ def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _Training
 
 
 def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
-    """Yield (source, indices, digests) of parts of a split, without empty documents."""
+    """Yield (source, document indices, digests) for parts of a split; empty documents are
+    skipped.
+    """
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
             continue
@@ -149,10 +152,10 @@ def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Ite
 
 
 def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
-    """Return the datasets and the tokenizer of a config; `moved` is called during reading.
+    """Build the datasets and the tokenizer of a config. `moved` is called while the data is read.
 
     Raises:
-        ConfigError: the data cannot be used, or has ids that are not in the model's vocabulary.
+        ConfigError: the data cannot be used, or contains ids outside the model's vocabulary.
     """
     if config.train.objective == "grpo":
         return _build_prompt_datasets(config)
@@ -197,7 +200,7 @@ def _build_prompt_datasets(config: Config) -> Datasets:
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of prompts and samples, with the date of the run's first start.
+    """Return the chat template for prompts and samples, set to the date of the run's first start.
 
     Raises:
         ConfigError: the template file cannot be read.
@@ -222,13 +225,14 @@ def check_overlap(
     warn: Callable[[str], object],
     moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Check for evaluation documents in the training data; warn or raise as configured.
+    """Check whether the training data contains evaluation documents; warn or raise as configured.
 
     With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
-    compared, which reads all their digests. `moved` is called for each part.
+    compared. This requires reading all digests of these sources. `moved` is called for each part of
+    the data.
 
     Raises:
-        ConfigError: overlaps exist, and the config does not allow them.
+        ConfigError: overlaps exist, and the config forbids overlaps.
     """
     how = config.data.validation_overlap
     if how == "ignore" or not config.eval.batches or not datasets.eval_loaders():

@@ -1,6 +1,7 @@
-"""Disk cache for arrays that are slow to compute, keyed by a digest of their inputs.
+"""Disk cache for arrays that are slow to compute.
 
-If several processes that share the folder start together, only one of them computes the arrays.
+Callers choose file names that contain a digest of the inputs. If several processes that share the
+folder start together, only one process computes the arrays.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """Messages about cached arrays."""
+    """Texts of log messages about cached arrays."""
 
     task: str
-    """Name of the computation."""
+    """Name of the computation, for messages."""
     unreadable: str
-    """Log text for arrays that cannot be read."""
+    """Log text used if the arrays cannot be read."""
     unwritable: str
-    """Log text for arrays that cannot be written."""
+    """Log text used if the arrays cannot be written."""
 
 
 def load_or_compute(
@@ -49,10 +50,11 @@ def load_or_compute(
     keep: bool,
     moved: Heartbeat | None,
 ) -> Value:
-    """Return the value of the arrays in a file, or compute it with `make`; `keep` writes the file.
+    """Return the value built from the arrays in a file, or compute the value with `make`.
 
-    Processes that need the same file wait for the process that computes it. If that process is
-    killed, the next one computes it. `make` calls its argument after each part of its work.
+    With `keep`, a computed value is written to the file. Processes that need the same file wait for
+    the process that computes it. If this process is killed, another waiting process computes the
+    file. `make` calls its argument after each part of its work.
     """
     found = load(path, made_of, words.unreadable)
     if found is not None:
@@ -65,10 +67,10 @@ def load_or_compute(
             os.makedirs(os.path.dirname(path), exist_ok=True)
             moved = stack.enter_context(lock_file(f"{path}.lock", words.task, moved, removes=True))
         except OSError as error:
-            # The value is computed anyway; `save` warns if nothing can be written here.
+            # The value is computed without a lock. `save` warns if the file cannot be written.
             _LOG.info("%s cannot be locked (%s)", path, error)
         else:
-            if _state(path) != before:  # written by the process that held the lock before
+            if _state(path) != before:  # another process wrote the file while this process waited
                 found = load(path, made_of, words.unreadable)
                 if found is not None:
                     return found
@@ -79,7 +81,9 @@ def load_or_compute(
 
 
 def _state(path: str) -> tuple[int, int] | None:
-    """Return inode and time of a file, which change when it is replaced."""
+    """Return the inode and the modification time of a file, which change when the file is
+    replaced.
+    """
     try:
         found = os.stat(path)
     except OSError:
@@ -88,7 +92,7 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 def _remove_temporary_files(path: str) -> None:
-    """Remove temporary files of killed processes."""
+    """Remove temporary files left by killed processes."""
     for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             os.unlink(part)
@@ -99,12 +103,13 @@ def load(
     made_of: Callable[[Arrays], Value],
     otherwise: str,
 ) -> Value | None:
-    """Return the value of a file's arrays; None, with a warning, if they cannot be used.
+    """Return the value built from the arrays in a file. If the arrays cannot be used, log a warning
+    and return None.
 
-    `made_of` raises ValueError or KeyError for arrays that it cannot use.
+    `made_of` builds the value, and raises ValueError or KeyError for unusable arrays.
     """
     try:
-        # Opened here, because numpy does not close a damaged file.
+        # The file is opened here, because numpy does not close a damaged file.
         with (
             open(open_regular(path), "rb") as stream,
             np.load(stream, allow_pickle=False) as arrays,
@@ -123,7 +128,8 @@ def save(
     otherwise: str,
 ) -> None:
     """Write arrays to a temporary file and rename it, so that no process reads a partial file."""
-    # Files of the tempfile module are not readable for other users of the folder.
+    # The tempfile module is not used, because its files are not readable for other users of the
+    # folder.
     temporary = f"{path}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -1,8 +1,8 @@
-"""Documents as token ids, addressed by index, and the index of their lengths.
+"""Tokenized documents, addressed by index, and the index of document lengths.
 
-Sequences are built from `Documents`. `EncodedDocuments` encodes texts on demand; a pass over all
-documents, cached on disk, determines their lengths. `packing.py` handles splits, order and
-sequences.
+Sequences are built from `Documents`. `EncodedDocuments` encodes texts on demand. The document
+lengths are computed in one pass over all documents, and are cached on disk. `packing.py` handles
+splits, order and sequences.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ _PASS_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EncodedDocument:
-    """A document as token ids, including BOS and EOS."""
+    """Token ids of one document, including BOS and EOS."""
 
     ids: np.ndarray
-    """Unsigned integers [tokens]."""
+    """Token ids as unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: whether a token counts in the loss as a target; None if all tokens do."""
+    """bool [tokens]: whether the loss includes the token as a target; None if it includes all
+    tokens.
+    """
     second_half_start: int = 0
-    """Index of the first token of a pair's second half; 0 for other documents."""
+    """Index of the first token in the second half of a preference pair; 0 for other documents."""
     marks: int = 0
-    """Bit flags of changes to the document, for statistics; see `pairs.py` and `chat.py`."""
+    """Bit flags that record changes to the document, for statistics; see `pairs.py` and `chat.py`.
+    """
     unread: tuple[str, ...] = ()
     """Keys of the record that neither maxpipe nor the chat template reads."""
 
 
 class Documents(Protocol):
-    """Token ids by document index, identical on every read in every thread and process."""
+    """Token ids keyed by document index, identical on every read in every thread and process."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: number of tokens, including BOS and EOS."""
+        """int64 [documents]: number of tokens of each document, including BOS and EOS."""
         ...
 
     @property
@@ -64,74 +67,74 @@ class Documents(Protocol):
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its position there, for messages."""
+        """Return the file of a document and its position in the file, for messages."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentIndex:
-    """Result of one pass over all documents.
+    """Index of all documents, computed in one pass.
 
-    `lengths` int64 [documents] counts tokens including BOS and EOS. `byte_counts` int64 [256]
-    counts the bytes of the text. `trained` int64 [documents] counts the trained tokens; None if all
-    tokens are trained.
+    `lengths` int64 [documents] is the number of tokens of each document, including BOS and EOS.
+    `byte_counts` int64 [256] is the byte histogram of all text. `trained` int64 [documents] is the
+    number of trained tokens of each document, or None if all tokens are trained.
     """
 
     lengths: np.ndarray
     byte_counts: np.ndarray
     trained: np.ndarray | None = None
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64: indices of the documents that are empty because their records could not be read."""
+    """int64: indices of documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """uint64 [documents]: digest of each text, or of the ids of each conversation."""
+    """uint64 [documents]: digest of each text, or of the token ids of each conversation."""
     marks: np.ndarray | None = None
-    """uint8 [documents]: `EncodedDocument.marks` of each conversation or pair."""
+    """uint8 [documents]: `EncodedDocument.marks` of each conversation or preference pair."""
     masks: np.ndarray | None = None
     """uint64 [documents]: `mask_digest` of each conversation; None for texts."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [documents]: for conversations, the index of the first trained token with a
-    predecessor, or 0.
+    """int64 [documents]: for conversations, the index of the first trained token that has a
+    preceding token, or 0 if there is none.
     """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """str: keys of records that are not read."""
+    """str: record keys that are not read."""
     unread_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64: number of records with each of these keys."""
+    """int64: number of records that contain each key of `unread_keys`."""
     days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """str: date used by the chat template, if it renders a date."""
+    """str: the date used by the chat template, if the template renders a date."""
 
     @property
     def day(self) -> str:
-        """Date used by the chat template; empty if it renders no date."""
+        """Date used by the chat template; empty if the template does not render a date."""
         return str(self.days[0]) if len(self.days) else ""
 
     @property
     def unread(self) -> dict[str, int]:
-        """Number of records with each key that is not read."""
+        """Number of records that contain each unread key."""
         return dict(zip(self.unread_keys.tolist(), self.unread_counts.tolist(), strict=True))
 
     @property
     def tokens_trained(self) -> int:
-        """Number of trained tokens in all documents."""
+        """Total number of trained tokens across all documents."""
         return int((self.lengths if self.trained is None else self.trained).sum())
 
     @property
     def unigram_entropy(self) -> float:
-        """Unigram entropy of the text in nats per byte."""
+        """Unigram entropy of all text, in nats per byte."""
         return entropy(self.byte_counts)
 
 
 def digest_of(raw: bytes) -> int:
-    """Return 8 bytes of BLAKE2b of UTF-8 text."""
+    """Return an 8-byte BLAKE2b digest of UTF-8 text as an integer."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 def mask_digest(trained: np.ndarray) -> int:
-    """Return 8 bytes of BLAKE2b of a loss mask, bool [tokens]."""
+    """Return an 8-byte BLAKE2b digest of a loss mask, bool [tokens], as an integer."""
     return digest_of(np.packbits(trained).tobytes())
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy of a histogram in nats."""
+    """Return the entropy, in nats, of the distribution given by a histogram."""
     counts = counts[counts > 0]
     shares = counts / counts.sum()
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # avoids -0.0 for a single value
@@ -145,10 +148,10 @@ def build_index(
     *,
     keep: bool = True,
 ) -> DocumentIndex:
-    """Return the index of a source from `cache_dir`, or by reading every document.
+    """Load the index of a source from `cache_dir`, or build it by reading every document.
 
-    With `keep`, the index is written to `cache_dir`. It does not depend on seed, split or sequence
-    length.
+    With `keep`, a new index is written to `cache_dir`. The index does not depend on the seed, the
+    split or the sequence length.
     """
     content = source.content(moved)
     index = load_or_build_index(
@@ -161,7 +164,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # counts the record, and raises if unreadable records are no longer allowed
+        # This read counts the record, and raises if the limit of unreadable records is exceeded.
         source[document]
     return index
 
@@ -169,7 +172,7 @@ def build_index(
 def verify_unchanged(
     source: Source, moved: Heartbeat | None, index: DocumentIndex
 ) -> DocumentIndex:
-    """Return the index if no file has changed while the documents were read.
+    """Return the index, after checking that no file changed while the documents were read.
 
     Raises:
         ConfigError: a file has changed.
@@ -188,7 +191,7 @@ def load_or_build_index(
     moved: Heartbeat | None,
     task: str,
 ) -> DocumentIndex:
-    """Return the index cached for a key of JSON values, or the result of `read`.
+    """Return the index cached under a key of JSON values; call `read` if it is not cached.
 
     See `build_index`.
     """
@@ -239,17 +242,17 @@ def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) 
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
-    """Return the index in cached arrays. Raises ValueError for unexpected shapes."""
+    """Build the index from cached arrays. Raises ValueError for unexpected shapes."""
     trained = arrays.get("trained")
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
     lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
     masks = arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
-    if "unread_keys" in arrays:  # earlier releases did not store these for texts
+    if "unread_keys" in arrays:  # earlier releases did not store unread keys for texts
         names = ("first_targets", "unread_keys", "unread_counts")
         index = replace(index, **{name: arrays[name] for name in names})
-    if "days" in arrays:  # earlier releases did not store it
+    if "days" in arrays:  # earlier releases did not store the date
         index = replace(index, days=arrays["days"])
         if index.day:
             datetime.date.fromisoformat(index.day)
@@ -260,7 +263,7 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
 
 
 class EncodedDocuments:
-    """Token ids of documents, including BOS and EOS, with the most recent ones cached.
+    """Token ids of documents, including BOS and EOS, with a cache of recently used documents.
     Thread-safe.
     """
 
@@ -291,7 +294,8 @@ class EncodedDocuments:
             if document in self._cached:
                 self._cached.move_to_end(document)
                 return self._cached[document]
-        # Outside the lock: two threads may encode the same document, but neither waits.
+        # Encoding runs outside the lock: two threads may encode the same document, but neither
+        # waits.
         found = self._encode(document)
         with self._lock:
             if document not in self._cached:
@@ -313,7 +317,7 @@ class EncodedDocuments:
         return replace(found, ids=found.ids.astype(self._dtype))
 
     def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
-        """Return the error for a document that changed since it was indexed."""
+        """Return the error for a document that has changed since it was indexed."""
         return StorageError(
             f"{self._source.where(document)}: the file has changed\n"
             f"  document {document} of {self._source.name} has {what} the indexed document, and "

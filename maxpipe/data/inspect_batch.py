@@ -1,4 +1,4 @@
-"""Readable view of a batch sequence: its documents, their text and the trained tokens."""
+"""Readable view of one sequence in a batch: documents, text and trained tokens."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from maxpipe.io.formatting import pluralize
 
 
 class TextSpan(NamedTuple):
-    """Text of consecutive tokens of the same type."""
+    """Text of consecutive tokens that are either all trained or all untrained."""
 
     text: str
     is_trained: bool
-    """Whether the model is trained to predict the tokens."""
+    """Whether the loss includes the tokens as targets."""
     is_control: bool = False
-    """Whether the tokens are control tokens, whose text is their names."""
+    """Whether the tokens are control tokens, which are shown by name."""
 
 
 class Segment(NamedTuple):
-    """Part of a sequence that belongs to one document."""
+    """Part of a sequence that comes from one document."""
 
     document: int
     where: str
     first: int
-    """Index of the first token in the sequence."""
+    """Index of the segment's first token within the sequence."""
     num_tokens: int
     document_tokens: int
-    """Tokens of the full document; the remaining ones are in other sequences."""
+    """Number of tokens in the full document; tokens outside this segment are in other sequences."""
     num_trained: int
     pieces: list[TextSpan]
     half: str = ""
-    """Half of a pair: `chosen` or `rejected`; empty for other documents."""
+    """Half of a preference pair: `chosen` or `rejected`; empty for other documents."""
 
 
 class InspectedSequence(NamedTuple):
-    """A sequence of a step's batch."""
+    """Sequence in the batch of a step."""
 
     batch: int
     row: int
     source: str
-    """Name of the source in a mixture."""
+    """Name of the source in the mixture."""
     sequence: int
     num_padding: int
     segments: list[Segment]
@@ -57,12 +57,14 @@ class InspectedSequence(NamedTuple):
 def inspect_sequence(
     loader: Loader, tokenizer: Tokenizer, batch: int, row: int
 ) -> InspectedSequence:
-    """Return one sequence of a batch (both zero-based), from the arrays of the training step.
+    """Return row `row` of batch `batch` (both zero-based), read from the arrays that the training
+    step uses.
 
-    The last target is included if it belongs to the last document, because the model predicts it.
+    The last target is included if it belongs to the last document, because the model is trained to
+    predict it.
 
     Raises:
-        ConfigError: the batch has no such sequence.
+        ConfigError: the batch does not contain this row.
     """
     rows = loader.sequence_origins(batch)
     if not rows:
@@ -93,7 +95,7 @@ def _segments(
     for number, (document, half) in enumerate(itertools.product(documents, halves), 1):
         inside = np.flatnonzero(numbers == number)
         first, last = int(inside[0]), int(inside[-1]) + 1
-        # Token t is the target at t - 1; the first token of the sequence is not predicted.
+        # Token t is the target at position t - 1; the first token of the sequence is not a target.
         tokens, trained = ids[first:last], np.append(False, mask)[first:last]
         if last == len(ids) and mask[-1]:
             tokens = np.append(tokens, arrays["targets"][-1])
@@ -113,7 +115,9 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """Yield the text of ids [tokens], split where `trained` bool [tokens] changes."""
+    """Yield the text of `ids` [tokens], split where the value of `trained` bool [tokens]
+    changes.
+    """
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)

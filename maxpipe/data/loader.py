@@ -1,11 +1,11 @@
 """Batches of training steps, addressed by step number.
 
-The data position of a run is one integer: the next step. Row r of step s is sample
-`s * batch_size + r` of the stream, in every process. With a batch ramp, the first row of a step
-follows the last row of the step before. The data order therefore depends on seed and data only, not
-on mesh, processes or devices, and a resumed run seeks directly to its step.
+The data position of a run is one integer: the next step. In every process, row r in the batch of
+step s is sample `s * batch_size + r` of the stream. With a batch ramp, the first row of a step
+follows the last row of the previous step. The data order therefore depends only on the seed and the
+data, not on the mesh, the processes or the devices. A resumed run seeks directly to its step.
 
-The loader also prefetches batches. It does not place them on devices.
+The loader also prefetches batches. It does not transfer batches to devices.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
-# Increased whenever the same seed and data produce different batches than before.
+# Increased whenever the same seed and data produce different batches than in earlier releases.
 _ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
 BatchIndices = Sequence[int] | slice
 SelectIndices = Callable[[int], BatchIndices | np.ndarray]
-"""Maps the number of sequences in a batch to the indices to load."""
+"""Maps the number of sequences in a batch to the row indices to load."""
 TransformBatch = Callable[[Batch, int], Any]
-"""Maps (loaded part of a batch, number of sequences in the full batch) to the prefetched value."""
+"""Maps (loaded part of a batch, number of sequences in the full batch) to the prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Returns the tokenizer as the model needs it; raises ConfigError if the model cannot use it."""
+"""Fits a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
 
 
 class Batches(Iterator[Any]):
-    """Iterator over the batches of consecutive steps, prefetched by threads until `close`."""
+    """Iterator over the batches of consecutive steps. Threads prefetch batches until `close` is
+    called.
+    """
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class Batches(Iterator[Any]):
         rows: SelectIndices,
         made: TransformBatch,
     ):
-        # Imported here because grain imports jax if installed, and loading a config must not.
+        # Imported here because grain imports jax if jax is installed, and loading a config must not
+        # import jax.
         import grain
 
         threads, ahead = loader.threads, loader.prefetch_batches
@@ -80,7 +83,7 @@ class Batches(Iterator[Any]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Drop prefetched batches. Threads stop after their current batch."""
+        """Drop prefetched batches. The threads stop after the current batch."""
         self._iterator.close()
 
     def __enter__(self) -> Batches:
@@ -96,30 +99,32 @@ class Batches(Iterator[Any]):
 
 
 class SequenceOrigin(NamedTuple):
-    """Origin of one sequence of a batch."""
+    """Origin of one sequence in a batch."""
 
     source: str
     """Name of the source in `data.mixture`; empty without a mixture."""
     sequence: int
     documents: list[int]
-    """Indices of the source's documents that have tokens in the sequence, in source order."""
+    """Indices of the documents that have tokens in the sequence, in the order of the source."""
 
 
 class StreamEnd(NamedTuple):
-    """End of a stream: limit of each source, and the policy when a limit is reached."""
+    """End of a stream: the limit of each source, and the policy that applies when a source reaches
+    its limit.
+    """
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
-    """Number of samples of each source, by name."""
+    """Maps source names to the maximum number of samples."""
     mixture: Mixture | None
-    """Mixture with the weights of the config, before any source ends."""
+    """Mixture with the weights of the config, before any source reaches its limit."""
 
 
 class Loader:
     """Random access to the batches of a stream.
 
-    If the stream does not repeat, batch rows after the last sequence are padding: their `loss_mask`
-    is all zero, so no sequence counts twice.
+    If the stream does not repeat, batch rows after the last sequence are padding. The `loss_mask`
+    of padding rows is zero, so no sequence contributes twice.
     """
 
     def __init__(
@@ -136,8 +141,8 @@ class Loader:
     ):
         """Create a loader for a stream.
 
-        `mixed` lists the names of all sources of the run's mixture. `ending` defines how a
-        repeating stream ends. `pairs` maps names of sources to their documents with pairs.
+        `mixed` lists the names of all sources in the run's mixture. `ending` defines how a
+        repeating stream ends. `pairs` maps source names to documents with preference pairs.
         """
         self.stream = stream
         self.ending = ending
@@ -153,38 +158,37 @@ class Loader:
 
     @property
     def sequences(self) -> Sequences:
-        """Sequences of the only source, or of the first source of a mixture."""
+        """Sequences of the first source, which is the only source without a mixture."""
         return self.stream.parts[0].sequences
 
     @property
     def sources(self) -> list[str]:
-        """Names of the sources of the mixture; empty if the stream does not read from a mixture."""
+        """Names of the sources in the mixture; empty if the stream does not read from a mixture."""
         named = {part.name for part in self.stream.parts}
         return list(self._mixture_names) if named & set(self._mixture_names) else []
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps per epoch at the full batch size. An epoch may end within a step."""
+        """Number of steps per epoch at the full batch size. An epoch may end in the middle of a
+        step.
+        """
         return len(self.stream) / self.ramp.batch_size
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the stream; for a repeating stream without an end, in one epoch.
-
-        No batch follows unless the stream repeats without an end.
-        """
+        """Number of batches in the stream, or in one epoch if the stream repeats without an end."""
         return self.ramp.num_batches(
             len(self.stream) if self.stream.end is None else self.stream.end
         )
 
     @property
     def last_batch(self) -> float:
-        """Number of batches before the stream ends; infinity for a stream without an end."""
+        """Number of batches until the stream ends; infinity for a stream without an end."""
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """Return the index of the first sample that would repeat a sequence, and its
-        source's name.
+        """Return the index of the first sample that would repeat a sequence, and the name of its
+        source.
         """
         assert self.ending is not None
         found = []
@@ -197,9 +201,9 @@ class Loader:
     def batch(self, step: int, rows: BatchIndices | np.ndarray = slice(None)) -> Batch:
         """Return the selected rows of the global batch of one step.
 
-        The batch contains the arrays of a sequence, each [rows, T], and `example_ids` int32 [rows],
-        the row indices. With a mixture, `source_ids` int32 [rows] contains indices into `sources`:
-        0 for a source outside the mixture, -1 for padding.
+        The batch contains the arrays of the sequences, stacked to [rows, T], and the row indices as
+        `example_ids` int32 [rows]. With a mixture, `source_ids` int32 [rows] contains indices into
+        `sources`: 0 for a source outside the mixture, and -1 for padding.
         """
         front, count = self.ramp.position_of(step)
         rows = np.arange(count, dtype=np.int32)[rows]
@@ -212,7 +216,7 @@ class Loader:
         return {**batch, "example_ids": rows}
 
     def sequence_origins(self, step: int) -> list[SequenceOrigin]:
-        """Return the origin of every sequence in the batch of one step; padding is skipped."""
+        """Return the origin of every sequence in one step's batch. Padding is skipped."""
         front, count = self.ramp.position_of(step)
         sources, sequences = self.stream.locate(front + np.arange(count, dtype=np.int64))
         found = []
@@ -225,7 +229,7 @@ class Loader:
         return found
 
     def where(self, source: str, document: int) -> str:
-        """Return the file of a document and its position there, for messages."""
+        """Return the file of a document and its position in the file, for messages."""
         return self.stream.part(source).sequences.where(document)
 
     def size(self, source: str, document: int) -> int:
@@ -233,10 +237,11 @@ class Loader:
         return self.stream.part(source).sequences.size(document)
 
     def batch_contents(self, step: int) -> dict[str, Any]:
-        """Return the `sequences` of one step's batch in row order, and the `documents` in them.
+        """Return the sequence indices in one step's batch, in row order, and the indices of the
+        documents in these sequences.
 
-        With several sources, the result also has the `sources` in row order, and `documents` are
-        grouped by source.
+        The keys are `sequences` and `documents`. With several sources, `sources` lists the source
+        of each row, and `documents` is grouped by source.
         """
         rows = self.sequence_origins(step)
         inside: dict[str, set[int]] = {}
@@ -249,10 +254,11 @@ class Loader:
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
     def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
-        """Continue the mixture of a saved fingerprint; return whether its weights change at `step`.
+        """Continue the mixture of a saved fingerprint, and return whether the weights change at
+        `step`.
 
-        Before `step`, samples are assigned as in the saved mixture; from `step` on, by the weights
-        of this loader. Each source continues after its last sample.
+        Before `step`, samples are assigned as in the saved mixture; from `step` on, this loader's
+        weights apply. Each source continues after its last sample.
         """
         planned, before = self.ending and self.ending.mixture, saved.get(mixture.MIXTURE_KEY)
         if planned is None or before is None or saved.get(SOURCES) != self._fingerprint[SOURCES]:
@@ -265,8 +271,8 @@ class Loader:
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
     def apply_mixture(self, found: Mixture, since: int = 0) -> None:
-        """Use this mixture. With `data.end=stop`, sources end at their limits, from sample `since`
-        on.
+        """Use this mixture. With `data.end=stop`, the limits of the sources apply from sample
+        `since` on.
         """
         assert self.ending is not None
         if self.ending.policy == "stop":
@@ -274,12 +280,14 @@ class Loader:
         self.set_mixture(found)
 
     def set_mixture(self, found: Mixture) -> None:
-        """Use this mixture without changes."""
+        """Use this mixture without applying limits."""
         self.stream.mixture, self.stream.end = found, found.end
         self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
 
     def mixture_metadata(self) -> dict[str, Any]:
-        """Return the mixture as JSON values, and its sources; empty without a mixture."""
+        """Return the mixture and the metadata of its sources as JSON values; empty without a
+        mixture.
+        """
         if self.stream.mixture is None:
             return {}
         return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.metadata()}
@@ -292,10 +300,11 @@ class Loader:
         stop_step: int | None = None,
         made: TransformBatch = lambda batch, _: batch,
     ) -> Batches:
-        """Return the prefetched batches of steps `start_step`, `start_step` + 1, ...
+        """Return an iterator over the batches of steps `start_step`, `start_step` + 1, ..., with
+        prefetching.
 
-        `made` runs in the prefetch threads on each batch. Iteration ends before `stop_step`; the
-        default is the end of the stream, if it has one.
+        The prefetch threads apply `made` to each batch. Iteration ends before `stop_step`, which
+        defaults to the end of the stream, if any.
         """
         if stop_step is None:
             stop_step = sys.maxsize if self.stream.end is None else self.num_batches
@@ -309,9 +318,9 @@ class Loader:
         return dict(self._fingerprint)
 
     def sequence_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return, for each source, the metadata that determines its sequences, and their number.
+        """Return, for each source, the number of sequences and the metadata that determines them.
 
-        Metadata that determines only their order or the batch size is left out.
+        Metadata that affects only the order of the sequences or the batch size is excluded.
         """
         facts, common = self.fingerprint(), {}
         for name in (_ORDER, *config_ramp.METADATA_KEYS, mixture.MIXTURE_KEY):
@@ -328,7 +337,9 @@ class Loader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the data state for a checkpoint; resume with `batches(start_step=step)`."""
+        """Return the data state to store in a checkpoint. Resume with
+        `batches(start_step=step)`.
+        """
         return {"step": step, "fingerprint": self.fingerprint()}
 
     def close(self) -> None:
@@ -341,9 +352,9 @@ class Loader:
 class Datasets:
     """Loaders, tokenizer and statistics of a run's data.
 
-    `unigram_entropy` is in nats per byte over all documents; None if byte counts are unknown, as
-    for Megatron files. `unreadable` counts the documents that are empty because their records could
-    not be read.
+    `unigram_entropy` is the entropy over all documents in nats per byte, or None if byte counts are
+    unknown, as for Megatron files. `unreadable` is the number of documents that are empty because
+    their records could not be read.
     """
 
     train: Loader
@@ -353,9 +364,9 @@ class Datasets:
     unigram_entropy: float | None
     unreadable: int
     validation_sets: Mapping[str, Loader]
-    """Loaders of the sets of `data.validation`, by name."""
+    """Maps the names of the sets in `data.validation` to their loaders."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
-    """Training corpus and validation corpora; None if the run reads prompts."""
+    """Training corpus, and validation corpora keyed by name; None if the run reads prompts."""
     conversation: ChatSpec | None = None
     """Chat format of the run's conversations; None without conversations."""
 
@@ -368,20 +379,22 @@ class Datasets:
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the loaders to evaluate by name; the held-out documents have an empty name."""
+        """Return the evaluation loaders keyed by name. The name of the held-out documents is
+        empty.
+        """
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
     def single_pass_loaders(self, rows: int) -> list[Loader]:
-        """Return single-pass loaders of all training and validation documents, in batches of
-        `rows`.
+        """Return single-pass loaders of all training and validation documents, with `rows`
+        sequences per batch.
         """
         loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
     @property
     def remarks(self) -> list[str]:
-        """Lines about documents that are changed or skipped when read, for all sources."""
+        """Remarks about documents of any source that are changed or skipped when they are read."""
         return [
             f"{section_of(each.name)}: {remark}"
             for corpus in self._all_corpora
@@ -390,7 +403,9 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal if two processes read the same data."""
+        """Return JSON values that are equal in two processes if both processes read the same
+        data.
+        """
         sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
@@ -400,7 +415,9 @@ class Datasets:
 
 
 def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
-    """Return the training loader, with the mixture weights and the end of the config."""
+    """Return the training loader, with the mixture weights and the `data.end` policy of the
+    config.
+    """
     data, parts, mixed = corpus.data, corpus.parts("train"), None
     sizes = {part.name: len(part.sequences) for part in parts}
     ends = sizes
@@ -418,10 +435,10 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
 
 
 def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader | None:
-    """Return a loader that reads each sequence of a split once; None without sequences.
+    """Return a loader that reads each sequence of a split once; None if the split has no sequences.
 
-    For a validation set, which holds nothing out, `train` contains all documents in a shuffled
-    order, so that its first batches are a random sample.
+    A validation set has no held-out documents. Its `train` split contains all documents in shuffled
+    order, so the first batches are a random sample.
     """
     if not (parts := corpus.parts(split)):
         return None
@@ -467,15 +484,15 @@ def build_loaders(
     moved: Heartbeat | None = None,
     fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> Datasets:
-    """Open sources and tokenizer, index the documents and split them.
+    """Open the sources and the tokenizer, index and split the documents, and return their loaders.
 
-    The first call reads every document once; `cache_dir` caches the result. Validation uses batches
-    of `eval_batch_size` sequences, or of `batch_size` if that is 0. `batch_ramp` defines smaller
-    batches at the start of training. `moved` is called after each part that is read. `fit` returns
-    the tokenizer as the model needs it.
+    The first call reads every document once, and the result is cached in `cache_dir`. Validation
+    batches have `eval_batch_size` sequences, or `batch_size` sequences if `eval_batch_size` is 0.
+    `batch_ramp` defines smaller batches at the start of training. `moved` is called after each part
+    of the data is read. `fit` fits the tokenizer to the model.
 
     Raises:
-        ConfigError: a value in `data` or `tokenizer` cannot be used.
+        ConfigError: a value in `data` or `tokenizer` is invalid.
     """
     ramp, rows = batch_ramp or BatchRamp((), batch_size), eval_batch_size or batch_size
     opened = partial(
@@ -513,14 +530,14 @@ def build_single_pass(
     moved: Heartbeat | None = None,
     fit: FitTokenizer = lambda tokenizer: tokenizer,
 ) -> tuple[Loader, Tokenizer]:
-    """Return a loader that reads every sequence of a split once, in a fixed order.
+    """Return a loader that reads every sequence of a split once in a fixed order.
 
-    A split is `train`, `validation`, `all`, or the name of a set of `data.validation`. Batches have
-    the size of validation batches; see `build_loaders`. `cache_dir` is read but not written. `fit`
-    returns the tokenizer as the model needs it.
+    A split is `train`, `validation`, `all`, or the name of a set in `data.validation`. Batches have
+    the same size as validation batches; see `build_loaders`. `cache_dir` is read but not written.
+    `fit` fits the tokenizer to the model.
 
     Raises:
-        ConfigError: a value in `data` or `tokenizer` cannot be used, or the split has no documents.
+        ConfigError: a value in `data` or `tokenizer` is invalid, or the split has no documents.
     """
     is_set = split in data.validation
     corpus = open_corpus(

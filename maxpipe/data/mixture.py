@@ -1,13 +1,13 @@
-"""Mixture of sources: maps each sample number to a source and a sequence of that source.
+"""Mixture of sources: maps each sample number to a source and to a sequence of this source.
 
-The source of sample n is computed without the samples before it. In every block of `BLOCK` samples,
-each source has a fixed number of samples, its quota. A seeded permutation orders the samples of a
-block. The number of a source's samples before a block follows from the quotas. The samples of a
-source are numbered 0, 1, 2, ... independently of the weights, so no sample is lost or repeated when
-weights change.
+The source of sample n is computed without iterating over earlier samples. In every block of `BLOCK`
+samples, each source has a fixed number of samples, called its quota. A seeded permutation orders
+the samples of a block. The quotas determine how many samples of each source precede a block. The
+samples of a source are numbered 0, 1, 2, ... independently of the weights, so no sample is lost or
+repeated when weights change.
 
-`Stream` maps sample numbers to sequences, over epochs and sources. It does not handle batches or
-processes; `loader.py` is the next layer.
+`Stream` maps sample numbers to sequences across epochs and sources. Batches and processes are
+handled by the next layer, `loader.py`.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""First word of the permutation key; documents and sequences use other words."""
+"""First word of the permutation key for mixtures. Documents and sequences use other words."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
-"""Upper limit of sample numbers."""
+"""Exclusive upper limit of sample numbers."""
 MIXTURE_KEY = "mixture"
-"""Name of `Mixture.facts` in a fingerprint."""
+"""Name of the fingerprint entry that contains `Mixture.metadata()`."""
 
 
 class QuotaStage(NamedTuple):
     """Range of samples with constant quotas."""
 
     first: int
-    """Number of the first sample."""
+    """Number of the first sample in the range."""
     quotas: tuple[int, ...]
-    """Samples of each source per block; all 0 in a stage without samples."""
+    """Number of samples per block for each source. All quotas are 0 in a stage without samples."""
 
 
 class Mixture:
-    """Assignment of samples to sources, in stages; the first stage begins with sample 0."""
+    """Assignment of samples to sources in stages. The first stage begins with sample 0."""
 
     def __init__(self, stages: Sequence[QuotaStage], seed: int):
         assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
@@ -66,13 +66,14 @@ class Mixture:
 
     @property
     def end(self) -> int | None:
-        """Number of samples; None without an end."""
+        """Number of samples before the mixture ends; None without an end."""
         return None if any(self.stages[-1].quotas) else self.stages[-1].first
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source, index among the source's samples) of each number, int64 [numbers].
+        """Return the source of each sample, and the index among the source's samples, int64
+        [numbers].
 
-        Both are -1 after the end.
+        Both arrays are -1 after the end of the mixture.
         """
         stages = np.searchsorted(self._firsts, numbers, side="right") - 1
         blocks, inside = np.divmod(numbers - self._firsts[stages], BLOCK)
@@ -89,15 +90,15 @@ class Mixture:
         return sources, samples
 
     def samples_before(self, number: int) -> np.ndarray:
-        """Return int64 [sources]: the samples of each source before sample `number`."""
+        """Return int64 [sources]: how many samples before sample `number` come from each source."""
         stage = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self._before[stage] + self._samples_in_stage(
             stage, number - int(self._firsts[stage])
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest number of samples that includes `count` of a source; None if never
-        reached.
+        """Return the smallest number of samples that includes `count` samples of a source; None if
+        the count is never reached.
         """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
@@ -112,10 +113,12 @@ class Mixture:
         return self.stages[number].first + block * BLOCK + place + 1
 
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
-        """Return this mixture up to `since`, after which a source ends at its limit of samples.
+        """Return a mixture that equals this mixture before sample `since`, after which each source
+        ends at its limit.
 
-        The share of an ended source is distributed over the others in proportion to their shares. A
-        stage ends when all its sources have ended; there are no samples after the last stage.
+        `limits` are the maximum numbers of samples per source. The share of a source that has ended
+        is distributed to the remaining sources in proportion to their shares. A stage ends when all
+        of its sources have ended. The mixture has no samples after the last stage.
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
@@ -139,7 +142,7 @@ class Mixture:
         return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
 
     def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
-        """Return the mixture with one more stage, unless the quotas are unchanged."""
+        """Append a stage to the mixture, unless the quotas are unchanged."""
         if found is None:
             return Mixture([stage], self.seed)
         if found.stages[-1].quotas == stage.quotas:
@@ -152,16 +155,20 @@ class Mixture:
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
-        """Return the number of samples after which the first source of the last stage ends."""
+        """Return the number of samples after which a source of the last stage first reaches its
+        limit.
+        """
         need, quota = np.array(limits) - self._before[-1], self._quotas[-1]
-        # The exact position is needed only in the nearest block.
+        # The exact position is needed only for sources that end in the nearest block.
         blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
         nearest = np.flatnonzero(blocks == blocks.min()).tolist()
         ends = [self.samples_to_reach(source, limits[source]) for source in nearest]
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return this mixture up to `number`, followed by the stages of `to`."""
+        """Return a mixture that equals this mixture before sample `number`, and `to` from sample
+        `number` on.
+        """
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -169,18 +176,20 @@ class Mixture:
         return Mixture([*kept, *(s for s in to.stages if s.first > number)], self.seed)
 
     def metadata(self) -> list[list[Any]]:
-        """Return JSON values for the fingerprint of the data; `of_facts` reads them."""
+        """Return JSON values for the data fingerprint; the inverse of `from_metadata`."""
         return [[stage.first, list(stage.quotas)] for stage in self.stages]
 
     @classmethod
     def from_metadata(cls, facts: Any, seed: int) -> Mixture:
-        """Return the mixture of a fingerprint."""
+        """Return the mixture for the metadata in a fingerprint."""
         return cls(
             [QuotaStage(int(first), tuple(map(int, quotas))) for first, quotas in facts], seed
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """Return the samples of each source among the first `count` samples of a stage."""
+        """Return how many of the first `count` samples of a stage come from each source, int64
+        [sources].
+        """
         blocks, rest = divmod(count, BLOCK)
         found = blocks * self._quotas[stage]
         if rest and any(self.stages[stage].quotas):
@@ -194,7 +203,9 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (source uint16, index within the source int32) for each sample of a block."""
+    """Return, for each sample of a block, the source (uint16) and the index among the source's
+    samples in the block (int32).
+    """
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -206,7 +217,7 @@ def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray,
 
 
 def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
-    """Return samples per block in proportion to the shares, rounded by largest remainders."""
+    """Return quotas in proportion to the shares, rounded with the largest-remainder method."""
     exact = np.array(shares) * BLOCK
     found = np.floor(exact).astype(int)
     left = BLOCK - int(found.sum())
@@ -215,7 +226,7 @@ def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
-    """Return a mixture that reads each sample of these sources once, in proportion to their
+    """Return a mixture that reads each sample once, with source weights proportional to the
     sizes.
     """
     total = sum(sizes)
@@ -227,7 +238,7 @@ def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
 def final_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return the weights after the last stage, for sources of these sizes."""
+    """Return the weights in the last stage of the weight schedule, for sources of these sizes."""
     if any(each.epochs for each in mixture.values()):
         return {name: mixture[name].epochs * size for name, size in sizes.items()}
     if any(each.weight for each in mixture.values()):
@@ -238,7 +249,9 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of samples after which each source ends: its `epochs`, or one pass."""
+    """Return the number of samples after which each source ends: `epochs` epochs if any source sets
+    `epochs`, otherwise one epoch.
+    """
     with_epochs = any(each.epochs for each in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
@@ -249,10 +262,10 @@ def sample_limits(
 def build_mixture(
     data: DataConfig, sizes: Mapping[str, int], ramp: BatchRamp, sequence_length: int, seed: int
 ) -> Mixture:
-    """Return the mixture of a config, for sources with these numbers of sequences.
+    """Build the mixture of a config. `sizes` maps source names to numbers of sequences.
 
     Raises:
-        ConfigError: the share of a source is below one sample per block, or a stage is too long.
+        ConfigError: a source has less than one sample per block, or a stage is too long.
     """
     stages = texts.parse_mixture_stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
@@ -283,39 +296,41 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second word of the permutation key; documents and mixtures use other words."""
+"""Second word of the permutation key for sequences. Documents and mixtures use other words."""
 
 
 Arrays = Mapping[str, np.ndarray]
 ExtraArrays = Callable[[str, int, Arrays], Arrays]
-"""Maps (source name, sequence index in the source, arrays) to further arrays of the sequence."""
+"""Maps (source name, sequence index in the source, arrays of the sequence) to additional arrays."""
 
 
 class SourceSequences(NamedTuple):
     """Sequences of one source."""
 
     name: str
-    """Empty for the only source of a run without a mixture."""
+    """Name of the source; empty without a mixture."""
     sequences: Sequences
     seed: int
     packing: str = ""
-    """Packing of the sequences; see `data.packing`."""
+    """Packing strategy of the sequences; see `data.packing`."""
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source; sources of the same size thus have different orders."""
+    """Return the seed of a source. Sources with the same size have different seeds, and thus
+    different orders.
+    """
     if not name:
         return seed
-    # Below 2**63, because manifests of prepared data store the seed as a signed integer.
+    # The seed is below 2**63, because manifests of prepared data store it as a signed integer.
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]) >> 1
 
 
 class Stream:
-    """Sequences by sample number, identical in every thread and process.
+    """Sequences keyed by sample number, identical in every thread and process.
 
-    With `repeat`, each epoch of a source has a different order, and the stream ends after `end`
-    samples. Without `repeat`, every sequence is read once, in source order. `mixture` selects the
-    source of each sample.
+    With `repeat`, the order of a source differs between epochs, and the stream ends after `end`
+    samples. Without `repeat`, every sequence is read once, in the order of the source. `mixture`
+    selects the source of each sample.
     """
 
     def __init__(
@@ -331,24 +346,26 @@ class Stream:
         self.repeat = repeat
         self.mixture = mixture
         self.extra_arrays: ExtraArrays | None = None
-        """Returns further arrays of a sequence, such as teacher logits. The index of padding is -1.
+        """Function that returns additional arrays of a sequence, such as teacher logits. Padding
+        has sequence index -1.
         """
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
-        """Number of samples; None without an end."""
+        """Number of samples before the stream ends; None without an end."""
 
     def part(self, name: str) -> SourceSequences:
-        """Return a source by name."""
+        """Return the source with this name."""
         return next(each for each in self.parts if each.name == name)
 
     def __len__(self) -> int:
-        """Number of sequences in all sources."""
+        """Return the total number of sequences across all sources."""
         return self._length
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (source index, sequence index in the source) of each sample, int64 [numbers].
+        """Return the source index and the sequence index in the source of each sample, int64
+        [numbers].
 
-        Both are -1 after the end.
+        Both arrays are -1 after the end of the stream.
         """
         sources, sequences = np.full_like(numbers, -1), np.full_like(numbers, -1)
         there = numbers < (np.inf if self.end is None else self.end)
@@ -368,7 +385,7 @@ class Stream:
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
-        """Return the arrays of a sequence; padding if both indices are -1."""
+        """Return the arrays of a sequence. Indices of -1 return padding."""
         part = self.parts[max(source, 0)]
         if sequence < 0:
             found = part.sequences.padding()
@@ -380,7 +397,9 @@ class Stream:
         return {**found, **self.extra_arrays(part.name, sequence, found)}
 
     def samples_before(self, number: int) -> dict[str, int]:
-        """Return the samples of each source before sample `number`, by name."""
+        """Return how many samples before sample `number` come from each source, keyed by source
+        name.
+        """
         number = number if self.end is None else min(number, self.end)
         found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}

@@ -1,14 +1,15 @@
-"""Packing of documents into sequences of fixed length, addressed by index.
+"""Packing of documents into fixed-length sequences, which are addressed by index.
 
-Document lengths alone determine every sequence, so no earlier sequence has to be read first. This
-module also splits documents into training and validation sets and shuffles them. It does not handle
-batches, epochs or processes; `mixture.py` is the next layer.
+Every sequence depends only on the document lengths, so any sequence can be built without reading
+earlier sequences. This module also splits documents into training and validation sets and shuffles
+documents. Higher layers handle batches, epochs and processes; the next layer is `mixture.py`.
 
-A sequence has T inputs and the target of the last input, hence T + 1 tokens. The packing strategies
-that keep documents together split a longer document into pieces of T + 1 tokens. Each piece begins
-with the last token of the piece before it, so no target is lost. The remainder is a shorter piece,
-packed like a document. Documents of fewer than two tokens have no target and are skipped.
-`sequences.py` reads the packed sequences.
+A sequence has T inputs and the target of the last input, for a total of T + 1 tokens. Packing
+strategies that keep documents together split a document only if it has more than T + 1 tokens. The
+document is then split into chunks of T + 1 tokens. Each chunk begins with the last token of the
+previous chunk, so no target is lost. The remainder is a shorter chunk, which is packed like a
+document. Documents with fewer than two tokens have no target and are skipped. `sequences.py` reads
+the packed sequences.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""First word of the permutation key; it keeps the orders of different uses independent."""
+"""First word of the permutation key for documents. Different words make permutations for different
+purposes independent.
+"""
 
 
 class Permutation:
-    """A seeded permutation of `range(size)`, computed per index in constant memory.
+    """Seeded permutation of `range(size)`, computed per index in constant memory.
 
-    The order is the same in every version of every library, because a position in a checkpoint must
+    The order does not depend on library versions, because a data position in a checkpoint must
     always refer to the same sequence. The permutation is a Feistel network over the next power of
     four, iterated until the result is within the range.
     """
@@ -50,7 +53,7 @@ class Permutation:
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
         assert inside, f"an index outside of range({self._size}) would loop forever"
-        # Blocks that fit the processor's cache make this four times as fast for many indices.
+        # With many indices, blocks that fit in the CPU cache make this four times as fast.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])
 
@@ -68,7 +71,7 @@ class Permutation:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spread each bit of a uint64 over all others (the finalizer of SplitMix64)."""
+    """Mix the bits of uint64 values (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -77,10 +80,10 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def split_documents(
     num_documents: int, validation_fraction: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return shuffled indices of the training documents and of the validation documents.
+    """Return shuffled document indices for the training split and for the validation split.
 
     Raises:
-        ConfigError: the fraction is above 0 and there are fewer than two documents.
+        ConfigError: the fraction is above 0 and the source has fewer than two documents.
     """
     order = Permutation(num_documents, seed, DOCUMENT_ORDER)(np.arange(num_documents))
     if validation_fraction <= 0:
@@ -98,7 +101,7 @@ def split_documents(
 
 
 class TokenSpan(NamedTuple):
-    """Range of a document's tokens in a sequence."""
+    """Range of tokens from one document that is part of a sequence."""
 
     document: int
     begin: int
@@ -106,28 +109,30 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of T tokens by index, identical on every read in every thread and process."""
+    """Sequences of T tokens, keyed by index and identical on every read in every thread and
+    process.
+    """
 
     sequence_length: int
     num_tokens: int
-    """Number of tokens in all documents, including BOS and EOS."""
+    """Total number of tokens across all documents, including BOS and EOS."""
     num_targets: int
-    """Number of positions in all sequences whose next token is in the same document."""
+    """Total number of positions, across all sequences, whose next token is in the same document."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return `tokens`, `targets`, `segment_ids`, `positions` int32 [T], `loss_mask` float32
-        [T].
+        """Return the arrays `tokens`, `targets`, `segment_ids` and `positions`, int32 [T], and
+        `loss_mask`, float32 [T].
 
-        `segment_ids` numbers the documents of the sequence from 1; 0 is padding. `positions` counts
-        from each document's first token in this sequence. `loss_mask` is 1 where token and target
-        are in the same document and the target is trained.
+        `segment_ids` numbers the documents of the sequence from 1; 0 is padding. `positions` starts
+        at 0 at each document's first token in this sequence. `loss_mask` is 1 where the token and
+        its target are in the same document and the target is trained.
         """
         ...
 
     def padding(self) -> dict[str, np.ndarray]:
-        """Return a sequence of padding, which does not contribute to the loss."""
+        """Return a sequence that contains only padding and does not contribute to the loss."""
         ...
 
     def documents(self, index: int) -> list[int]:
@@ -135,11 +140,11 @@ class Sequences(Protocol):
         ...
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the permutation of the sequences for this key, which includes the epoch."""
+        """Return the permutation of the sequences for a key that includes the epoch."""
         ...
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its position there, for messages."""
+        """Return the file of a document and its position in the file, for messages."""
         ...
 
     def size(self, document: int) -> int:
@@ -148,22 +153,22 @@ class Sequences(Protocol):
 
 
 def packing_efficiency(sequences: Sequences) -> float:
-    """Return the fraction of all positions whose target is in the same document."""
+    """Return the fraction of positions whose target is in the same document."""
     return sequences.num_targets / (len(sequences) * sequences.sequence_length)
 
 
 def count_targets(lengths: np.ndarray) -> int:
-    """Return the number of tokens that follow another token of the same document."""
+    """Return the number of tokens that have a preceding token in the same document."""
     return int(lengths.sum() - np.count_nonzero(lengths))
 
 
 def assemble_sequence(
     documents: Documents, pieces: Iterable[TokenSpan], sequence_length: int
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of one sequence filled with pieces of documents, in order.
+    """Return the arrays of one sequence, filled with document chunks in the given order.
 
-    The pieces have at most T + 1 tokens: T inputs and the target of the last input. The two halves
-    of a preference pair are separate segments.
+    The chunks have at most T + 1 tokens in total: T inputs and the target of the last input. The
+    two halves of a preference pair become separate segments.
     """
     size = sequence_length + 1
     window = np.full(size, documents.pad_id, np.int32)
@@ -195,9 +200,9 @@ def assemble_sequence(
 
 
 class ConcatenatedSequences:
-    """Sequences of T tokens from the concatenation of documents.
+    """Sequences of T tokens cut from the concatenation of all documents.
 
-    Sequence i has the tokens i*T to i*T + T of the stream: T inputs, and the targets shifted by
+    Sequence i consists of tokens i*T to i*T + T of the stream: T inputs, and targets shifted by
     one. The last sequence is padded.
     """
 
@@ -211,7 +216,7 @@ class ConcatenatedSequences:
         self.num_targets = count_targets(lengths)
 
     def __len__(self) -> int:
-        # The last token of the stream is a target only and starts no sequence.
+        # The last token of the stream is only a target, so no sequence starts with it.
         return -(-(self.num_tokens - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -251,20 +256,22 @@ class ConcatenatedSequences:
 Strategy = Literal["first_fit", "best_fit", "pad"]
 
 MAX_OPEN_SEQUENCES = 1024
-"""Number of open sequences that `first_fit` searches; the limit of sequences open at a time."""
+"""Maximum number of sequences that are open at a time, and that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second word of the permutation key; documents, sequences and mixtures use other words."""
+"""Second word of the permutation key. Documents, sequences and mixtures use other words."""
 
 
 class PackingPlan(NamedTuple):
-    """Pieces of documents by sequence. Piece p starts at token `begins[p]` of `documents[p]`."""
+    """Assignment of document chunks to sequences. Chunk p starts at token `begins[p]` of
+    `documents[p]`.
+    """
 
     starts: np.ndarray
-    """int64 [sequences + 1]: first piece of each sequence, and the end."""
+    """int64 [sequences + 1]: first chunk of each sequence, followed by the number of chunks."""
     documents: np.ndarray
-    """Unsigned integers [pieces], of the smallest type that fits."""
+    """Unsigned integers [chunks]: document index, in the smallest dtype that fits."""
     begins: np.ndarray
-    """Unsigned integers [pieces], of the smallest type that fits."""
+    """Unsigned integers [chunks]: first token, in the smallest dtype that fits."""
 
 
 def pack_documents(
@@ -274,11 +281,12 @@ def pack_documents(
     strategy: Strategy,
     most_pieces: int = 0,
 ) -> PackingPlan:
-    """Return the packing plan of the documents `order` int64 [documents], of `lengths` int64 [all].
+    """Return the packing plan for the documents `order`, int64 [documents].
 
-    The plan is the same for the same arguments on every machine. Pieces of a sequence are in
-    document order. A sequence has at most `most_pieces` pieces, if that is not 0: shorter pieces
-    then occupy 1 / `most_pieces` of the capacity.
+    `lengths`, int64 [all documents], is the number of tokens per document. The same arguments
+    produce the same plan on every machine. The chunks of a sequence are in document order. A
+    sequence has at most `most_pieces` chunks unless `most_pieces` is 0: each chunk then occupies at
+    least 1 / `most_pieces` of the capacity.
     """
     documents, begins = _split_into_spans(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
@@ -290,7 +298,7 @@ def pack_documents(
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
-    # The strategies put similar documents next to each other; the plan shuffles the sequences.
+    # The strategies place similar documents next to each other, so the sequences are shuffled.
     rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -304,17 +312,18 @@ def _to_smallest_dtype(numbers: np.ndarray) -> np.ndarray:
 def _split_into_spans(
     lengths: np.ndarray, order: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (document, begin) of each piece, document by document."""
+    """Return the document and the first token of each chunk, in document order."""
     counts = -(-np.maximum(lengths - 1, 0) // sequence_length)
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(order, counts), numbers * sequence_length
 
 
 def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return int64 [pieces]: the sequence of each piece by first fit, pieces in their order.
+    """Assign chunks to sequences by first fit, in the given order; return int64 [chunks].
 
-    Each piece goes into the first open sequence with enough free space. If none has enough, a new
-    sequence is opened; at the limit `MAX_OPEN_SEQUENCES`, the first of the fullest is closed.
+    Each chunk is assigned to the first open sequence with enough free space. If no open sequence
+    has enough space, a new sequence is opened. If `MAX_OPEN_SEQUENCES` sequences are open, the
+    fullest sequence is closed first.
     """
     row_of = np.empty(len(sizes), np.int64)
     rooms = np.zeros(MAX_OPEN_SEQUENCES, np.int64)
@@ -336,16 +345,17 @@ def _first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return int64 [pieces]: the sequence of each piece by best fit, longest pieces first.
+    """Assign chunks to sequences by best fit, longest chunks first; return int64 [chunks].
 
-    Each piece goes into the fullest sequence with enough free space; ties go to the first. Pieces
-    of one size are placed together, because the fullest sequence remains the fullest until no other
-    piece fits. Apart from sorting, time grows with the number of distinct sizes, not of pieces.
+    Each chunk is assigned to the fullest sequence with enough free space, or to the first such
+    sequence if several are equally full. Chunks of the same size are assigned together, because the
+    fullest sequence remains the fullest until no further chunk fits. Except for sorting, the run
+    time grows with the number of distinct sizes, not with the number of chunks.
     """
     rests = (capacity - sizes).astype(np.min_scalar_type(capacity))
-    by_size = np.argsort(rests, kind="stable")  # radix sort for 16-bit values
+    by_size = np.argsort(rests, kind="stable")  # numpy uses radix sort for 16-bit values
     counts = np.bincount(rests)
-    row_of = np.empty(len(sizes), np.int64)  # in the order of `by_size`
+    row_of = np.empty(len(sizes), np.int64)  # ordered as `by_size`
     opened, rows, placed = _OpenSequences(capacity), 0, 0
     for rest in np.flatnonzero(counts).tolist():
         size, count = capacity - rest, int(counts[rest])
@@ -360,7 +370,7 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             middle = first + min(end - first, count // each)
             filled = np.repeat(np.arange(first, middle), each)
             opened.put(first, middle, room - each * size)
-            if middle < end:  # too few pieces are left to fill another sequence
+            if middle < end:  # the remaining chunks do not fill another sequence
                 last = count - len(filled)
                 filled = np.append(filled, np.full(last, middle))
                 opened.put(middle, middle + (last > 0), room - last * size)
@@ -373,25 +383,25 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _OpenSequences:
-    """Open sequences, as ranges of consecutive sequences with the same free space."""
+    """Open sequences, stored as ranges of consecutive sequences with the same free space."""
 
     def __init__(self, capacity: int):
         self._size = capacity + 1
         self._ranges: dict[int, list[tuple[int, int]]] = {}
-        """Heaps of (first sequence, end) by free space."""
+        """Maps free space to a heap of ranges (first sequence, end)."""
         self._rooms: list[int] = []
-        """Heap of the free-space values that fit a piece of the current size."""
+        """Heap of the free-space values that fit a chunk of the current size."""
 
     def set_piece_size(self, size: int) -> None:
-        """Set the piece size; from here on, pieces are no longer than `size`."""
+        """Set the chunk size. All later chunks must have at most this size."""
         for room in range(size, self._size):
             if room in self._ranges:
                 heapq.heappush(self._rooms, room)
         self._size = size
 
     def take(self) -> tuple[int, int, int] | None:
-        """Remove and return (first, end, space) of the first range of the fullest that fit
-        a piece.
+        """Remove a range of the fullest sequences that fit a chunk, and return (first, end, free
+        space).
         """
         if not self._rooms:
             return None
@@ -404,7 +414,7 @@ class _OpenSequences:
         return first, end, room
 
     def put(self, first: int, end: int, room: int) -> None:
-        """Add the sequences `first` to `end` - 1 with this free space."""
+        """Add sequences `first` to `end` - 1 with this free space."""
         if first == end:
             return
         if room not in self._ranges:

@@ -1,8 +1,8 @@
-"""Preference pairs as documents: two responses to a prompt, one chosen and one rejected.
+"""Preference pairs as documents: a chosen and a rejected response to the same prompt.
 
-A pair is one document of two halves: the prompt and the chosen response, then the prompt and the
-rejected response. A packing strategy that does not split documents thus keeps both halves in one
-sequence. Only response tokens are trained.
+A pair is one document with two halves: the prompt with the chosen response, followed by the prompt
+with the rejected response. A packing strategy that does not split documents therefore keeps both
+halves in one sequence. Only response tokens are trained.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
-"""Marks of a pair: truncated to fit, dropped because it is too long, identical halves."""
+"""Marks of a pair: truncated to fit, dropped because it is too long, or with identical halves."""
 HALVES = ("chosen", "rejected")
 
 TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses, each a text or a list of messages."""
+    """A prompt and two responses. Each is a text or a list of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages
@@ -55,7 +55,7 @@ class PreferencePair(NamedTuple):
 
 
 class PairEncoder:
-    """Encoder for the preference pairs of a source. Thread-safe."""
+    """Encoder for the preference pairs in a source. Thread-safe."""
 
     def __init__(
         self, source: Source, tokenizer: Tokenizer, config: SourceConfig, sequence_length: int
@@ -64,7 +64,7 @@ class PairEncoder:
         self.tokenizer = tokenizer
         self._config = config
         self._max_tokens = sequence_length + 1
-        """Tokens of a sequence: T inputs and the target of the last input."""
+        """Number of tokens in a sequence: T inputs and the target of the last input."""
         has_template = bool(config.chat_template) or tokenizer.chat is not None
         self._chat = ConversationEncoder(source, tokenizer, config) if has_template else None
 
@@ -124,8 +124,8 @@ class PairEncoder:
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        """Return both halves as one document, shortened to a sequence according to
-        `data.long_pairs`.
+        """Join both halves into one document. `data.long_pairs` determines how pairs longer than a
+        sequence are shortened.
         """
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
@@ -153,16 +153,16 @@ class PairEncoder:
         )
 
     def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number of tokens per half after truncation of a pair that is too long."""
+        """Return the number of tokens to keep in each half of a pair that is too long."""
         half = self._max_tokens // 2
         first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
         return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one pair is left.
+        """Check that at least one pair was not dropped.
 
         Raises:
-            ConfigError: all pairs are too long.
+            ConfigError: all pairs are too long and were dropped.
         """
         if index.lengths.any():
             return
@@ -175,13 +175,13 @@ class PairEncoder:
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, with source and tokenizer, determine ids
-        and masks.
+        """Return a digest of the settings that, together with the source and the tokenizer,
+        determine the ids and masks.
         """
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
-        # earlier releases named the value `stop`
+        # earlier releases named this value `stop`
         parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._max_tokens]
         if self._chat is not None:
             parts += self._chat.masking_metadata()
@@ -192,7 +192,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     """Return the preference pair of a record.
 
     Raises:
-        BadRecord: a field is missing or of another type.
+        BadRecord: a field is missing or has the wrong type.
     """
     fields = check_mapping(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
@@ -201,7 +201,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     names = [each for name in given for each in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
-        # the prompt of ShareGPT records is in the messages field
+        # ShareGPT records contain the prompt in the messages field
         if name == "prompt" and name not in fields:
             other = messages_field_name(fields, "messages")
             name = other if other in fields else name
@@ -239,7 +239,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
 def _system(
     fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
 ) -> tuple[list[Message], list[str]]:
-    """Return the system message and its fields; see `parse_system_message`."""
+    """Return the system message and the names of its fields; see `parse_system_message`."""
     if not config.system_field:
         return [], []
     first: Any = next((each for each in found if not isinstance(each, str) and each), [])
@@ -249,10 +249,11 @@ def _system(
 
 
 def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
-    """Return prompt and responses, with a repeated prompt removed from both responses.
+    """Return the prompt and the responses. If both responses repeat the prompt, it is removed from
+    the responses.
 
     Raises:
-        BadRecord: the prompt is only a part of the common prefix of both responses.
+        BadRecord: the prompt is only a part of the prefix that both responses share.
     """
     prompt, *responses = found
     size = len(prompt)
@@ -269,8 +270,8 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages have the same role and the same text, ignoring outer
-    white space.
+    """Return whether two messages have the same role and text, ignoring leading and trailing
+    whitespace.
     """
     text, another = one.get("content"), other.get("content")
     if not (isinstance(text, str) and isinstance(another, str)):
@@ -289,7 +290,9 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the common prefix of two full conversations, and the remainder of each."""
+    """Return the common prefix of two full conversations, and the remainders of both
+    conversations.
+    """
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
@@ -299,7 +302,7 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
             )
             raise BadRecord("", rule, "Remove the record.")
         alike = _common_prefix_length(one, other)
-        # A space belongs to the following word, as in tokenizers.
+        # As in tokenizers, a space belongs to the following word.
         alike -= alike > 0 and one[alike - 1] == " "
         return one[:alike], [one[alike:], other[alike:]]
     lists = [
@@ -310,7 +313,7 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -330,19 +333,19 @@ def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
 
 
 def _has_target(half: EncodedDocument) -> bool:
-    """Return whether some trained token has a predecessor."""
+    """Return whether any trained token has a preceding token."""
     assert half.trained is not None
     return bool(half.trained[1:].any())
 
 
 class PairDocuments(ChatDocuments):
-    """Token ids of pairs, with the most recent ones cached. Thread-safe."""
+    """Token ids of preference pairs, with a cache of recently used pairs. Thread-safe."""
 
     digest: str
-    """Digest of everything that determines ids and masks."""
+    """Digest of all inputs that determine the ids and masks."""
     reference: np.ndarray | None = None
     """float32 [documents, 2]: log-probabilities of both responses under the initial weights of the
-    run; None until they are computed. See `PairSequences`.
+    run; None until computed. See `PairSequences`.
     """
 
     def __init__(self, pairs: PairEncoder, index: DocumentIndex):

@@ -1,8 +1,8 @@
 """Prompts for reinforcement learning, addressed by sample number.
 
-The records of a prompt file replace documents. Each prompt is repeated for the completions of its
-group. Order, epochs and data position work as for all other data, and the step number alone
-determines the prompts of a step.
+The records of a prompt file replace documents. Each prompt is repeated once per completion in its
+group. Order, epochs and data position work as for other data: the step number alone determines the
+prompts of a step.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ _MAX_BYTES = 1 << 28
 _PROMPT = "prompt"
 _SHOWN = 40
 Check = Callable[[Mapping[str, Any]], object]
-"""Raises ValueError for a record that the reward function cannot use."""
+"""Function that raises ValueError for a record that the reward function cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """A prompt with the record that its reward function reads."""
+    """A prompt, with the record that the reward function reads."""
 
     record: Mapping[str, Any]
-    """Parsed JSON object of the line."""
+    """Parsed JSON object from the line of the prompt file."""
     text: str
-    """Text to display; the last message of a conversation."""
+    """Text to display; for a conversation, the last message."""
     ids: np.ndarray
-    """int32: tokens of the prompt, including BOS."""
+    """int32 [tokens]: token ids of the prompt, including BOS."""
     where: str
     """File and line."""
 
 
 class PromptSequences:
-    """Sequences with one prompt each; every prompt is repeated `group_size` times. See
+    """Sequences that contain one prompt each, with every prompt repeated `group_size` times; see
     `Sequences`.
     """
 
@@ -102,7 +102,7 @@ class PromptSequences:
         return assemble_sequence(_PromptDocuments(self), [piece], self.sequence_length)
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a permutation of the groups that keeps the order of members within each group."""
+        """Return a permutation that shuffles the groups and keeps the order within each group."""
         order, size = Permutation(len(self.prompts), *key), self.group_size
         return lambda indices: order(indices // size) * size + indices % size
 
@@ -120,7 +120,7 @@ class PromptSequences:
 
 
 class _PromptDocuments:
-    """Prompts as documents without trained tokens."""
+    """Adapter that presents prompts as documents without trained tokens."""
 
     def __init__(self, rows: PromptSequences):
         self._rows = rows
@@ -143,13 +143,13 @@ def build_prompts(
     reward: str,
     template: ChatTemplate | None,
 ) -> Datasets:
-    """Return the datasets of a run that reads prompts; `check` is called for each record.
+    """Build the datasets of a run that reads prompts. `check` is called for each record.
 
-    `reward` names the reward function and is part of the fingerprint. `template` renders prompts
-    that are conversations.
+    `reward` is the fingerprint of the reward function, which becomes part of the data fingerprint.
+    `template` renders prompts that are conversations.
 
     Raises:
-        ConfigError: the file cannot be used, or a prompt is too long.
+        ConfigError: the prompt file cannot be used, or a prompt is too long.
     """
     content = _content(config.prompts)
     records = _records(content, config.prompts, check, data)
@@ -191,8 +191,8 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """Return the prompt fields for the fingerprint; empty for `prompt` alone, as in earlier
-    releases.
+    """Return the prompt fields for the fingerprint. The result is empty if `prompt` is the only
+    field, as in earlier releases.
     """
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
@@ -211,13 +211,13 @@ def _content(path: str) -> bytes:
 
 
 class _PromptLine(NamedTuple):
-    """A non-blank line of the prompt file."""
+    """Non-blank line of the prompt file."""
 
     where: str
     """File and line."""
     record: dict[str, Any]
     prompt: str | ChatInput
-    """Text or conversation."""
+    """Prompt as text or as a conversation."""
 
     @property
     def chat(self) -> ChatInput | None:
@@ -225,7 +225,7 @@ class _PromptLine(NamedTuple):
 
     @property
     def message_texts(self) -> list[str]:
-        """Text of each message."""
+        """Texts of the messages."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         found = [each.get("content", "") for each in self.prompt.messages]
@@ -241,7 +241,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
             record = parse_json(line, dict[str, Any])
             parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
             for each in parsed.message_texts:
-                each.encode()  # a JSON string may contain half of a surrogate pair
+                each.encode()  # a JSON string may contain an unpaired surrogate
             check(record)
         except ValueError as error:  # includes encoding errors
             raise ConfigError.one(
@@ -261,15 +261,15 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """Return a line about fields that usually belong to a prompt but are not read, with
-    settings.
+    """Return a remark about unread fields that usually belong to a prompt, with settings that would
+    read them.
     """
     read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
     names = dict.fromkeys(name for record in records for name in record if name not in read)
     counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}
     systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
     contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
-    # `system` of ShareGPT records is read by default.
+    # The field `system` of ShareGPT records is read by default.
     if data.system_field or all("conversations" in each for each in records):
         systems = []
     field = data.prompt_field or _PROMPT
@@ -288,7 +288,7 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """Return the prompt of a record: a text, or a conversation as parsed by `chat_of`.
+    """Return the prompt of a record as text, or as a conversation parsed by `chat_of`.
 
     Raises:
         ValueError: the record has no prompt.
@@ -315,7 +315,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """Return the conversation of a record in `messages`, `prompt` or ShareGPT format.
+    """Return the conversation of a record in the `messages`, `prompt` or ShareGPT format.
 
     Raises:
         ValueError: the record has no conversation.
@@ -354,7 +354,7 @@ def _encode_prompts(
     records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
     texts = [each.prompt for each in records if isinstance(each.prompt, str)]
-    # A reward may read any other key of a record.
+    # The reward function may read any other key of a record.
     chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
     if chats and template is None:
         raise ConfigError.one(

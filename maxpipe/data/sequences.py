@@ -1,4 +1,4 @@
-"""Sequences built from documents with the strategy of `data.packing`.
+"""Sequences built from documents with the packing strategy of `data.packing`.
 
 `packing.py` computes packing plans; this module caches them on disk and builds the arrays of the
 planned sequences.
@@ -32,7 +32,9 @@ from maxpipe.data.packing import (
 from maxpipe.data.sources import Heartbeat
 
 _MIN_CACHED_DOCUMENTS = 1 << 17
-"""Plans of fewer documents are not cached: recomputing is as fast as reading them."""
+"""Minimum number of documents for which packing plans are cached. Smaller plans can be computed as
+fast as they can be read.
+"""
 _PLAN_VERSION = 1
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
@@ -43,7 +45,7 @@ _CACHE_MESSAGES = disk_cache.CacheMessages(
 
 
 class _Tuple(Protocol):
-    """A named tuple of arrays."""
+    """Named tuple of arrays."""
 
     def _asdict(self) -> dict[str, Any]: ...
 
@@ -52,16 +54,16 @@ TupleT = TypeVar("TupleT", bound=_Tuple)
 
 
 PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
-"""Names of the per-pair arrays of a sequence, which have no token dimension."""
+"""Names of the per-pair arrays of a sequence. These arrays have no token dimension."""
 
 
 class BinPackedSequences:
-    """Sequences of a packing plan, padded at the end; see `packing.py`."""
+    """Sequences of a packing plan, with padding at the end; see `packing.py`."""
 
     def __init__(
         self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
     ):
-        """Create the sequences of a plan for the documents `order` int64 [documents]."""
+        """Create the sequences of a plan for the documents `order`, int64 [documents]."""
         lengths = documents.lengths[order]
         self.sequence_length = sequence_length
         self.num_tokens = int(lengths.sum())
@@ -103,11 +105,11 @@ class BinPackedSequences:
 
 
 class PairSequences(BinPackedSequences):
-    """Sequences of pairs; the halves of pair i are segments 2i + 1 and 2i + 2.
+    """Sequences of preference pairs. The halves of pair i are segments 2i + 1 and 2i + 2.
 
-    A sequence has three more float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
-    `response_tokens` [2N] is the number of trained tokens per half. `reference` [2N] is the
-    reference log-probability per half, or 0 if unknown.
+    A sequence has three additional float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
+    `response_tokens` [2N] is the number of trained tokens in each half. `reference` [2N] is the
+    reference log-probability of each half, or 0 if unknown.
     """
 
     def __init__(
@@ -118,10 +120,10 @@ class PairSequences(BinPackedSequences):
         sequence_length: int,
         most_pairs: int,
     ):
-        """Create the sequences with N = `most_pairs`."""
+        """Create the sequences. N in the array shapes is `most_pairs`."""
         super().__init__(documents, order, plan, sequence_length)
         lengths = documents.lengths[order]
-        # the first token of each half is not a target
+        # the first token of the second half is not a target
         self.num_targets -= int(np.count_nonzero(lengths))
         self._max_pairs = most_pairs
 
@@ -146,23 +148,23 @@ class PairSequences(BinPackedSequences):
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Builds sequences from documents, with the same result in every process."""
+    """Builder that packs documents into sequences, with the same result in every process."""
 
     packing: Packing
     sequence_length: int
     cache_dir: str | None = None
-    """Cache folder; None without a cache."""
+    """Folder for cached packing plans; None disables the cache."""
     keep: bool = True
-    """Whether results are written to the cache."""
+    """Whether new results are written to the cache."""
     key: str = ""
-    """Identifies the documents in cache keys."""
+    """Identifier of the documents in cache keys."""
     moved: Heartbeat | None = None
-    """Called after each part of a long computation."""
+    """Function that is called after each part of a long computation."""
     max_pairs: int = 0
-    """Maximum number of pairs per sequence; 0 for documents that are not pairs."""
+    """Maximum number of preference pairs per sequence; 0 for other documents."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
-        """Return the sequences of the documents `order` int64 [documents]."""
+        """Return the sequences packed from the documents `order`, int64 [documents]."""
         if self.packing == "cut":
             return ConcatenatedSequences(documents, order, self.sequence_length)
         assert self.packing != "auto", "sources resolve auto"
@@ -191,10 +193,10 @@ class Packer:
         of: Callable[[disk_cache.Arrays], TupleT],
         make: Callable[[Heartbeat | None], TupleT],
     ) -> TupleT:
-        """Return the cached value for a key of JSON values, or compute it with `make`.
+        """Return the value cached under a key of JSON values, or compute the value with `make`.
 
-        The cache stores numpy arrays only. `of` raises ValueError or KeyError for unexpected
-        arrays.
+        The cache stores only numpy arrays. `of` builds the value from the arrays, and raises
+        ValueError or KeyError for unexpected arrays.
         """
         if self.cache_dir is None:
             return make(self.moved)

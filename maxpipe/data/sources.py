@@ -1,10 +1,10 @@
-"""Sources of documents: random access to the texts of a corpus by index.
+"""Sources of documents, which provide random access to the texts of a corpus by index.
 
-Reading document i twice returns the same text, in any thread and process. Each format has a module
-in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
+Reading document i always returns the same text, in any thread and process. Each file format has a
+module in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
 
-Sources refer to their config keys as keys of `data`. In error messages, this module replaces `data`
-by the section of the source, `data.mixture.NAME` or `data.validation.NAME`.
+Sources refer to config keys as keys of `data`. In error messages, this module replaces `data` with
+the section of the source: `data.mixture.NAME` or `data.validation.NAME`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 SourceKind = Literal["text", "jsonl", "parquet", "arrayrecord", "huggingface", "tokens", "megatron"]
-"""Sources that are recognized by file name."""
+"""Values of `data.source` that can be inferred from file names."""
 
 
 def open_source(
@@ -62,14 +62,14 @@ def open_source(
     cache_dir: str | None = None,
     keep: bool = True,
 ) -> Source:
-    """Return the source of `data.source`. Only `synthetic` uses `seed`.
+    """Open the source selected by `data.source`. Only the source `synthetic` uses `seed`.
 
-    `cache_dir` caches unpacked copies of compressed files and line offsets of large files. With
-    `keep` they are written there; otherwise they are removed when the process exits.
+    `cache_dir` stores unpacked copies of compressed files and line offsets of large files. Without
+    `keep`, new copies and offsets are removed when the process exits.
 
     Raises:
-        ConfigError: a path is missing, empty or not readable as `data.source`.
-        StorageError: there is not enough disk space to unpack a file.
+        ConfigError: a path is missing or empty, or its files cannot be read as `data.source`.
+        StorageError: the disk space is not sufficient to unpack a file.
     """
     text = TextExtractor(config.text_field, config.template)
     cache, digests = FolderCache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
@@ -115,7 +115,7 @@ def _open_records(
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
-"""Parts of file names that identify a source; any other file is text."""
+"""Maps parts of file names to the source that reads such files. All other files are text."""
 
 
 def _kind_of(name: str) -> SourceKind:
@@ -126,10 +126,10 @@ def _kind_of(name: str) -> SourceKind:
 
 
 def infer_source(path: str, where: str) -> SourceKind:
-    """Return the `data.source` of files by their names; `where` locates the path in messages.
+    """Infer `data.source` from file names. `where` identifies the path in messages.
 
     Raises:
-        ConfigError: a path has no files, or files of several formats.
+        ConfigError: a path matches no files, or files of several formats.
     """
     if is_saved_dataset(path):
         return "huggingface"
@@ -156,7 +156,7 @@ _KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConf
 
 @contextlib.contextmanager
 def wrap_section_errors(name: str) -> Iterator[None]:
-    """Replace the keys of `data` in errors by the keys of the source's section."""
+    """Replace keys of `data` in errors with keys of the source's config section."""
     try:
         yield
     except ConfigError as error:

@@ -1,9 +1,10 @@
-"""Statistics of a source in one pass: lengths, duplicates, bytes and unreadable records.
+"""Statistics of a source, computed in one pass: lengths, duplicates, bytes and unreadable records.
 
-Memory does not grow with the text: only the length of each document is kept. Duplicates are
-estimated if there are more documents than a `DuplicateCounter` can hold.
+Memory use does not depend on the size of the text: only the length of each document is stored. The
+number of duplicates is estimated if a source has more documents than a `DuplicateCounter` can
+store.
 
-The statistics are printed as text or drawn as an HTML page or a PNG picture.
+The statistics are formatted as text or drawn as an HTML page or a PNG image.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _WIDTH, _ROW, _LEFT, _ROOM = 760, 22, 150, 210
 
 
 def lines(found: Statistics) -> list[str]:
-    """Return one line per statistic, starting with its name."""
+    """Return one line per statistic, starting with the name of the statistic."""
     return [f"{name:<12}{text}" for name, text in summary_items(found)]
 
 
 def summary_items(found: Statistics) -> list[tuple[str, str]]:
-    """Return (name, text) of every statistic."""
+    """Return (name, formatted value) of every statistic."""
     count, tokens = len(found.lengths), found.tokens
     notes = [f"{found.empty} empty"] if found.empty else []
     if found.num_with_replacement_character:
@@ -107,7 +108,9 @@ def text(found: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Write a picture in the format of the file suffix, one of `PICTURE_SUFFIXES`."""
+    """Draw the statistics in the format of the file suffix, which must be one of
+    `PICTURE_SUFFIXES`.
+    """
     whole = Canvas()
     for found in all_of:
         whole.append_canvas(_picture(found), whole.height)
@@ -133,7 +136,7 @@ def _table(found: Statistics) -> str:
 
 
 def _picture(found: Statistics) -> Canvas:
-    """Draw histograms of documents and tokens by document length."""
+    """Draw two histograms over document lengths: number of documents and number of tokens."""
     canvas, bars = Canvas(width=_WIDTH), found.histogram()
     title = f"{found.name}: {pluralize(len(found.lengths), 'document')}, {found.tokens:,} tokens"
     canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
@@ -174,20 +177,20 @@ _MAX_DIGESTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with the name of a task, the number of processed items and their total."""
+"""Called with the name of a task, the number of processed items and the total number of items."""
 
 
 class DocumentStatistics(NamedTuple):
     """Statistics of one document."""
 
     digest: int
-    """Digest of the content."""
+    """Digest of the document's content."""
     tokens: int
     trained: int
     num_bytes: int
     is_empty: bool
     has_replacement_character: bool
-    """Whether the text contains U+FFFD, the replacement of bytes that are not UTF-8."""
+    """Whether the text contains U+FFFD, which replaces bytes that are not valid UTF-8."""
     unread: tuple[str, ...] = ()
     """See `EncodedDocument.unread`."""
     marks: int = 0
@@ -197,14 +200,15 @@ class DocumentStatistics(NamedTuple):
 
 
 class DuplicateCounter:
-    """Counts duplicate documents by digest; with too many documents, in a sample of 1 in 2**shift.
+    """Counter for duplicate documents, which are compared by digest.
 
-    The sample is selected by digest, so all duplicates of a sampled document are sampled.
+    If a source has too many documents, only a sample of one in 2**shift documents is compared. The
+    sample is selected by digest, so it includes all duplicates of a sampled document.
     """
 
     def __init__(self, most: int = _MAX_DIGESTS):
         self.shift = 0
-        """The sampling rate is one in 2**shift documents."""
+        """Base-2 logarithm of the sampling interval."""
         self._most = most
         self._digests, self._tokens = array("Q"), array("Q")
 
@@ -225,7 +229,9 @@ class DuplicateCounter:
         return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the number of documents that repeat an earlier one, and their tokens."""
+        """Return the number of documents that repeat an earlier document, and their total number of
+        tokens.
+        """
         digests, tokens = self._arrays()
         if not len(digests):
             return 0, 0
@@ -237,48 +243,48 @@ class DuplicateCounter:
 
 @dataclass
 class Statistics:
-    """Statistics of all readable documents of a source."""
+    """Statistics of all readable documents in a source."""
 
     name: str
     lengths: np.ndarray
-    """int64 [documents]: tokens per document."""
+    """int64 [documents]: number of tokens per document."""
     trained: int = 0
     num_bytes: int = 0
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Number of unreadable records. In prepared data these are empty documents; otherwise no other
-    statistic includes them.
+    """Number of unreadable records. In prepared data, these records are empty documents; for other
+    sources, all other statistics exclude them.
     """
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
     sampling_interval: int = 1
-    """Inverse of the fraction of documents that were compared for duplicates."""
+    """Sampling interval N of the duplicate count: one in N documents was compared."""
     packing: str = "cut"
     sequence_length: int = 0
     num_sequences: int = 0
     left_out: int = 0
-    """Number of conversations longer than a sequence that leave nothing to train."""
+    """Number of conversations longer than a sequence that have no trained token left."""
     targets: int = 0
-    """Number of positions in all sequences whose target is in the same document."""
+    """Total number of positions, across all sequences, whose target is in the same document."""
     chat: str = "off"
-    """`conversation` or `pair`, or `off` for texts."""
+    """Type of the documents: `conversation`, `pair`, or `off` for texts."""
     policy: LongConversationPolicy | None = None
-    """`data.long_conversations`; None for texts."""
+    """Value of `data.long_conversations`; None for texts."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Number of documents with each key that is not read."""
+    """Maps unread keys to the number of documents that contain the key."""
     advice: str = ""
-    """Settings that would read the keys of `unread`."""
+    """Suggested settings that would read the keys of `unread`."""
     columns: Sequence[str] = ()
-    """Lines about columns of text sources that are not read."""
+    """Remarks about unread columns of text sources."""
     marks: Counter[int] = field(default_factory=Counter)
-    """Number of documents with each mark; see `EncodedDocument.marks`."""
+    """Maps marks to the number of documents with the mark; see `EncodedDocument.marks`."""
     _contents: DuplicateCounter = field(default_factory=DuplicateCounter, repr=False)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all documents."""
+        """Total number of tokens across all documents."""
         return int(self.lengths.sum())
 
     @property
@@ -294,7 +300,7 @@ class Statistics:
 
     @property
     def remarks(self) -> list[str]:
-        """Lines about documents that are changed or skipped in training."""
+        """Remarks about documents that are changed or skipped in training."""
         long = LongConversations(self.policy, self.too_long, self.left_out) if self.policy else None
         what = "document" if self.chat == "off" else self.chat
         count = len(self.lengths)
@@ -302,14 +308,16 @@ class Statistics:
         return [*self.columns, *found]
 
     def quantiles(self) -> dict[str, int]:
-        """Return the document length at each of `QUANTILES`, by percentage."""
+        """Return the document length at each quantile of `QUANTILES`, keyed by percentage."""
         if not len(self.lengths):
             return {}
         found = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
         return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
-        """Return (shortest, longest, documents, tokens) for bins whose width doubles."""
+        """Return (minimum length, maximum length, documents, tokens) for length bins whose widths
+        double.
+        """
         if not len(self.lengths):
             return []
         bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact up to 2**53
@@ -352,7 +360,9 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each text, or why it cannot be read, in document order."""
+    """Yield the statistics of each text in document order, or the problem if a text cannot be
+    read.
+    """
     held: list[str | Problem] = []
     characters = 0
 
@@ -400,7 +410,7 @@ def _measure_texts(
 def measure_encoded(
     encode: Callable[[int], EncodedDocument], num_documents: int, tokenizer: Tokenizer, threads: int
 ) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of encoded documents; byte counts are those of their tokens."""
+    """Yield the statistics of encoded documents. Byte counts are computed from the tokens."""
     widths = tokenizer.byte_lengths
 
     def read(i: int) -> DocumentStatistics | Problem:
@@ -437,7 +447,8 @@ def compute_statistics(
     chat: str = "off",
     policy: LongConversationPolicy | None = None,
 ) -> Statistics:
-    """Return the statistics of a source's documents and of the sequences packed from them.
+    """Return the statistics of the documents of a source, and of the sequences into which they are
+    packed.
 
     See `Statistics` for `chat` and `policy`.
     """
@@ -474,7 +485,7 @@ def compute_statistics(
 
 
 class _DocumentLengths:
-    """Documents with known lengths and no content."""
+    """Documents whose lengths are known but whose content is not available."""
 
     pad_id = 0
 
@@ -489,7 +500,7 @@ class _DocumentLengths:
 
 
 def _sequences(lengths: np.ndarray, packer: Packer) -> int:
-    """Return the number of sequences per epoch for documents of these lengths."""
+    """Return the number of sequences per epoch for documents with these lengths."""
     return (
         len(packer(_DocumentLengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
     )

@@ -1,7 +1,8 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers, which convert text to token ids and token ids to text.
 
-A tokenizer defines the control ids (BOS, EOS, padding), the ids that end generated text and the
-size of each token in bytes. It does not download anything. `TextStream` decodes tokens one by one.
+A tokenizer defines the control ids (BOS, EOS, padding), the ids that end generated text, and the
+size of each token in bytes. Tokenizers never download files. `TextStream` decodes tokens one by
+one.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from maxpipe.errors import ConfigError
 _CONTEXT = 4
 _REPLACEMENT_CHARACTER = "\ufffd"
 _MAX_INCOMPLETE = 3
-"""A UTF-8 character has up to four bytes, so up to three may be pending."""
+"""A UTF-8 character has up to four bytes, so at most three bytes can be pending."""
 _MAX_PENDING_IDS = 64
 
 
 class TextStream:
     """Incremental decoder that returns only complete characters.
 
-    If the ids are complete characters, the concatenated pieces equal `decode` of all ids. The text
-    of a token depends on the tokens before it (a space at the start of a text is dropped), so each
-    id is decoded together with the last few.
+    If the ids encode complete characters, the concatenated outputs equal `decode(ids)`. The text of
+    a token can depend on the previous tokens: for example, a space at the start of a text is
+    dropped. Each id is therefore decoded together with the last few ids.
     """
 
     def __init__(self, decode: Callable[[Iterable[int]], str], special_ids: Collection[int]):
@@ -44,17 +45,20 @@ class TextStream:
         self._special_ids = special_ids
         self._ids: list[int] = []
         self._given = 0
-        """Number of characters of the text of `_ids` that were returned."""
+        """Number of characters in the decoded text of `_ids` that were already returned."""
 
     def push(self, token: int) -> str:
-        """Return the text added by the next id; empty while a character is incomplete."""
+        """Return the text that the next id adds, or an empty string while a character is
+        incomplete.
+        """
         if token in self._special_ids:
             return ""
         self._ids.append(token)
         text = complete = self._decode(self._ids)
         for _ in range(_MAX_INCOMPLETE):
             complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
-        if len(self._ids) > _MAX_PENDING_IDS:  # invalid UTF-8 may continue indefinitely
+        # A sequence of invalid UTF-8 bytes may continue indefinitely.
+        if len(self._ids) > _MAX_PENDING_IDS:
             complete = text
         added = complete[self._given :]
         self._given = max(self._given, len(complete))
@@ -63,13 +67,13 @@ class TextStream:
         return added
 
     def finish(self) -> str:
-        """Return the remaining text: bytes that did not complete a character."""
+        """Return the remaining text, which comes from bytes that did not complete a character."""
         added = self._decode(self._ids)[self._given :]
         self._ids, self._given = [], 0
         return added
 
     def _forget(self, text: str) -> None:
-        """Drop ids that are no longer needed, but never within a character."""
+        """Drop ids that are no longer needed, without splitting a character."""
         for first in range(len(self._ids) - _CONTEXT, 0, -1):
             tail = self._decode(self._ids[first:])
             if tail and _REPLACEMENT_CHARACTER not in tail and text.endswith(tail):
@@ -80,7 +84,7 @@ class TextStream:
 
 
 class Tokenizer(Protocol):
-    """Tokenizer with ids below `vocab_size`. `encode` neither adds nor returns control ids."""
+    """Tokenizer with ids below `vocab_size`. The output of `encode` contains no control ids."""
 
     control: ControlTokens
 
@@ -89,15 +93,15 @@ class Tokenizer(Protocol):
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the model's embedding; without a model, an upper bound of all ids."""
+        """Number of embedding rows of the model; without a model, an upper bound on all ids."""
         ...
 
     @property
     def min_embedding_rows(self) -> int:
         """Minimum number of embedding rows: the largest id that encoded text can contain, plus one.
 
-        This includes BOS and EOS. It excludes control tokens that text never produces and unused
-        BPE ids.
+        BOS and EOS are included. Unused BPE ids, and control tokens that never occur in encoded
+        text, are excluded.
         """
         ...
 
@@ -112,81 +116,88 @@ class Tokenizer(Protocol):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Sorted ids that end generated text: `end_id` and the ends of a chat turn."""
+        """Sorted ids that end generated text: `end_id` and end-of-turn tokens of chat formats."""
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Ids of control tokens, by their text."""
+        """Maps the text of each control token to its id."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All control ids: BOS, EOS, padding, and any other id without text."""
+        """All control ids: BOS, EOS, padding, and any other ids that are not part of decoded
+        text.
+        """
         ...
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: bytes of text per id; 0 for control ids."""
+        """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
         ...
 
     @property
     def role_texts(self) -> Mapping[str, str]:
-        """Texts of control tokens by role, with the names of chat templates, such as
-        `bos_token`.
+        """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
+        tokens.
         """
         ...
 
     @property
     def chat(self) -> ChatTemplate | None:
-        """Chat template of the model folder; `encode_chat` encodes its output."""
+        """Chat template of the model folder, or None; `encode_chat` encodes the rendered text."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Return int32 [tokens]. Text of a control token is encoded as plain text."""
+        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
         ...
 
     @property
     def framing(self) -> Framing:
-        """Tokens around a prompt."""
+        """Tokens added before and after a prompt."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; at least one id."""
+        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
         ...
 
     def with_control(self, **changes: Any) -> Self:
-        """Return a copy with changed fields of `ControlTokens`."""
+        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
         ...
 
     def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for an embedding of `rows` rows, at least `min_rows`; ids stay below
-        `rows`.
+        """Return a copy for an embedding with `rows` rows, whose ids are all below `rows`.
 
-        Text of a control token without a row is encoded as plain text.
+        `rows` must be at least `min_embedding_rows`. Control tokens without an embedding row are
+        encoded as plain text.
         """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text, faster than encoding one by one."""
+        """Return int32 [tokens] for each text. Batches are faster than single texts."""
         ...
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for the output of a chat template, including its control tokens."""
+        """Return int32 [tokens] for text rendered by a chat template. Control tokens in the text
+        are encoded as their ids.
+        """
         ...
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and int64 [tokens, 2] begin and end in characters."""
+        """Return the ids of `encode_chat`, and int64 [tokens, 2]: the begin and end of each token
+        in characters.
+        """
         ...
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text, faster than encoding one by one."""
+        """Return the number of tokens of each text. Batches are faster than single texts."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids without control ids; incomplete characters become U+FFFD.
+        """Return the text of the ids. Control ids are skipped, and incomplete characters become
+        U+FFFD.
 
-        Ids of `vocab_size` or more, as in a padded vocabulary, have no text.
+        Ids at or above `vocab_size`, as in a padded vocabulary, have no text.
         """
         ...
 
@@ -194,10 +205,11 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Return the tokenizer of `tokenizer.kind`.
+    """Return the tokenizer selected by `tokenizer.kind`.
 
     Raises:
-        ConfigError: the file or its package is missing, or the file has no EOS token.
+        ConfigError: the tokenizer file or the required package is missing, or the vocabulary has no
+            EOS token.
     """
     if config.kind == "bytes":
         return ByteTokenizer()
@@ -212,17 +224,17 @@ def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def open_text_stream(tokenizer: Tokenizer) -> TextStream:
-    """Return an incremental decoder for the tokenizer."""
+    """Return an incremental decoder that uses this tokenizer."""
     return TextStream(tokenizer.decode, tokenizer.special_ids)
 
 
 def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
-    """Return the tokenizer fitted to a model whose embedding has `rows` rows.
+    """Return a copy of the tokenizer, fitted to a model whose embedding has `rows` rows.
 
-    `model` names a model with existing weights, whose number of rows is fixed.
+    `model` is the name of a model with existing weights, which fix the number of embedding rows.
 
     Raises:
-        ConfigError: encoded text would contain an id without a row.
+        ConfigError: encoded text could contain an id without an embedding row.
     """
     need = tokenizer.min_embedding_rows
     if need <= rows:
@@ -247,7 +259,8 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     """Check that the model's embedding has a row for each stored id of a document.
 
     Raises:
-        ConfigError: an id has no row; a device would silently read the last row.
+        ConfigError: an id has no embedding row. The lookup on a device would silently use the last
+            row.
     """
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
@@ -264,9 +277,10 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
-    """Return the suggested action for ids with a tokenizer fingerprint that differs.
+    """Return the suggested action for stored ids whose tokenizer fingerprint differs.
 
-    The result is `action`, unless the ids were encoded with the same `tokenizer.json`, unchanged.
+    The result is `action`, unless the ids were encoded with the unmodified version of the same
+    `tokenizer.json`.
     """
     is_file = isinstance(tokenizer, HuggingFaceTokenizer)
     if not is_file or not fingerprint or fingerprint != tokenizer.file_fingerprint:
@@ -281,7 +295,7 @@ _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
 
 
 class ByteTokenizer(ControlTokenMixin):
-    """Tokenizer whose ids are the 256 byte values, BOS, EOS and padding."""
+    """Tokenizer whose ids are the 256 byte values followed by BOS, EOS and padding."""
 
     control = ControlTokens(
         begin_id=256,

@@ -1,7 +1,7 @@
-"""Train a byte-level tokenizer on a corpus and write it as a Hugging Face folder.
+"""Train a byte-level tokenizer on a corpus and write it as a Hugging Face tokenizer folder.
 
-The same documents in the same order produce the same file. Any text can be encoded, because the
-vocabulary contains all 256 bytes.
+The same documents in the same order produce the same file. The tokenizer can encode any text,
+because the vocabulary contains all 256 byte values.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with a task, the number of processed items and their total; 0 if the total is unknown."""
+"""Called with the name of a task, the number of processed items and the total number of items (0 if
+unknown).
+"""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and patterns; file names select the format.
+    """Return sources for files, folders and patterns. The format is inferred from the file names.
 
     Raises:
-        ConfigError: a path has no files, or files of several formats.
+        ConfigError: a path matches no files, or files of several formats.
     """
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
@@ -55,10 +57,11 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
 def train(
     sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
 ) -> str:
-    """Return the content of a tokenizer.json of at most `vocab_size` ids; fewer for a small corpus.
+    """Train a tokenizer and return the content of its tokenizer.json. The vocabulary has at most
+    `vocab_size` ids, or fewer for a small corpus.
 
     Raises:
-        ConfigError: a package is missing, or there is no text.
+        ConfigError: a required package is missing, or the sources contain no text.
     """
     texts = _texts(sources, report)
     stopped = threading.Event()
@@ -70,7 +73,7 @@ def train(
         except BaseException as error:
             done["error"] = error
 
-    # The library's loop ignores Ctrl-C, so it runs in a daemon thread.
+    # The training loop of the library ignores Ctrl-C, so it runs in a daemon thread.
     thread = threading.Thread(target=work, name="tokenizer", daemon=True)
     thread.start()
     try:
@@ -106,7 +109,7 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
 
 
 def _byte_level(model: Any) -> Any:
-    """Return a tokenizer that splits text into words and words into bytes."""
+    """Return a tokenizer for the model that splits text into words, and words into bytes."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
@@ -138,7 +141,9 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
-    """Learn pieces and scores with sentencepiece: the `tokenizers` trainer is not deterministic."""
+    """Train a unigram model with sentencepiece, because the trainer of `tokenizers` is not
+    deterministic.
+    """
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:
@@ -159,7 +164,7 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
         input_format="tsv",
         model_writer=model,
         model_type="unigram",
-        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # plus one for the unknown piece
+        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # plus one for the unknown token
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=_LONGEST_WORD_BYTES,
@@ -196,17 +201,17 @@ _LEARN: dict[VocabularyKind, Callable[[Iterator[str], int], str]] = {
 
 
 def check_free(folder: Path) -> None:
-    """Raise ConfigError if `folder` exists and is not an empty folder."""
+    """Raise ConfigError if `folder` exists, unless it is an empty folder."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         action = f"Choose another folder, such as --out {folder}-2."
         raise ConfigError.one("command line: --out", folder, "must not exist.", action)
 
 
 def write(folder: Path, content: str) -> None:
-    """Write a folder in the format of `transformers`, atomically.
+    """Atomically write a tokenizer folder in the format of `transformers`.
 
     Raises:
-        ConfigError: the folder already exists.
+        ConfigError: the output folder already exists.
         StorageError: the folder cannot be written.
     """
     check_free(folder)

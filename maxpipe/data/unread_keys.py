@@ -1,7 +1,7 @@
-"""Record keys that are not read, with settings that would read them.
+"""Unread record keys, and suggestions of settings that would read them.
 
 Settings are tested on the first records of a source before they are suggested. The module also
-writes the lines about shortened, dropped or masked documents at the start of a run.
+formats the remarks about shortened, dropped or masked documents that a run prints at the start.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 _RECORDS, _CHARACTERS = 32, 1 << 22
-"""Limits on the number and size of the records that settings are tested on."""
+"""Maximum number and total characters of the records on which settings are tested."""
 _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
 _OF_TEMPLATE = ("message.tool_calls", "message.reasoning_content", "message.thinking")
-"""Keys that only a chat template can read."""
+"""Message keys that only a chat template can read."""
 _REASONING = ("reasoning", "reasoning_content", "thinking", "thought", "cot", "complex_cot")
 
 Fields = Mapping[str, Any]
 
 
 class Trial(NamedTuple):
-    """Settings that may read some unread keys."""
+    """Candidate settings that may read some unread keys."""
 
     settings: dict[str, str]
-    """Values by field name of `SourceConfig`."""
+    """Maps field names of `SourceConfig` to values."""
     names: Sequence[str]
     how: str
-    """How the settings use the keys, for messages."""
+    """Description of how the settings use the keys, for messages."""
 
 
 def first_records(source: Source) -> list[Fields]:
-    """Return the first records with fields: up to `_RECORDS`, or about `_CHARACTERS` of text."""
+    """Return the first records that have fields: up to `_RECORDS` records or about `_CHARACTERS`
+    characters of text.
+    """
     found: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
@@ -67,7 +69,7 @@ def first_records(source: Source) -> list[Fields]:
             break
         try:
             record: Any = source.record(number)
-        except ConfigError:  # reported when all records are read
+        except ConfigError:  # the error is reported when all records are read
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):
@@ -77,7 +79,7 @@ def first_records(source: Source) -> list[Fields]:
 
 
 def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
-    """Return settings that read more keys of conversations or pairs; empty if none are known."""
+    """Suggest settings that read more keys of conversations or pairs; empty if none are known."""
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
@@ -97,7 +99,7 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
 
 
 def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
-    """Return a line about the text columns that the first records have and no setting reads."""
+    """Return a remark about text columns of the first records that no setting reads."""
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
@@ -118,7 +120,7 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
 def _templates(
     names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
-    """Yield a template that adds unread texts to those that are read."""
+    """Yield a template that includes unread text fields in addition to the fields already read."""
     try:
         read = [text(record) for record in records]
     except BadRecord:
@@ -144,7 +146,7 @@ def _templates(
 def _chats(
     names: Collection[str], records: Sequence[Fields], config: SourceConfig
 ) -> Iterator[str]:
-    """Yield settings that read some of these columns as conversations or pairs."""
+    """Yield settings that read some of these columns as conversations or preference pairs."""
     keys = chat_keys(records[0])
     fields = {
         key.removeprefix("data."): value for key, value in keys.items() if key.startswith("data.")
@@ -162,7 +164,7 @@ def _chats(
 
 
 def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
-    """Return a warning if records with `label` false would be trained on."""
+    """Return a warning if records whose `label` is false would be used for training."""
     labels = [record.get("label") for record in records] if "label" in names else []
     is_binary = all(label is None or isinstance(label, bool) for label in labels)
     if not is_binary or all(label is not False for label in labels):
@@ -171,8 +173,8 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Yield the non-empty fields that are not read; for an object that is read in part, its
-    keys.
+    """Yield the names of non-empty fields that are not read. For an object that is read only in
+    part, yield its unread keys.
     """
     for name, value in record.items():
         if name in read or not has_value(value):
@@ -231,7 +233,7 @@ def _as_template(field: str) -> str:
 
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
-    """Return whether a field contains natural-language text."""
+    """Return whether a field contains natural-language text in the given records."""
     texts = [record[name] for record in records if has_value(record.get(name))]
     if not texts or not all(isinstance(each, str) for each in texts):
         return False
@@ -239,7 +241,7 @@ def _is_content(name: str, records: Sequence[Fields]) -> bool:
 
 
 def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether the messages of every record already contain the text of the field."""
+    """Return whether, in every record, the messages already contain the text of the field."""
     for record in records:
         if not has_value(record.get(name)):
             continue
@@ -269,7 +271,7 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 
 def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether the settings read their keys in all first records."""
+    """Return whether the settings read the keys of the trial in all of the given records."""
     try:
         found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
@@ -278,7 +280,9 @@ def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Return the settings that read all records as pairs, if they are the same for all."""
+    """Return settings that read all records as preference pairs; empty if the records need
+    different settings.
+    """
     found = {chat_settings(record) for record in records}
     return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
 
@@ -302,18 +306,18 @@ _POLICY_REMARKS = {
 
 
 class LongConversations(NamedTuple):
-    """Conversations longer than a sequence."""
+    """Counts of the conversations that are longer than a sequence."""
 
     policy: str
     """Value of `data.long_conversations`."""
     number: int
     left_out: int = 0
-    """Number of conversations without tokens left."""
+    """Number of conversations that have no tokens left after the policy is applied."""
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Return the number of documents with each mark; `marks` are `EncodedDocument.marks`
-    [documents].
+    """Return the number of documents with each mark. `marks` [documents] are the values of
+    `EncodedDocument.marks`.
     """
     if marks is None:
         return {}
@@ -329,9 +333,10 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return the lines about conversations or pairs; `what` is their noun.
+    """Return remarks about conversations or pairs. `what` is the noun for one document, such as
+    `conversation`.
 
-    `action` suggests settings that read keys of `unread`.
+    `action` suggests settings that would read the keys of `unread`.
     """
     total = pluralize(num_documents, what)
     found = unread_remarks(unread, total, action)

@@ -1,4 +1,4 @@
-"""Validation prompts with a known response: conversations up to their last trained message."""
+"""Validation prompts with a known response, built from conversations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from maxpipe.data.tokenizer import Tokenizer
 
 
 class ValidationPrompt(NamedTuple):
-    """A conversation up to its last trained message."""
+    """Conversation up to its last trained message."""
 
     ids: list[int]
-    """Token ids, identical to those in training."""
+    """Token ids of the prompt, identical to the ids used in training."""
     text: str
-    """Text without control tokens."""
+    """Text of the prompt without control tokens."""
     answer: str
-    """Text of the last trained message."""
+    """Text of the last trained message, which is the known response."""
 
 
 def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
-    """Return the prompt of the last trained message; None without a trained message or a prompt."""
+    """Return the prompt of the last trained message; None if the document has no trained message or
+    no prompt.
+    """
     if document.trained is None:
         return None
     edges = np.flatnonzero(np.diff(document.trained.astype(np.int8), append=0))
@@ -42,9 +44,9 @@ def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationProm
 def load_validation_prompts(
     datasets: Datasets, fraction: float, count: int, room: int
 ) -> list[ValidationPrompt]:
-    """Return prompts of the first validation conversations that leave space for a response.
+    """Return prompts from the first validation conversations that leave space for a response.
 
-    Held-out documents come first, then those of the validation sets.
+    Held-out documents come first, followed by the documents of the validation sets.
     """
     found = []
     for document in _documents(datasets, fraction):

@@ -1,6 +1,6 @@
-"""ArrayRecord files with text or JSON records, and TFDS datasets.
+"""Readers for ArrayRecord files with text or JSON records, and for TFDS datasets.
 
-TFDS datasets are read without TensorFlow.
+TensorFlow is not required.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Source with a document per record: JSON objects if the first record is one, else
-    UTF-8 text.
+    """Source with one document per record. If the first record is a JSON object, all records must
+    be JSON objects; otherwise they are UTF-8 text.
     """
 
     name = "arrayrecord"
@@ -81,10 +81,10 @@ class ArrayRecords:
     def where(self, index: int) -> str:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        # Rarely called: the reader of all files does not expose the end of each file.
+        # The reader of all files does not expose where each file ends. This code runs rarely.
         try:
             counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
-        except Exception:  # as above; an error here is not about the record itself
+        except Exception:  # the record itself may be readable
             return f"{common_folder(self.files)}: record {index}"
         ends = np.cumsum(counts)
         which = int(np.searchsorted(ends, index, side="right"))
@@ -97,8 +97,8 @@ class ArrayRecords:
 
 @contextlib.contextmanager
 def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the ArrayRecord reader, which verifies a checksum per chunk, to
-    ConfigError.
+    """Convert errors of the ArrayRecord reader to ConfigError. The reader verifies a checksum per
+    chunk.
 
     Raises:
         ConfigError: the record at `where` cannot be read.
@@ -128,8 +128,8 @@ _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 
 
 class TfdsExamples:
-    """Examples of the `train` split of a dataset prepared as ArrayRecord. Does not need
-    TensorFlow.
+    """Examples in the `train` split of a TFDS dataset that was prepared as ArrayRecord. TensorFlow
+    is not required.
     """
 
     name = "tfds"
@@ -199,7 +199,7 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
         )
         rule += f"no prepared dataset found, and tfds has no builder named {name}."
         return ConfigError.one("data.path", dataset, rule, action)
-    # Reading needs neither package, but most dataset builders need both.
+    # Reading requires neither package, but most dataset builders require both.
     code = f"import tensorflow_datasets as tfds; tfds.builder({dataset!r}, "
     code += f"data_dir={os.path.expanduser(folder) or None!r}, file_format='array_record')"
     return ConfigError.one(

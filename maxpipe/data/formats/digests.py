@@ -1,7 +1,8 @@
-"""Content digests of data files; any change in a file changes its digest.
+"""Content digests of data files.
 
-Each file is read once. Later starts compare inode, size and times, which every write changes, and
-read the file again only if one of these differs.
+Any change in a file's content changes its digest. Each file is read once. Every write changes the
+inode, the size or a timestamp of the file. Later runs compare these values, and read the file again
+only if a value differs.
 """
 
 from __future__ import annotations
@@ -38,19 +39,21 @@ from maxpipe.io.typed_json import parse_checksummed as verified
 _LOG = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 23
-"""Size of the blocks that are hashed in parallel."""
+"""Size in bytes of the blocks that are hashed in parallel."""
 _MAX_THREADS = 8
 _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Files of this size are read only after they are settled, so no later start reads them again."""
+"""Minimum size of large files. Large files are read only after they are settled, so that later runs
+need not read them again.
+"""
 
 
 class _Entry(NamedTuple):
-    """Stat of a file, and the digest of the content with that stat.
+    """Stat of a file, and the digest of the content that the file had with this stat.
 
-    `is_settled` is true if the file was settled when it was read; see `Stat.is_settled`.
+    `is_settled` is true if the file was settled when its content was read; see `Stat.is_settled`.
     """
 
     stat: Stat
@@ -63,7 +66,7 @@ class _Stored(TypedDict):
 
 
 class Digests:
-    """Digests of the files of a source, stored in `folder` if `keep` is set."""
+    """Digests of a source's files, stored in `folder` if `keep` is set."""
 
     def __init__(self, folder: str | None, *, keep: bool):
         self._folder = None if folder is None else os.path.expanduser(folder)
@@ -72,24 +75,24 @@ class Digests:
         self._is_stored = True
 
     def get(self, file: File) -> str | None:
-        """Return the digest of a file if it was read after its last change, else None."""
+        """Return the digest of a file; None if the file was not read since its last change."""
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
     def stat(self, file: File) -> Stat:
-        """Return the stat of a local file when its digest was computed."""
+        """Return the stat that a local file had when its digest was computed."""
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
-        """Add a digest that a pass over the file computed; `is_settled` is the state before the
-        pass.
+        """Add a digest that was computed during a pass over the file. `is_settled` is the state of
+        the file before the pass.
         """
         assert file.stat is not None
         self._known[file.path] = _Entry(file.stat, sha256, is_settled)
         self._is_stored = False
 
     def load(self, sources: Sequence[File]) -> None:
-        """Load the stored digests of these files."""
+        """Load stored digests of these files from the folder."""
         local = _local(sources)
         if self._folder is None or not local:
             return
@@ -99,7 +102,7 @@ class Digests:
                 self._known[file.path] = entry
 
     def compute(self, sources: Sequence[File], moved: Heartbeat | None = None) -> list[str]:
-        """Return the digest of each file. New and changed files are read.
+        """Return the digest of each file. Only new and changed files are read.
 
         Raises:
             ConfigError: a file cannot be read, or changes during reading.
@@ -116,7 +119,9 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Return digests by file name; for many files, by group of consecutive files."""
+        """Return digests keyed by file name, or by group of consecutive files if the source has
+        many files.
+        """
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
@@ -135,7 +140,7 @@ class Digests:
             self._known[file.path] = entry
 
     def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None:
-        """Check that files are unchanged since their digests were computed.
+        """Check that the files have not changed since their digests were computed.
 
         Raises:
             ConfigError: a file has changed.
@@ -159,7 +164,7 @@ class Digests:
 
     @contextlib.contextmanager
     def _locked(self, local: Sequence[File], moved: Heartbeat | None) -> Iterator[Heartbeat | None]:
-        """Lock the digests, so that only one process reads the files."""
+        """Lock the stored digests, so that only one process reads the files."""
         with contextlib.ExitStack() as stack:
             if local and self._keep:
                 path = self._path(local)
@@ -192,7 +197,8 @@ class Digests:
         if stored == before:
             return
         place = os.path.realpath(common_folder(local))
-        for name in set(before) - set(_names(local)):  # files of another source, or deleted files
+        # Remove entries of deleted files, but keep entries of files from another source.
+        for name in set(before) - set(_names(local)):
             if not os.path.exists(os.path.join(place, name)):
                 del stored[name]
         content = {name: (*entry.stat, entry.sha256) for name, entry in stored.items()}
@@ -236,7 +242,7 @@ def stat_of(file: File) -> Stat:
 
 
 def wait_until_settled(file: File) -> None:
-    """Wait until a further write to a local file would change its stat."""
+    """Wait until any further write to a local file would change its stat."""
     assert file.stat is not None
     if not file.stat.is_settled:
         time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))
@@ -248,7 +254,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
     for first in range(0, len(sources), size or 1):
         group, parts = sources[first : first + size], digests[first : first + size]
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in found:  # files of several folders may have the same name
+        while name in found:  # files in different folders may have the same name
             name += "'"
         found[name] = (
             parts[0] if len(parts) == 1 else digest([[each.name for each in group], *parts])
@@ -260,7 +266,8 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
 
 
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
-    """Yield the stat and the digest of each local file, in order, computed by several threads.
+    """Yield the stat and the digest of each local file in order. Several threads compute the
+    digests.
 
     Raises:
         ConfigError: a file cannot be read, or changes during reading.
@@ -303,7 +310,7 @@ def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_En
 
 
 def _block(file: File, start: int, stat: Stat) -> bytes:
-    """Return the digest of a block."""
+    """Return the digest of one block of a file."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
@@ -318,7 +325,9 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
 
 
 class ContentHasher:
-    """Hashes the pieces of a file in a separate thread while another reader consumes them."""
+    """Hasher for the content of a file, which runs in a separate thread while a reader consumes the
+    chunks.
+    """
 
     _MAX_PENDING = 8
 
@@ -326,13 +335,13 @@ class ContentHasher:
         self._file = file
         self._block, self._size, self._parts = hashlib.sha256(), 0, b""
         self.sha256 = ""
-        """Digest of the file, set after the last piece."""
+        """Digest of the file; set after the last chunk."""
 
     def hash_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the pieces unchanged.
+        """Yield the chunks unchanged while they are hashed.
 
         Raises:
-            ConfigError: the file has changed during reading.
+            ConfigError: the file changed during reading.
         """
         waiting: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "digest") as pool:

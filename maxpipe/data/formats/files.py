@@ -1,6 +1,6 @@
-"""Data files: expansion of paths, reads, file identities and decompression.
+"""Data files: path expansion, reads, file identities and decompression.
 
-Compressed content is read in pieces of bounded size.
+Compressed content is read in chunks of bounded size.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from maxpipe.io.files import open_regular, url_scheme
 _EDGE_BYTES = 1 << 16
 _OWN_FOLDER = ".index"
 _MAXPIPE_FOLDER_FILES = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
-"""Files that identify a run folder and prepared data, complete or incomplete."""
+"""Sets of files that identify run folders, and complete or incomplete folders of prepared data."""
 _PREFETCH_BYTES = 1 << 23
-"""Read-ahead size when an object of a bucket is read from begin to end."""
+"""Read-ahead size in bytes when a bucket object is read from begin to end."""
 
 
 SETTLED_SECONDS = 2.0
-"""Minimum age of a file's last write. Two writes within this time may give the same stat, so the
-next start reads a younger file again.
+"""Minimum age in seconds of a file's last write. Two writes within this time may produce the same
+stat, so a file with a more recent write is read again by the next run.
 """
 
 
 class Stat(NamedTuple):
-    """Inode, size and times of a file. Each write changes one of these: `ctime_ns` cannot
-    be set.
+    """Inode, size and timestamps of a file. A write changes at least `ctime_ns`, which programs
+    cannot set.
     """
 
     inode: int
@@ -57,41 +57,42 @@ class Stat(NamedTuple):
 
     @property
     def age_seconds(self) -> float:
-        """Seconds since the last change; negative if the clock of the storage is ahead."""
+        """Time in seconds since the last change; negative if the clock of the storage is ahead."""
         return (time.time_ns() - max(self.mtime_ns, self.ctime_ns)) / 1e9
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last write is old enough that any further write changes the stat."""
+        """Whether the last write is old enough that any further write would change the stat."""
         return self.age_seconds >= SETTLED_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a source. `name` does not depend on the location of the data folder."""
+    """File of a source. `name` does not depend on the location of the data folder."""
 
     name: str
     path: str
     size_bytes: int
     version: str = ""
-    """Digest of a bucket object, as stored in the bucket."""
+    """Digest of a bucket object, as reported by the bucket."""
     stat: Stat | None = None
-    """Stat of a local file when it was listed."""
+    """Stat of a local file at the time it was listed."""
 
     @property
     def in_bucket(self) -> bool:
-        """Whether the file is an object of a bucket."""
+        """Whether the file is a bucket object."""
         return url_scheme(self.path) != ""
 
 
 def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[File]:
-    """Return the files of one or several files, folders and glob patterns, local or in a bucket.
+    """Expand one or several files, folders and glob patterns, local or in a bucket, to a list of
+    files.
 
-    Files are in the order of the paths, and within a path in the order of their names. `suffixes`
-    filters the files of a folder, but not those of a pattern.
+    Files are sorted by path in the given order, and by name within each path. `suffixes` filters
+    the files of folders, but not the matches of patterns.
 
     Raises:
-        ConfigError: a path has no files, or two paths contain the same file.
+        ConfigError: a path matches no files, or two paths contain the same file.
     """
     found: list[File] = []
     for path in [paths] if isinstance(paths, str) else paths:
@@ -142,9 +143,11 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield a folder and its subfolders with their file names, except folders that maxpipe writes.
+    """Yield a folder and its subfolders with their file names. Folders that maxpipe writes are
+    skipped.
 
-    Otherwise, with `data.path=.`, a run would read its own records and prepare prepared data.
+    Otherwise, with `data.path=.`, a run would read its own event files, and `prepare` would read
+    prepared data.
     """
     for folder, below, names in os.walk(root):
         is_own = os.path.basename(folder) == _OWN_FOLDER or any(
@@ -181,8 +184,8 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the objects of a path (object, folder or pattern) by name, including the
-    bucket name.
+    """Return the objects that match a path (object, folder or pattern), keyed by name including the
+    bucket.
     """
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
@@ -204,7 +207,9 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    """Return the digest that the bucket stores for an object; without a digest, its generation."""
+    """Return the digest that the bucket stores for an object, or the object's generation without a
+    digest.
+    """
     for key in ("crc32c", "md5Hash", "generation"):
         if about.get(key):
             return f"{key}:{about[key]}"
@@ -212,7 +217,7 @@ def _version(about: Mapping[str, Any]) -> str:
 
 
 def version_of(path: str) -> str:
-    """Return the current `version` of an object.
+    """Return the current `version` of a bucket object.
 
     Raises:
         ConfigError: the object cannot be read.
@@ -240,11 +245,11 @@ def _no_files_error(
 
 
 _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-"""File name suffixes and the source that reads such files."""
+"""Maps file name suffixes to the source that reads such files."""
 
 
 def _action(path: str, suffixes: tuple[str, ...]) -> str:
-    """Return the action for a path without readable files."""
+    """Return the suggested action for a path without readable files."""
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         ends = {os.path.splitext(name)[1] for _, names in _folders(expanded) for name in names}
@@ -282,10 +287,10 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert any failure to read a file to a ConfigError.
+    """Convert any error raised while reading a file to a ConfigError.
 
     Raises:
-        ConfigError: the file cannot be read, or the package for buckets is not installed.
+        ConfigError: the file cannot be read, or the package for bucket access is not installed.
     """
     try:
         yield
@@ -301,7 +306,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
-        # Buckets raise errors of many types, from HTTP and from the library.
+        # Bucket access raises errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError.one(
             "data.path",
@@ -312,7 +317,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
 
 
 def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
-    """Return bytes `start` to `stop` of a file, by default all bytes.
+    """Return bytes `start` to `stop` - 1 of a file; by default, all bytes.
 
     Raises:
         ConfigError: the file cannot be read, or its size has changed.
@@ -334,7 +339,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def check_size(file: File, size_bytes: int) -> None:
-    """Check that a file has the size that it had when it was opened.
+    """Check that the size of a file has not changed since the source was opened.
 
     Raises:
         ConfigError: the size has changed.
@@ -350,7 +355,7 @@ def check_size(file: File, size_bytes: int) -> None:
 
 
 def file_changed_error(file: File) -> ConfigError:
-    """Return the error for a file whose content has changed since it was first read."""
+    """Return the error for a file whose content changed after the first read."""
     return ConfigError.one(
         "data.path",
         file.path,
@@ -360,7 +365,7 @@ def file_changed_error(file: File) -> ConfigError:
 
 
 def open_file(file: File) -> BinaryIO:
-    """Open the content of a file; reads must be within `wrap_read_errors`."""
+    """Open a file for reading. Reads must be inside a `wrap_read_errors` block."""
     if not file.in_bucket:
         return open(open_regular(file.path), "rb")
     options = {"block_size": _PREFETCH_BYTES, "cache_type": "readahead"}
@@ -370,25 +375,29 @@ def open_file(file: File) -> BinaryIO:
 
 
 def edges(file: File) -> str:
-    """Return a digest of the first and last bytes, which distinguishes files of the same size."""
+    """Return a digest of the first and last bytes of a file, to distinguish files of the same
+    size.
+    """
     head = read(file, 0, min(_EDGE_BYTES, file.size_bytes))
     tail = read(file, max(len(head), file.size_bytes - _EDGE_BYTES))
     return hashlib.sha256(head + tail).hexdigest()
 
 
 def identities(files: Sequence[File]) -> list[tuple[str, int, str]]:
-    """Return the parts of a fingerprint that identify each file."""
+    """Return (name, size, digest of first and last bytes) for each file, as parts of a
+    fingerprint.
+    """
     return [(file.name, file.size_bytes, edges(file)) for file in files]
 
 
 def digest(parts: Iterable[object]) -> str:
-    """Return the SHA-256 of JSON values."""
+    """Return the SHA-256 digest of JSON values."""
     return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common folder of all files; for objects in a bucket, the path of the first
-    file.
+    """Return the common parent folder of all files. For bucket objects, return the path of the
+    first file.
     """
     if any(file.in_bucket for file in files):
         return files[0].path
@@ -396,17 +405,19 @@ def common_folder(files: Sequence[File]) -> str:
 
 
 PIECE_BYTES = 1 << 20
-"""Maximum size of a piece of content, except for zstd."""
+"""Maximum size in bytes of one chunk of content; zstd chunks may be larger."""
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""zstd may expand a few bytes to a block of 128 KiB, and the package expands all input at once."""
+"""Input size in bytes per zstd step. A few bytes may expand to a block of 128 KiB, and the package
+decompresses all of its input at once.
+"""
 _WINDOW_BYTES = 1 << 27
-"""Memory limit of a decompressor; `zstd --long=27` and `xz -9` need this much."""
+"""Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""
 
 
 class _Gzip:
-    """zlib decompressor with the methods of bz2 and lzma decompressors."""
+    """Wrapper of the zlib decompressor with the interface of the bz2 and lzma decompressors."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -426,12 +437,15 @@ class _Gzip:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        self._is_full = len(piece) == max_length  # zlib may have more output without more input
+        # zlib may have more output even without further input.
+        self._is_full = len(piece) == max_length
         return piece
 
 
 class _Zstd:
-    """zstandard decompressor with the same methods."""
+    """Wrapper of the zstandard decompressor with the interface of the bz2 and lzma
+    decompressors.
+    """
 
     needs_input = True
 
@@ -459,11 +473,11 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": _Zstd,
 }
 SUFFIXES = tuple(_DECOMPRESSORS)
-"""Suffixes of compressed files."""
+"""File name suffixes of compressed files."""
 
 
 def decompress(file: File) -> Generator[bytes]:
-    """Yield the decompressed content of all members and frames.
+    """Yield the decompressed content of all members or frames in a file.
 
     Raises:
         ConfigError: the file is truncated or damaged, or cannot be read.
@@ -491,7 +505,7 @@ def decompress(file: File) -> Generator[bytes]:
 def _is_decompression_error(error: Exception) -> bool:
     if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
         return True
-    # bz2 has no error class: it raises OSError without an errno.
+    # bz2 has no error class. It raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
     return is_bz2 or type(error).__name__ == "ZstdError"
 
@@ -499,7 +513,7 @@ def _is_decompression_error(error: Exception) -> bool:
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
     decompressor, data, begun, whole = new(), b"", False, False
     while data := data or packed.read(size):
-        # Zero bytes may follow a member, but a file must not begin with zero bytes.
+        # A member may be followed by zero bytes, but a file must not begin with zero bytes.
         if whole and not begun and not (data := data.lstrip(b"\0")):
             continue
         begun = True

@@ -1,8 +1,9 @@
-"""Cache of folders derived from files, each created once by one of several processes.
+"""Cache of folders that are derived from files and shared by several processes.
 
-A lock file elects the process that creates a folder; the file's times show that this process makes
-progress. The lock works among processes that see the same file. If a folder is not shared or its
-file system has no such locks, each process creates the folder itself.
+Each folder is created once. A lock file selects the process that creates a folder. The timestamps
+of the lock file show that this process makes progress. The lock works among processes that see the
+same file. If the cache is not shared, or its file system does not support locks, each process
+creates the folder itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from maxpipe.io.files import open_regular
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 0.5
-"""Interval between two heartbeats of the lock holder, which update the times of the lock file."""
+"""Interval in seconds at which the lock holder updates the timestamps of the lock file."""
 _LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
 
@@ -37,14 +38,14 @@ _LONGEST_NAME = 300
 def lock_file(
     path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
 ) -> Iterator[Heartbeat]:
-    """Hold a lock among processes; it is released when the process ends in any way.
+    """Hold a lock among processes. The lock is released when the process ends in any way.
 
-    The yielded function must be called after each part of the work. Waiting processes then call
-    their own `moved`, so they count as stalled only if the holder is stalled. `task` is shown to
-    people, for example `indexing documents of jsonl`.
+    The yielded function must be called after each part of the work. While the holder makes
+    progress, waiting processes call their own `moved`, so that they are not treated as stalled.
+    `task` describes the work in messages, for example `indexing documents of jsonl`.
 
-    With `removes`, the file is removed at the end. Hosts that see changes of a shared folder late
-    may then hold the lock at the same time, so the work must be safe to repeat.
+    With `removes`, the lock file is removed at the end. Hosts that see changes to a shared folder
+    late may then hold the lock at the same time. The work must therefore be safe to repeat.
 
     Raises:
         OSError: the file cannot be opened or locked.
@@ -79,14 +80,16 @@ def _open_lock_file(path: str) -> FileIO:
     try:
         return open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
     except PermissionError:
-        # A file of another user can be locked if it can be read.
+        # A lock file of another user can be locked if it is readable.
         with contextlib.suppress(OSError):
             return open(open_regular(path), "rb", buffering=0)
         raise
 
 
 def _is_same_file(path: str, stream: FileIO) -> bool:
-    """Return whether the file is still that at `path`; a previous holder may have removed it."""
+    """Return whether the open file is still the file at `path`. A previous lock holder may have
+    removed it.
+    """
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -141,14 +144,14 @@ def _holder(stream: FileIO) -> str:
 _LOG = logging.getLogger(__name__)
 
 FillFolder = Callable[[str, Heartbeat], None]
-"""Fills a folder, and calls its second argument after each part of the work."""
+"""Function that fills a folder, and calls its second argument after each part of the work."""
 
 
 class FolderCache:
-    """Folders that are created once, by one of the processes that need them.
+    """Cache of folders, each created once by one of the processes that need it.
 
-    With `keep`, they are stored in `folder`. Otherwise, existing folders are used, and missing ones
-    are created in a temporary folder that is removed when the process ends.
+    With `keep`, new folders are stored in `folder`. Without `keep`, existing folders are used, and
+    missing folders are created in a temporary folder that is removed when the process ends.
     """
 
     def __init__(self, folder: str | None, *, keep: bool):
@@ -158,7 +161,7 @@ class FolderCache:
 
     @property
     def active_folder(self) -> str:
-        """Parent of new folders."""
+        """Folder in which new folders are created."""
         if self._own is not None or self._folder is None or not self._keep:
             return self._own or tempfile.gettempdir()
         return self._folder
@@ -166,12 +169,12 @@ class FolderCache:
     def get_or_make(
         self, name: str, file: File, make: FillFolder, moved: Heartbeat | None = None
     ) -> str:
-        """Return the folder with this name; `make` fills a missing folder from a file.
+        """Return the folder with this name; if it is missing, create it and call `make` to fill it.
 
-        `name` must be unique for the content.
+        `name` must identify the content uniquely.
 
         Raises:
-            OSError: neither folder can be written.
+            OSError: neither `folder` nor the temporary folder can be written.
         """
         for root in (self._folder, self._own):
             if root is not None and _is_readable(found := os.path.join(root, name)):
@@ -209,7 +212,7 @@ def _make_folder(
         try:
             task = f"reading {file.path}"
             moved = stack.enter_context(lock_file(f"{final}.lock", task, moved))
-        except OSError as error:  # without locks, each process creates the folder
+        except OSError as error:  # without locks, each process creates the folder itself
             _LOG.info("%s cannot be locked (%s)", final, error)
         else:
             if os.path.isdir(final):
@@ -233,7 +236,8 @@ def _rename_into_place(partial: str, final: str) -> None:
     except OSError:
         if not os.path.isdir(final):
             raise
-        shutil.rmtree(partial, ignore_errors=True)  # created by another process without a lock
+        # Another process created the folder without a lock.
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _no_op() -> None:

@@ -1,6 +1,6 @@
-"""JSON lines files, compressed or not: one object per line, addressed by line offsets.
+"""JSON lines files, optionally compressed, with one object per line.
 
-Compressed files are read through an unpacked copy.
+Lines are located by their offsets. Compressed files are read through an unpacked copy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26
-"""Minimum size of files whose line offsets are cached; smaller files are scanned at each start."""
+"""Minimum size in bytes of files whose line offsets are cached. Smaller files are scanned at the
+start of each run.
+"""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)
@@ -51,7 +53,7 @@ _IS_SOLID[list(b" \t\n\r\v\f")] = 0
 
 
 class LineOffsets:
-    """Line offsets in a file on disk, read without mmap because the file may be truncated."""
+    """Line offsets stored in a file, which is read without mmap because it may be truncated."""
 
     def __init__(self, folder: str, count: int, at: int):
         self.folder, self._count, self._at = folder, count, at
@@ -61,7 +63,7 @@ class LineOffsets:
         return self._count
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Return the offset of a line and of the next line."""
+        """Return the offset of a line and the offset of the next line."""
         try:
             with open(open_regular(self._path), "rb", buffering=0) as file:
                 raw = os.pread(file.fileno(), 16, self._at + 8 * index)
@@ -72,7 +74,7 @@ class LineOffsets:
 
 
 class InMemoryLineOffsets:
-    """Line offsets in memory: int64 [lines + 1]."""
+    """Line offsets stored in memory, int64 [lines + 1]."""
 
     def __init__(self, offsets: np.ndarray):
         self._offsets = offsets
@@ -81,7 +83,7 @@ class InMemoryLineOffsets:
         return len(self._offsets)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Return the offset of a line and of the next line."""
+        """Return the offset of a line and the offset of the next line."""
         first, second = self._offsets[index : index + 2].tolist()
         return first, second
 
@@ -90,8 +92,8 @@ class InMemoryLineOffsets:
 class Lines:
     """Non-blank lines of a file.
 
-    `starts` contains the offset of each line in `content`, then the size. `content` is the file
-    itself or an unpacked copy. `skips` is true if the file has blank lines.
+    `starts` contains the offset of each line in `content`, followed by the size of `content`.
+    `content` is the file itself or an unpacked copy. `skips` is true if the file has blank lines.
     """
 
     file: File
@@ -103,7 +105,7 @@ class Lines:
         return len(self.starts) - 1
 
     def number(self, index: int) -> int:
-        """Return the 1-based number of a line in its file, including blank lines."""
+        """Return the 1-based line number in the file, counting blank lines."""
         if not self.has_blank_lines:
             return index + 1
         number, offset = 1, self.starts.bounds(index)[0]
@@ -115,21 +117,21 @@ class Lines:
 
 
 def is_compressed(file: File) -> bool:
-    """Return whether a file is read through an unpacked copy, by its name."""
+    """Return whether a file is compressed, based on its name."""
     return file.path.endswith(SUFFIXES)
 
 
 def find_lines(
     file: File, cache: FolderCache, digests: Digests, most_bytes: int, moved: Heartbeat | None
 ) -> tuple[Lines, int]:
-    """Return the lines of a file, and the size of its unpacked copy (at most `most_bytes`).
+    """Return the lines of a file, and the size of the unpacked copy (at most `most_bytes`).
 
-    `digests` must contain the digest of a compressed file. The digest of another file is added if
-    the file is read completely.
+    For a compressed file, `digests` must contain its digest. For other files, the digest is added
+    if the file is read completely.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or exceeds the limit.
-        StorageError: there is not enough disk space for the copy.
+        StorageError: the disk space is not sufficient for the copy.
     """
     if not is_compressed(file):
         if file.size_bytes < _MIN_CACHED_BYTES:
@@ -156,7 +158,9 @@ def find_lines(
 def _load_or_index_lines(
     file: File, cache: FolderCache, digests: Digests, moved: Heartbeat | None
 ) -> Lines:
-    """Return the lines of a large file from the cache, which also stores its digest."""
+    """Return the lines of a large file, using the cache. The cache also stores the digest of the
+    file.
+    """
     key = [2, file.size_bytes, edges(file), file.version, file.stat]
 
     def find(folder: str, moved: Heartbeat) -> None:
@@ -189,7 +193,7 @@ def _make_cached(
 
 
 def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
-    """Yield the content, and compute its digest in parallel unless it is known."""
+    """Yield the content, and compute its digest in parallel unless the digest is known."""
     if file.in_bucket or digests.get(file) is not None:
         yield from _read_pieces(file)
         return
@@ -209,7 +213,7 @@ def _read_pieces(file: File) -> Iterator[bytes]:
 
 
 def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a compressed file and write it to a copy."""
+    """Yield the decompressed content of a file, and write the content to a copy."""
     left = most_bytes
     for piece in _merge_small_pieces(decompress(file)):
         left -= len(piece)
@@ -220,7 +224,7 @@ def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator
 
 
 def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same content in larger pieces."""
+    """Yield the same content in larger chunks."""
     kept, size = [], 0
     for piece in pieces:
         kept.append(piece)
@@ -246,7 +250,7 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """Return `starts` and `skips` of `Lines`; a byte-order mark is not part of a line.
+    """Return `starts` and `skips` of `Lines`. A byte-order mark is excluded from the first line.
 
     Raises:
         ConfigError: a line exceeds the maximum record size.
@@ -261,7 +265,7 @@ def _scan_lines(
         if not offset and piece.startswith(codecs.BOM_UTF8):
             begin = len(codecs.BOM_UTF8)
             solid[:begin] = 0
-        # Lines that end in this piece, and the line that continues after it.
+        # Lines that end in this chunk, and the line that continues after the chunk.
         ends = np.flatnonzero(data == _NEWLINE)
         begins = np.concatenate([[begin], offset + ends + 1])
         inside = np.concatenate([[0], ends + 1])
@@ -323,7 +327,7 @@ def _unusable_cache_error(folder: str, why: str) -> StorageError:
 
 
 class JsonLines:
-    """Source with a document per line. It stores line offsets and reads content on demand."""
+    """Source with one document per line. Line offsets are kept, and content is read on demand."""
 
     name = "jsonl"
 
@@ -342,7 +346,7 @@ class JsonLines:
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
             if not file.in_bucket and digests.get(file) is None:
-                # Find an error in the first bytes before the digest reads the full file.
+                # Detect errors in the first bytes before the full file is read for its digest.
                 with contextlib.closing(decompress(file)) as content:
                     next(content, None)
         if packed:
@@ -358,7 +362,7 @@ class JsonLines:
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
-        # Document index after the last document of each file.
+        # End index (exclusive) of the documents of each file.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
             raise ConfigError.one(
@@ -373,7 +377,9 @@ class JsonLines:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[Lines, int]:
-        """Return the file of a line, and its index among the non-blank lines."""
+        """Return the file that contains a line, and the line's index among the non-blank lines of
+        the file.
+        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         lines = self._lines[which]
         return lines, index - int(self._ends[which]) + len(lines)

@@ -1,6 +1,6 @@
-"""Parquet files, read by row group with pyarrow.
+"""Reader for Parquet files, which reads row groups with pyarrow.
 
-The module also contains the helpers that other Arrow-based formats use.
+The module also contains helpers for other Arrow-based formats.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def import_pyarrow(source: str) -> Any:
 
 
 def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | None:
-    """Return the columns of a file to read; None for all columns, also if a column is missing.
+    """Return the columns to read from a file, or None for all columns. All columns are read if a
+    requested column is missing.
 
-    In that case the error about the record lists all its columns. `a.b` is the part `b` of column
-    `a`.
+    The error about the missing column then lists all columns of the record. `a.b` refers to field
+    `b` of column `a`.
     """
     if columns is None:
         return None
@@ -62,14 +63,15 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
     """Return a row of an Arrow table or batch as Python values.
 
     Raises:
-        BadRecord: the row has invalid UTF-8 or values, or is too large.
+        BadRecord: the row contains invalid UTF-8 or invalid values, or is too large.
     """
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
     found = table.slice(row, 1)
     for column in found.columns:
-        if is_nested(column.type):  # a column that is not nested has one value, already in memory
+        # Any other column has a single value, which is already in memory.
+        if is_nested(column.type):
             chunks = column.chunks if isinstance(column, ChunkedArray) else [column]
             check_length(sum(map(_value_bytes, chunks)))
     try:
@@ -81,7 +83,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
             "must be UTF-8 text.",
             "Write the column again as UTF-8, or remove the record.",
         ) from error
-    # for example a date outside Python's range
+    # for example, a date outside Python's range
     except (ValueError, OverflowError, ArithmeticError) as error:
         raise BadRecord(
             "", f"must have values that Python can represent: {error}.", "Write the record again."
@@ -89,13 +91,13 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the expanded size of an array's values in bytes; arrays store repeated texts
-    once.
+    """Estimate the size in bytes of an array's values as Python objects. Unlike the array, these
+    repeat equal texts.
     """
     import pyarrow.compute as pc
     from pyarrow import types
 
-    compute: Any = pc  # pyarrow creates its functions at import
+    compute: Any = pc  # pyarrow creates these functions at import
 
     kind = array.type
     if types.is_dictionary(kind):
@@ -128,14 +130,14 @@ _LOG = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 28
 MAX_GROUP_BYTES = 1 << 30
-"""Maximum size of a row group, counting only the columns that are read."""
+"""Maximum size of a row group in bytes. Only the columns that are read are counted."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
-"""Minimum size of a value in memory, independent of the compression of its file."""
+"""Minimum size of a value in memory in bytes, regardless of its compression in the file."""
 
 
 class ParquetRows:
-    """Source with a document per row. It reads only the required row groups and columns."""
+    """Source with one document per row. Only the required row groups and columns are read."""
 
     name = "parquet"
 
@@ -177,7 +179,7 @@ class ParquetRows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for other processes, without row groups."""
+        """Return the state for pickling, without cached row groups."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,7 +189,9 @@ class ParquetRows:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of a row's file, and of the row in the file."""
+        """Return the index of the file that contains a row, and the index of the row in this
+        file.
+        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         return which, index - before
@@ -200,9 +204,9 @@ class ParquetRows:
         return row_of(table, row - (int(ends[group - 1]) if group else 0))
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
-        """Return the table of a row group; recently read groups are cached."""
+        """Return a row group as a table. Recently read row groups are cached."""
         key = (which, group, columns is None)
-        # Under the lock, so that threads which need the same group read it once.
+        # The lock ensures that several threads that need the same row group read it only once.
         with self._lock:
             if key in self._cached:
                 self._cached.move_to_end(key)
@@ -272,10 +276,10 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
 
 
 def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Estimate the memory of a row group in bytes; repeated texts are stored once."""
+    """Estimate the memory of a row group in bytes. Repeated texts are counted once."""
     widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
-        # Fixed-length values are expanded in memory, even if the file stores them once.
+        # Repeated fixed-length values are expanded in memory, even if the file stores them once.
         max(
             chunk.total_uncompressed_size,
             chunk.num_values * max(_VALUE_BYTES, widths[chunk.path_in_schema]),
@@ -285,10 +289,11 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Return the rows per read that bound memory for delta-encoded texts; 0 if no bound exists.
+    """Return the number of rows per read that bounds the memory of delta-encoded texts; 0 if no
+    bound exists.
 
-    With delta encoding, a text may share a long prefix with the one before at the cost of one byte,
-    but is expanded in memory.
+    With delta encoding, a file stores a prefix that a text shares with the previous text only once.
+    In memory, the prefix is repeated.
     """
     found = group.num_rows
     repeats = {
@@ -306,8 +311,8 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
-    """Return the table of a row group, read in parts of `rows` rows with a check of the
-    total size.
+    """Return a row group as a table. The row group is read `rows` rows at a time, and the total
+    size is checked.
     """
     import pyarrow
 
@@ -331,9 +336,10 @@ def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
-    """Return the text columns that are dictionary-encoded in the file and remain so in memory.
+    """Return the text columns that are dictionary-encoded in the file and also in memory.
 
-    Expanded, a few bytes of a file may become a long text repeated in a million rows.
+    Without dictionary encoding, a few bytes of a file could expand to a long text repeated in a
+    million rows.
     """
     return [
         chunk.path_in_schema

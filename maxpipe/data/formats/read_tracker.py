@@ -1,4 +1,4 @@
-"""Tracking of reads by all threads, so that messages can name a slow read."""
+"""Tracking of reads in all threads, so that messages can name a slow read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from types import TracebackType
 from typing import NamedTuple
 
 _LOCATE_SECONDS = 5.0
-"""Time limit for locating a document, because this may hang like the read itself."""
+"""Time limit in seconds for locating a document, because locating may hang like the read itself."""
 
 ReadTarget = str | Callable[[], str]
-"""Name of a source, or function that returns the location of a document."""
+"""Name of a source, or a function that returns the location of a document."""
 
 
 class track_read:
-    """Context manager for a read by this thread; nested for a source and its documents."""
+    """Context manager that records a read in this thread. A document read is nested in the source
+    read that contains it.
+    """
 
     __slots__ = ("_reads", "begun", "verb", "what")
 
@@ -36,7 +38,7 @@ class track_read:
         traceback: TracebackType | None,
     ) -> None:
         seconds = time.monotonic() - self.begun
-        # other reads are not recorded
+        # faster document reads are not recorded
         if seconds > _READ_TIMES.slowest or isinstance(self.what, str):
             _READ_TIMES.add(_innermost_read(self._reads), seconds)
         self._reads.pop()
@@ -45,14 +47,14 @@ class track_read:
 
 
 _ACTIVE_READS: dict[int, list[track_read]] = {}
-"""Active reads by thread id, outermost first."""
+"""Maps thread ids to active reads, outermost first."""
 
 
 class TrackedRead(NamedTuple):
-    """A read in progress; targets are listed from the outside in."""
+    """Read in progress. Targets are listed from the outermost to the innermost."""
 
     begun: float
-    """Start time by `time.monotonic`."""
+    """Start time, as returned by `time.monotonic`."""
     verb: str
     whats: tuple[ReadTarget, ...]
 
@@ -65,13 +67,13 @@ def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
 
 
 def _describe_target(what: ReadTarget) -> str:
-    """Describe a target for messages; return an empty text after `_LOCATE_SECONDS`."""
+    """Return a description of a target for messages, or an empty string after `_LOCATE_SECONDS`."""
     if isinstance(what, str):
         return what
     found: list[str] = []
 
     def look() -> None:
-        with contextlib.suppress(Exception):  # the file itself may fail
+        with contextlib.suppress(Exception):  # access to the file may fail
             found.append(what())
 
     looking = threading.Thread(target=look, name="place of a read", daemon=True)
@@ -81,7 +83,9 @@ def _describe_target(what: ReadTarget) -> str:
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Return the document read that has been active longest; None without one."""
+    """Return the document read that has been active for the longest time; None if no read is
+    active.
+    """
     threads = [list(each) for each in list(_ACTIVE_READS.values())]
     found = [
         _innermost_read(each) for each in threads if each and not isinstance(each[-1].what, str)
@@ -93,15 +97,15 @@ class ReadTimes(NamedTuple):
     """Statistics of completed reads."""
 
     sources: dict[str, float]
-    """Total seconds of all threads, by source name."""
+    """Total read time in seconds across all threads, keyed by source name."""
     slowest: TrackedRead | None
-    """Document read with the longest duration."""
+    """Slowest document read."""
     seconds: float
-    """Duration of the slowest read."""
+    """Duration of the slowest document read in seconds."""
 
 
 class _ReadTimeSums:
-    """Statistics of the reads since the last `take`. Thread-safe."""
+    """Statistics of the reads since the last call of `take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,7 +113,7 @@ class _ReadTimeSums:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest document read."""
+        """Duration of the slowest document read in seconds."""
         return self._now.seconds
 
     def add(self, read: TrackedRead, seconds: float) -> None:

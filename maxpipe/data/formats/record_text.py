@@ -1,6 +1,6 @@
-"""Text of records, from a column or a template over several columns.
+"""Extraction of text from records, from one column or with a template over several columns.
 
-The module also infers the settings that read a record from the names and values of its keys.
+The module also infers suitable settings from the names and values of a record's keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESPONSES = ("response", "completion", "output", "solution", "answer", "answers"
 _HALVES = ("chosen", "rejected")
 _MESSAGES = ("messages", "conversations", "conversation")
 _TURNS = ("data", "dialog", "dialogue", "items", "turns")
-"""Further names of message lists, used if a record has no other list of messages."""
+"""Additional names of message lists, used if a record has no other list of messages."""
 CONTEXTS = ("input", "context", "passage", "history")
 """Names of text fields that usually belong to the prompt."""
 SYSTEMS = ("system", "system_prompt", "system_message")
@@ -32,9 +32,10 @@ Settings = Mapping[str, str]
 
 
 def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[str, str]:
-    """Return the config keys that read a conversation or pair record; empty for other records.
+    """Return config keys with which a record is read as a conversation or pair; empty for other
+    records.
 
-    Without a chat template, pairs of texts are read without their system message.
+    Without a chat template, the system message of text pairs is not read.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
         found = _pair_keys(record, halves)
@@ -53,12 +54,12 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
 
 
 def chat_settings(record: Mapping[str, Any]) -> str:
-    """Return `chat_keys` as shell-quoted `key=value` text, without keys at their default value."""
+    """Return `chat_keys` as shell-quoted `key=value` text. Keys with default values are omitted."""
     return settings_text(drop_default_keys(chat_keys(record)))
 
 
 def drop_default_keys(keys: Settings) -> dict[str, str]:
-    """Return the keys whose values are not the defaults."""
+    """Return only the keys whose values differ from the defaults."""
     is_read = {"data.messages_field": ("messages", "conversations")}
     return {
         key: value
@@ -68,13 +69,13 @@ def drop_default_keys(keys: Settings) -> dict[str, str]:
 
 
 def settings_text(keys: Settings) -> str:
-    """Return `key=value` for each key, shell-quoted."""
+    """Return shell-quoted `key=value` text for all keys."""
     return " ".join(f"{key}={shlex.quote(value)}" for key, value in keys.items())
 
 
 def text_template(record: Mapping[str, Any]) -> str:
-    """Return a `data.template` with prompt and response of a record; empty if a field is
-    not text.
+    """Return a `data.template` that contains the prompt and the response of a record; empty if a
+    field is not text.
     """
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
     joined = [name for each in names for name in each]
@@ -84,8 +85,8 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty if a field name is not allowed in
-    templates.
+    """Return a template with one line per field; empty if templates cannot contain one of the
+    names.
     """
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
@@ -93,10 +94,10 @@ def template_of_fields(names: Sequence[str]) -> str:
 
 
 def text_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of text fields, including nested fields, most useful first.
+    """Return the names of text fields, including nested fields, with the most useful fields first.
 
-    Texts of several words come before other texts, and long texts before short ones. For a record
-    with a `text` field, only `text` is returned.
+    Fields with texts of several words come first, and longer texts come before shorter texts. If
+    the record has a field `text`, only `text` is returned.
     """
     found = dict(_all_texts(record))
     if "text" in found:
@@ -115,7 +116,7 @@ def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
 
 
 def has_words(text: str | bytes) -> bool:
-    """Return whether a value has two adjacent words, unlike an id or a date."""
+    """Return whether a text contains two adjacent words, unlike an id or a date."""
     found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     return _WORDS.search(found) is not None
 
@@ -130,14 +131,16 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
         prompt = ""
     elif not prompt:
         prompt = _messages_name(record)
-    # `prompt` is read from the messages of records without a prompt field.
+    # For records without a prompt field, `prompt` is read from the messages.
     prompt = "prompt" if prompt in ("messages", "conversations") else prompt
     keys = {"train.objective": "preference", "data.chat": "pairs"}
     return keys | {"data.prompt_field": prompt} | names
 
 
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
-    """Return whether both responses contain the prompt and no separate prompt field matches it."""
+    """Return whether both responses include the prompt, and no separate prompt field matches the
+    included prompt.
+    """
     values = [record[name] for name in halves]
     if all(_are_messages(each) for each in values):
         first = values[0][0]
@@ -149,7 +152,7 @@ def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], p
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
-    """Return the prompt field, or a template of the prompt field and its context fields."""
+    """Return the prompt field, or a template with the prompt field and its context fields."""
     prompts = [
         name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
     ]
@@ -168,7 +171,7 @@ def _system(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _messages_name(record: Mapping[str, Any]) -> str:
-    """Return the messages field; empty if the record has none."""
+    """Return the name of the messages field; empty if the record has no messages field."""
     for name in _MESSAGES:
         if _are_messages(record.get(name)) or (name in record and _are_turns(record[name])):
             return name
@@ -179,7 +182,9 @@ def _messages_name(record: Mapping[str, Any]) -> str:
 
 
 def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the fields with these names (in any case) whose value is text, a list or a message."""
+    """Return the fields whose names match (ignoring case) and whose values are text, a list or a
+    message.
+    """
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
     found = [lower[name] for name in names if name in lower]
@@ -215,15 +220,17 @@ def _are_turns(value: Any) -> bool:
 
 
 _MAX_DEPTH = 256
-"""Maximum nesting depth of a record's JSON."""
+"""Maximum nesting depth of a JSON record."""
 _ANYTHING: Any = Any
 _SHOWN = 120
 MAX_RECORD_BYTES = 1 << 28
-"""Maximum size of a record, because text and tokens of a document must fit in memory."""
+"""Maximum size of a record in bytes, because the text and tokens of a document must fit in
+memory.
+"""
 
 
 class BadRecord(Exception):
-    """A record with invalid content; the source adds its location."""
+    """A record with invalid content. The source adds the record's location to the error."""
 
     def __init__(self, given: str, rule: str, action: str):
         super().__init__(rule)
@@ -234,7 +241,9 @@ _MISSING = object()
 
 
 class TextExtractor:
-    """Extracts the text of records: the record itself if it is text, a column or a template."""
+    """Extractor for the text of records. The text is the record itself, a column, or a filled
+    template.
+    """
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
@@ -243,19 +252,19 @@ class TextExtractor:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that are read; a dot separates the parts of a nested column."""
+        """Names of the columns that are read. A dot separates the parts of a nested column name."""
         return [name for _, name in self._pieces if name] if self._template else [self._field]
 
     @property
     def fingerprint_key(self) -> str:
-        """Column or template, as part of a source's fingerprint."""
+        """Column or template, used as part of a source's fingerprint."""
         return f"template {self._template}" if self._template else self._field
 
     def __call__(self, record: str | Mapping[str, Any]) -> str:
         """Return the text of a record.
 
         Raises:
-            BadRecord: the column is missing or of another type.
+            BadRecord: the column is missing or has the wrong type.
         """
         if isinstance(record, str):
             return record
@@ -264,7 +273,7 @@ class TextExtractor:
             for fixed, name in self._pieces:
                 parts += fixed, _fill_field(record, name) if name else ""
                 size += len(parts[-2]) + len(parts[-1])
-                check_length(size)  # a template may repeat a column many times
+                check_length(size)  # a template may contain the same column many times
             return "".join(parts)
         value = value_of(record, self._field)
         if isinstance(value, (str, bytes)):
@@ -278,7 +287,7 @@ class TextExtractor:
 
 
 def _suggest_settings(record: Mapping[str, Any]) -> str:
-    """Return the action for a record without the expected text field."""
+    """Return the suggested action for a record without the expected text field."""
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
     if template:
@@ -299,12 +308,12 @@ def _suggest_settings(record: Mapping[str, Any]) -> str:
 
 
 def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
-    """Return the text of the template set by `key`, without lines whose columns are all empty.
+    """Fill the template set by the config key `key`. Lines whose columns are all empty are omitted.
 
-    A null or missing column is empty.
+    Null and missing columns are empty.
 
     Raises:
-        BadRecord: the record has none of the columns, or a column is of another type.
+        BadRecord: the record has none of the columns, or a column has the wrong type.
     """
     pieces = split_template(template)
     names = [name for _, name in pieces if name]
@@ -328,8 +337,8 @@ def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
 
 
 def value_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column; `a.b` is the part `b` of column `a` unless a column has that
-    name.
+    """Return the value of a column. `a.b` refers to field `b` of column `a`, unless a column is
+    named `a.b`.
     """
     if name in record:
         return record[name]
@@ -369,7 +378,7 @@ def _text(value: str | bytes) -> str:
 
 
 def check_length(size_bytes: int) -> None:
-    """Check that a record does not exceed the maximum size.
+    """Check the size of a record.
 
     Raises:
         BadRecord: the record is too large.
@@ -383,10 +392,10 @@ def check_length(size_bytes: int) -> None:
 
 
 def from_json(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a record.
+    """Parse the JSON object of a record.
 
     Raises:
-        ValueError: the record is not JSON, is nested too deep, or is not an object.
+        ValueError: the record is not JSON, is not an object, or is nested too deeply.
     """
     value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
@@ -395,7 +404,7 @@ def from_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_utf8(raw: bytes, errors: str = "strict") -> str:
-    """Decode UTF-8.
+    """Return UTF-8 bytes as text.
 
     Raises:
         BadRecord: the bytes are not UTF-8.
@@ -411,7 +420,7 @@ def decode_utf8(raw: bytes, errors: str = "strict") -> str:
 
 
 def shorten(text: str | bytes, limit: int = _SHOWN) -> str:
-    """Return the text as one line of at most `limit` characters."""
+    """Return the text as a single line of at most `limit` characters."""
     if isinstance(text, bytes):
         text = text[: 8 * limit].decode("utf-8", "replace")
     line = " ".join(text.split())

@@ -1,4 +1,7 @@
-"""Hugging Face datasets written by `save_to_disk`, read without the `datasets` package."""
+"""Reader for Hugging Face datasets written by `save_to_disk`.
+
+The `datasets` package is not required.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _MAX_METADATA_BYTES = 1 << 26
 _CACHED_BYTES = 1 << 28
 _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
-"""Message types of an Arrow stream."""
+"""Message types in an Arrow stream."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of an Arrow stream."""
 
@@ -46,9 +49,10 @@ class _Splits(TypedDict):
 
 
 class SavedDataset:
-    """Source with a document per row; for a dataset with splits, of `train`.
+    """Source with one document per row. For a dataset with splits, the `train` split is read.
 
-    Files are read without mmap, so a file that is truncated later gives an error, not a signal.
+    Files are read without mmap: if a file is truncated later, an error is raised. With mmap, the
+    process would be killed by a signal.
     """
 
     name = "huggingface"
@@ -73,7 +77,7 @@ class SavedDataset:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for other processes, without batches."""
+        """Return the state for pickling, without cached batches."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,7 +87,9 @@ class SavedDataset:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of a row's batch, and of the row in the batch."""
+        """Return the index of the batch that contains a row, and the index of the row in this
+        batch.
+        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         return which, index - (int(self._ends[which - 1]) if which else 0)
 
@@ -103,8 +109,8 @@ class SavedDataset:
         return row_of(batch, row)
 
     def _batch(self, which: int) -> Any:
-        """Return a batch; recently read batches are cached."""
-        # Under the lock, so that threads which need the same batch read it once.
+        """Return a batch. Recently read batches are cached."""
+        # The lock ensures that several threads that need the same batch read it only once.
         with self._lock:
             if which not in self._cached:
                 batch = self._batches[which]
@@ -128,13 +134,13 @@ class SavedDataset:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
+    """Return whether a folder contains a dataset written by `save_to_disk`."""
     folder = os.path.expanduser(path)
     return any(os.path.isfile(os.path.join(folder, name)) for name in (_STATE, _SPLITS))
 
 
 def _data_files(path: str) -> list[File]:
-    """Return the Arrow files of a saved dataset, in the order of its state file."""
+    """Return the Arrow files of a saved dataset, in the order listed in the state file."""
     if url_scheme(path):
         raise ConfigError.one(
             "data.path",
@@ -198,18 +204,18 @@ def _read(folder: str, name: str, kind: Any) -> Any:
 
 
 class _Batch(NamedTuple):
-    """Position of a record batch in a file, with messages as (first byte, end)."""
+    """Position of a record batch in a file. Messages are stored as (first byte, end)."""
 
     file: int
     num_rows: int
     needed: tuple[tuple[int, int], ...]
-    """Messages of the schema and the dictionaries."""
+    """Messages that contain the schema and the dictionaries."""
     start: int
     stop: int
 
     @property
     def size_bytes(self) -> int:
-        """Size of the batch without schema and dictionaries."""
+        """Size of the batch in bytes, excluding the schema and the dictionaries."""
         return self.stop - self.start
 
     def read(self, file: File) -> Any:
@@ -224,7 +230,7 @@ class _Batch(NamedTuple):
         try:
             with pyarrow.ipc.open_stream(pyarrow.py_buffer(b"".join([*parts, _END]))) as reader:
                 batch = reader.read_next_batch()
-            batch.schema.names  # noqa: B018  UnicodeDecodeError where a name is not UTF-8
+            batch.schema.names  # noqa: B018  raises UnicodeDecodeError if a name is not UTF-8
             if batch.num_rows != self.num_rows:
                 raise ValueError(f"a batch has {batch.num_rows} rows instead of {self.num_rows}")
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -239,7 +245,7 @@ def _batches(number: int, file: File) -> list[_Batch]:
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
     with wrap_read_errors(file.path):
-        os.close(boundary.open_regular(file.path))  # raises unless this is a regular file
+        os.close(boundary.open_regular(file.path))  # raises unless the path is a regular file
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("the file is truncated")
@@ -271,9 +277,10 @@ def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Yield (type, first byte, end, rows, is compressed) for each message of a stream.
+    """Yield (type, first byte, end, rows, is compressed) for each message in an Arrow stream.
 
-    A message consists of a marker, the metadata size, the metadata as a flatbuffer, and a body.
+    A message consists of a marker, the size of the metadata, the metadata as a flatbuffer, and a
+    body.
     """
     at = 0
     while at < file.size_bytes - len(_END):
@@ -296,7 +303,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 class _Table(NamedTuple):
-    """A flatbuffer table, whose fields are located through its offset table."""
+    """Flatbuffer table. An offset table gives the positions of its fields."""
 
     raw: bytes
     at: int
@@ -306,7 +313,9 @@ class _Table(NamedTuple):
         return cls(raw, _unpacked("<I", raw, 0))
 
     def _place(self, field: int) -> int:
-        """Return the position of a field; 0 if the field has its default value."""
+        """Return the position of a field, or 0 if the field is not stored because it has its
+        default value.
+        """
         offsets = self.at - _unpacked("<i", self.raw, self.at)
         slot = 4 + 2 * field
         if slot >= _unpacked("<H", self.raw, offsets):

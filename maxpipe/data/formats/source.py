@@ -1,4 +1,4 @@
-"""Interface of document sources, and the source over the records of a file format."""
+"""Interface of document sources, and a generic source for the records of a file format."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _NAMED = 10
-"""Maximum number of skipped records that the log names."""
+"""Maximum number of skipped records that are named in the log."""
 
 Heartbeat = Callable[[], object]
-"""Called by a long pass over the data after each part."""
+"""Function that a long pass over the data calls after each part."""
 
 Record = str | Mapping[str, Any]
-"""A document as stored: its text, or its columns by name."""
+"""Stored form of a document: the text, or a mapping from column names to values."""
 
 
 class UnreadableRecord(ConfigError):
-    """A record that cannot be read. Other records of its file may be readable."""
+    """A record that cannot be read. Other records of the same file may be readable."""
 
 
 class Source(Protocol):
-    """A random-access sequence of documents."""
+    """Random-access sequence of documents."""
 
     @property
     def name(self) -> str: ...
@@ -42,28 +42,26 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> str: ...
 
     def record(self, index: int) -> Record:
-        """Return the full record that contains the document's text; empty if the record was
-        skipped.
-        """
+        """Return the full record of a document; empty if the record was skipped."""
         ...
 
     def where(self, index: int) -> str:
-        """Return the file of a document and its position there, for messages."""
+        """Return the file of a document and its position in the file, for messages."""
         ...
 
     @property
     def unreadable(self) -> Sequence[int]:
-        """Indices of the records skipped so far, which are documents without text."""
+        """Indices of the records skipped so far. The documents of these records have no text."""
         ...
 
     def fingerprint(self) -> str:
-        """Return a digest of file names, sizes, counts, and first and last bytes, which is fast to
-        compute.
+        """Return a digest that is fast to compute, of file names, sizes, document counts, and first
+        and last bytes.
         """
         ...
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
-        """Return content digests by file name; empty for a source without files.
+        """Return content digests keyed by file name; empty for a source without files.
 
         Raises:
             ConfigError: a file cannot be read, or changes during reading.
@@ -80,14 +78,14 @@ class Source(Protocol):
 
 
 class Records(Protocol):
-    """Random access to the records in files of one format."""
+    """Random access to the records in files of one file format."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def files(self) -> Sequence[File]:
-        """Files with the records; empty for generated records."""
+        """Files that contain the records; empty for generated records."""
         ...
 
     def __len__(self) -> int: ...
@@ -106,12 +104,12 @@ class Records(Protocol):
         ...
 
     def fingerprint(self, chosen: str) -> str:
-        """See `Source.fingerprint`; `chosen` identifies the column or template that is read."""
+        """See `Source.fingerprint`. `chosen` identifies the column or template that is read."""
         ...
 
 
 class FileDigests(Protocol):
-    """Digests of files; see `digests.Digests`."""
+    """Interface of `digests.Digests`."""
 
     def content(
         self, sources: Sequence[File], moved: Heartbeat | None = None
@@ -121,10 +119,10 @@ class FileDigests(Protocol):
 
 
 class RecordSource:
-    """Texts of the records of a format.
+    """Source of the texts in the records of a file format.
 
-    A record that cannot be read raises UnreadableRecord. Up to `most_skipped` such records become
-    empty documents instead, so document indices do not change.
+    Up to `most_skipped` unreadable records become empty documents, so document indices do not
+    change. Any further unreadable record raises UnreadableRecord.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class RecordSource:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for other processes, which count their skipped records separately."""
+        """Return the state for pickling. Each process counts its skipped records separately."""
         return {**self.__dict__, "_skipped": set(), "_lock": None, "_digests": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -187,7 +185,7 @@ class RecordSource:
             return sorted(self._skipped)
 
     def _skip(self, index: int, error: BadRecord) -> None:
-        """Count a record that cannot be read. Raises UnreadableRecord if the limit is exceeded."""
+        """Count an unreadable record; raise UnreadableRecord if the limit is exceeded."""
         with self._lock:
             if index in self._skipped:
                 return
@@ -201,7 +199,7 @@ class RecordSource:
                 problem = replace(problem, rule=f"{rule}({self._most_skipped}).")
             raise UnreadableRecord([problem]) from error
         if count <= _NAMED:
-            # Record content may contain terminal control sequences.
+            # The content of a record may contain terminal control sequences.
             _LOG.warning(
                 "%s Skipped: counts as an empty document.",
                 redact.redact_for_terminal(problem.line),
@@ -211,7 +209,7 @@ class RecordSource:
 
 
 class Progress:
-    """Periodic log lines for a long pass over the data."""
+    """Periodic progress log for a long pass over the data."""
 
     def __init__(self, task: str, total: int, moved: Heartbeat | None = None):
         self._task = task

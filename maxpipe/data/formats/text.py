@@ -1,4 +1,4 @@
-"""Text files, the standard library corpus and synthetic documents."""
+"""Sources for text files, the Python standard library and synthetic documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxpipe.data.formats.record_text import check_length, decode_utf8
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
-# Tests contain invalid text on purpose; the other folders are not part of the library.
+# Test folders contain invalid text on purpose, and the other folders are not part of the library.
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -25,7 +25,7 @@ _SKIPPED_FOLDERS = {
 
 
 class TextFiles:
-    """Source with a document per file."""
+    """Source with one document per text file."""
 
     def __init__(self, name: str, files: Sequence[File], *, errors: str = "strict"):
         self.name = name
@@ -55,7 +55,7 @@ class TextFiles:
 
 
 def open_stdlib_corpus() -> TextFiles:
-    """Return a source of the Python standard library's source files.
+    """Return a source whose documents are the source files of the Python standard library.
 
     Raises:
         ConfigError: the source files are not installed.
@@ -64,7 +64,7 @@ def open_stdlib_corpus() -> TextFiles:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        # Build variables differ between machines with the same Python version.
+        # Files with build variables differ between machines that have the same Python version.
         files += [
             os.path.join(folder, name)
             for name in names
@@ -85,8 +85,8 @@ _WORDS = 1024
 
 
 class SyntheticRecords:
-    """Random documents of random words with Zipf frequencies, generated on demand, for
-    benchmarks.
+    """Synthetic documents for benchmarks, generated on demand from random words with Zipf
+    frequencies.
     """
 
     name = "synthetic"
@@ -122,6 +122,6 @@ class SyntheticRecords:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy guarantees stable raw output of a bit generator across versions, but not of
-    # distributions.
+    # numpy guarantees that the raw output of bit generators is stable across versions. This
+    # guarantee does not extend to distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)

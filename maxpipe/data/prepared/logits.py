@@ -1,9 +1,9 @@
-"""Teacher logits in files: `maxpipe distill prepare` writes them and students read them.
+"""Files of teacher logits, written by `maxpipe distill prepare` and read by student runs.
 
-Each sequence has a fixed place, addressed by source and index, independent of batch size and
-mixture weights. A shard consists of `shard-00000.bin` with `shard_rows` records of equal size, and
-`.crc` with a CRC per block. The manifest is written last. In shapes, T is the number of tokens of a
-sequence, and K the number of stored top tokens per position.
+Each sequence has a fixed position, addressed by source and index, that does not depend on the batch
+size or the mixture weights. A shard consists of `shard-00000.bin` with `shard_rows` records of
+equal size, and a `.crc` file with a CRC per block. The manifest is written last. In shapes, T is
+the number of tokens in a sequence, and K is the number of top tokens stored per position.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _LOGITS_FOLDER = FolderKind(
     "maxpipe distill prepare", "distill.teacher_logits", MANIFEST, (_FORMAT,)
 )
 _IDENTITY = ("tokens", "segment_ids")
-"""Arrays that identify a sequence."""
+"""Names of the arrays that identify a sequence."""
 
 
 class TeacherEntry(TypedDict):
-    """Teacher model: a name for messages, and the digest of its parameters."""
+    """Teacher model: a name for messages, and a digest of the model's parameters."""
 
     name: str
     digest: str
@@ -74,18 +74,18 @@ class LogitsSpec(TypedDict):
     row_tokens: int
     shard_rows: int
     sources: dict[str, dict[str, Any]]
-    """Metadata of each source by name in the mixture, including the number of its `sequences`."""
+    """Maps source names in the mixture to metadata, including the number of `sequences`."""
 
 
 class LogitsShardEntry(TypedDict):
-    """Consecutive sequences and their files by suffix."""
+    """Shard of consecutive sequences, with its files keyed by suffix."""
 
     rows: int
     files: dict[str, FileEntry]
 
 
 class LogitsManifest(LogitsSpec):
-    """Content of the manifest."""
+    """Content of a logits manifest."""
 
     shards: list[LogitsShardEntry]
 
@@ -100,7 +100,7 @@ def spec_of(
     row_tokens: int,
     shard_bytes: int,
 ) -> LogitsSpec:
-    """Return the spec of the teacher logits for all sequences of these sources."""
+    """Return the spec for the teacher logits of all sequences in these sources."""
     size = record_dtype(row_tokens, top_k, vocab_size).itemsize
     return {
         "format": _FORMAT,
@@ -115,8 +115,8 @@ def spec_of(
 
 
 def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
-    """Return the dtype of a record: digest of the sequence, and K ids and log-probabilities per
-    token.
+    """Return the dtype of a record: the digest of the sequence, and K token ids with
+    log-probabilities per position.
     """
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
@@ -128,12 +128,12 @@ def _record_dtype_of_spec(spec: LogitsSpec) -> np.dtype:
 
 
 def num_sequences(spec: LogitsSpec) -> int:
-    """Return the number of sequences of all sources."""
+    """Return the total number of sequences across all sources."""
     return sum(int(facts["sequences"]) for facts in spec["sources"].values())
 
 
 def sequence_digest(row: Mapping[str, np.ndarray]) -> int:
-    """Return the digest of a sequence's tokens and segment ids."""
+    """Return a digest of a sequence's tokens and segment ids."""
     total = hashlib.blake2b(digest_size=8)
     for name in _IDENTITY:
         total.update(np.ascontiguousarray(row[name], "<i4").tobytes())
@@ -145,16 +145,18 @@ class LogitsBatch(NamedTuple):
 
     digests: list[int]
     ids: np.ndarray
-    """[sequences, T, K]"""
+    """Token ids, integers [sequences, T, K]."""
     logprobs: np.ndarray
-    """float32 [sequences, T, K]"""
+    """Log-probabilities, float32 [sequences, T, K]."""
 
 
 # Writing.
 
 
 class LogitsWriter:
-    """Writer for a folder with a locked journal, starting at the first missing sequence."""
+    """Writer for a logits folder, which holds the journal lock and starts at the first missing
+    sequence.
+    """
 
     def __init__(self, folder: Path, journal: BinaryIO, spec: LogitsSpec):
         self._folder, self._journal, self._spec = folder, journal, spec
@@ -174,11 +176,11 @@ class LogitsWriter:
 
     @property
     def done(self) -> int:
-        """Number of sequences on disk."""
+        """Number of sequences in complete shards on disk."""
         return sum(shard["rows"] for shard in self._shards)
 
     def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
-        """Return the shard if its files are on disk. Raises OSError or ValueError otherwise."""
+        """Return the shard if its files are on disk; otherwise raise OSError or ValueError."""
         for suffix, entry in shard["files"].items():
             path = self._folder / shard_name(len(self._shards), suffix)
             if path.stat().st_size != entry["bytes"]:
@@ -186,7 +188,7 @@ class LogitsWriter:
         return shard
 
     def add(self, answers: LogitsBatch) -> None:
-        """Append sequences."""
+        """Append the logits of consecutive sequences."""
         records = np.empty(len(answers.digests), self._record)
         records["digest"], records["ids"] = answers.digests, answers.ids
         records["logprobs"] = answers.logprobs
@@ -230,7 +232,7 @@ class LogitsWriter:
 
 
 def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
-    """Raise ConfigError if the folder belongs to another teacher or other sequences."""
+    """Raise ConfigError if the folder was written for another teacher or other sequences."""
     theirs, ours = (_comparable_spec(each) for each in (found, spec))
     if lines := differences(theirs, ours):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
@@ -239,7 +241,7 @@ def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
 
 
 def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
-    """Return a spec that identifies the teacher by its parameters, not its name."""
+    """Return the spec without the teacher's name, so the parameters alone identify the teacher."""
     found = {name: spec.get(name) for name in LogitsSpec.__annotations__}
     return {**found, "teacher": spec["teacher"]["digest"]}
 
@@ -256,14 +258,14 @@ def has_manifest(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> LogitsManifest:
-    """Return the manifest of a folder or `gs://BUCKET/PATH`; see `manifest.read_manifest` for
-    errors.
+    """Return the manifest in a folder or at `gs://BUCKET/PATH`. Raises the same errors as
+    `manifest.read_manifest`.
     """
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
 def _check(found: LogitsManifest) -> None:
-    """Raise ValueError for inconsistent values."""
+    """Raise ValueError if values in the manifest are inconsistent."""
     sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
     if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
         raise ValueError(f"the sizes are inconsistent: {sizes}")
@@ -291,10 +293,10 @@ def open_logits(
     top_k: int,
     row_tokens: int,
 ) -> LogitsReader:
-    """Open the teacher logits of a folder for a student with these sources and settings.
+    """Open a folder of teacher logits for a student run with these sources and settings.
 
     Raises:
-        ConfigError: the folder has logits of other sequences or settings.
+        ConfigError: the logits were computed for other sequences or with other settings.
         StorageError: the folder is damaged or cannot be read.
     """
     found = read_manifest(folder)
@@ -315,7 +317,7 @@ def open_logits(
         before = found["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["no sequences of " + named] if before is None else []
-        if before is not None and CONTENT_KEY not in before:  # written by an earlier release
+        if before is not None and CONTENT_KEY not in before:  # an earlier release wrote the folder
             facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
@@ -330,7 +332,7 @@ def open_logits(
 
 
 class LogitsReader:
-    """Reader of the teacher logits of a folder."""
+    """Reader for a folder of teacher logits."""
 
     def __init__(self, folder: str, manifest: LogitsManifest, top_k: int):
         self._folder, self._manifest, self._top_k = folder, manifest, top_k
@@ -344,16 +346,17 @@ class LogitsReader:
 
     @property
     def teacher(self) -> TeacherEntry:
-        """Teacher model of the logits."""
+        """Teacher model that computed the logits."""
         return self._manifest["teacher"]
 
     def read(
         self, source: str, sequence: int, row: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32, log-probabilities float32) `[T, K]` of a sequence with these arrays.
+        """Return token ids (int32) and log-probabilities (float32), both [T, K], for one sequence.
+        `row` contains the arrays of the sequence.
 
         Raises:
-            ConfigError: the sequence differs from the one that the teacher processed.
+            ConfigError: the sequence differs from the sequence that the teacher processed.
             StorageError: the files are damaged or cannot be read.
         """
         shard, place = divmod(self._starts[source] + sequence, self._manifest["shard_rows"])
@@ -373,7 +376,7 @@ class LogitsReader:
             raise damaged_error(file.path, f"sequence {place} has the id {int(ids.max())}")
         return ids.astype(np.int32), np.ascontiguousarray(logprobs, np.float32)
 
-    @functools.cache  # noqa: B019  the reader lives as long as the run
+    @functools.cache  # noqa: B019  the reader exists until the run ends
     def _file(self, number: int) -> ChecksummedReader:
         entries = self._manifest["shards"][number]["files"]
         path, size = join_path(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]
@@ -385,7 +388,7 @@ class LogitsReader:
 
 
 def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the names and entries of all files."""
+    """Yield the name and the manifest entry of each file."""
     for number, shard in enumerate(manifest["shards"]):
         for suffix, entry in sorted(shard["files"].items()):
             yield shard_name(number, suffix), entry

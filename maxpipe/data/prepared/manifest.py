@@ -1,19 +1,24 @@
 """Manifest, journal and index format of prepared folders.
 
-A shard consists of `shard-00000.bin` and `.idx` in Megatron's format, `.meta` with a `META` entry
-per document, `.mask` with a loss-mask bit per token (conversations only), and `.crc` with a CRC per
-block of the other files. `spans` contains int64 token counts before each `SPAN_DOCUMENTS`-th
-document, and the total. The manifest is written last.
+A shard consists of these files:
 
-A command fills the folder file by file and records each complete file in a journal. After an
-interruption, the same command resumes after the last journal entry.
+- `shard-00000.bin` and `.idx`: token ids and index in Megatron's format
+- `.meta`: a `META` entry per document
+- `.mask`: a loss-mask bit per token (conversations only)
+- `.crc`: a CRC per block of the other files
 
-Layout of Megatron's index of a file of token ids:
+The file `spans` contains int64 values: the number of tokens before each `SPAN_DOCUMENTS`-th
+document, followed by the total. The manifest is written last.
 
-- header (34 bytes): magic, version, id type, number of sequences, number of bounds
+The command that writes the folder records each complete file in a journal. After an interruption,
+the same command resumes after the last journal entry.
+
+Layout of Megatron's index for a file of token ids:
+
+- header (34 bytes): magic, version, id dtype, number of sequences, number of bounds
 - lengths int32 [sequences]: number of ids in each sequence
 - pointers int64 [sequences]: byte offset of each sequence in the .bin file
-- bounds int64 [documents + 1]: first sequence of each document, and the end
+- bounds int64 [documents + 1]: first sequence of each document, and the number of sequences
 """
 
 from __future__ import annotations
@@ -49,14 +54,16 @@ _HEADER = struct.Struct("<9sQBQQ")
 HEADER_BYTES = _HEADER.size
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _OLD_MAGIC = b"TNTIDX\x00\x00"
-# Megatron's codes of id types; 6 and 7 are floats.
+# Megatron's codes for id dtypes; codes 6 and 7 are floats.
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """Id type and tables of an index. `num_bounds` is the number of documents + 1."""
+    """Id dtype and table positions of an index. `num_bounds` is the number of documents plus
+    one.
+    """
 
     dtype: np.dtype
     num_sequences: int
@@ -80,15 +87,15 @@ class IndexLayout:
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """Return the smallest id type of Megatron for a vocabulary."""
+    """Return the smallest Megatron id dtype that fits a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 def parse(raw: bytes, size: int) -> IndexLayout:
-    """Return the layout described by the first bytes of an index of `size` bytes.
+    """Parse the header of an index of `size` bytes and return the layout.
 
     Raises:
-        ValueError: the data is not an index, is truncated, or has an unsupported format.
+        ValueError: the file is not an index, is truncated, or has an unsupported format.
     """
     if raw.startswith(_OLD_MAGIC):
         raise ValueError("the format is TNTIDX, the predecessor of MMIDIDX")
@@ -102,7 +109,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
     if code not in _TYPES:
         raise ValueError(f"the ids have the unknown type {code}")
     found = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
-    # Multimodal indexes have an additional byte per sequence, which is ignored.
+    # Multimodal indexes contain an additional byte per sequence, which is ignored.
     if size not in (found.end, found.end + num_sequences):
         raise ValueError(
             f"{num_sequences} sequences and {num_bounds} bounds require {found.end} "
@@ -112,7 +119,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
 
 
 def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
-    """Yield the parts of an index for documents of one sequence each; `lengths` int64
+    """Yield the parts of an index in which each document is one sequence. `lengths` is int64
     [documents].
     """
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
@@ -127,7 +134,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Check the output folder. Raises ConfigError if it exists without this manifest or a
+    """Raise ConfigError if the output folder exists but contains neither this manifest nor a
     journal.
     """
     check_outside_checkpoints(folder, OUT)
@@ -143,18 +150,18 @@ def check_folder(folder: Path, manifest: str) -> None:
 
 
 def suggest_folder(folder: Path) -> str:
-    """Return the name of another folder, for suggestions."""
+    """Return the name of a new folder to suggest."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
 def suggest_action(folder: Path) -> str:
-    """Return the suggested action for a folder with other content."""
+    """Return the suggested action for a folder that has other content."""
     return f"Set another folder, such as --out {suggest_folder(folder)}, or remove this one."
 
 
 @contextlib.contextmanager
 def lock_journal(folder: Path) -> Iterator[BinaryIO]:
-    """Open and lock the journal for this process."""
+    """Open the journal and lock it for this process."""
     with open(files.open_regular(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,14 +175,14 @@ def lock_journal(folder: Path) -> Iterator[BinaryIO]:
 def replay_journal(
     journal: BinaryIO, begin: Callable[[bytes], object], add: Callable[[bytes], object]
 ) -> bool:
-    """Replay the journal and return whether it has an entry.
+    """Replay the journal and return whether it contains an entry.
 
-    `begin` is called with the first line and `add` with each other line. The journal is truncated
-    before the first line for which they raise OSError or ValueError.
+    `begin` is called with the first line, and `add` with each following line. The journal is
+    truncated before the first line for which `begin` or `add` raises OSError or ValueError.
     """
     end = 0
     while line := journal.readline(_MAX_LINE_BYTES):
-        # A kill or power failure may leave a partial line or truncated files.
+        # A killed process or a power failure may leave a partial line or truncated files.
         try:
             if not line.endswith(b"\n"):
                 break
@@ -188,7 +195,7 @@ def replay_journal(
 
 
 def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
-    """Append a line and flush it to disk."""
+    """Append a line to the journal and flush it to disk."""
     journal.seek(0, os.SEEK_END)
     journal.write(dump_checksummed(line, indent=None).encode() + b"\n")
     journal.flush()
@@ -196,12 +203,14 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP, as a BaseException so that it is not handled as a failure."""
+    """SIGTERM or SIGHUP was received. The class derives from BaseException, so that the signal is
+    not handled as an ordinary error.
+    """
 
 
 @contextlib.contextmanager
 def convert_signals(folder: Path) -> Iterator[None]:
-    """Convert SIGTERM, SIGHUP and Ctrl-C to errors that explain how to resume."""
+    """Convert SIGTERM, SIGHUP and Ctrl-C to errors that explain how to resume the command."""
     words = f"{folder}: preparation was interrupted\n  Complete shards are kept.\n"
     words += "  Run the same command again to resume after these shards."
 
@@ -211,7 +220,7 @@ def convert_signals(folder: Path) -> Iterator[None]:
     before = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            # Ignored signals stay ignored, such as SIGHUP under `nohup`.
+            # Signals that are already ignored, such as SIGHUP under `nohup`, remain ignored.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
     try:
@@ -236,29 +245,30 @@ def fsync_folder(folder: Path) -> None:
 
 MANIFEST_FILE = "manifest.json"
 JOURNAL = "unfinished"
-"""Journal of finished shards, one checksummed JSON value per line, removed when the manifest is
-written. The name has no suffix, so no source reads it as data.
+"""Name of the journal of finished shards, which has one checksummed JSON value per line. The
+journal is removed when the manifest is written. The name has no suffix, so no source reads the file
+as data.
 """
 SPANS = "spans"
 META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
-"""Supported id types."""
+"""Supported id dtypes."""
 
 CONTENT_KEY = "content"
-"""Name of the metadata entry with the digests of a source's files by name."""
+"""Key of the metadata entry that maps file names of a source to digests."""
 SPAN_DOCUMENTS = 1024
-"""Number of consecutive documents in a span, for which tokens are counted together."""
+"""Number of consecutive documents per span. Token totals are stored per span."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
-"""UTF-8 bytes of a document's text, and the first 8 bytes of their BLAKE2b digest. For
-conversations, the bytes of the trained text, and the digest of the ids as int64.
+"""Size of a document's text in UTF-8 bytes, and the first 8 bytes of its BLAKE2b digest. For
+conversations, the size of the trained text, and the digest of the token ids as int64.
 """
 
 _TEXTS, _CONVERSATIONS = 1, 2
-"""Formats. Releases without mask support reject the second."""
+"""Format versions. Releases without loss-mask support reject the version for conversations."""
 _LARGEST_BYTES = 1 << 28
-# Keys that affect how documents are read, not their content.
+# Keys that affect how documents are read, but not their content.
 _READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
-_READER_KEYS += ("long_conversations",)  # depends on the sequence length
+_READER_KEYS += ("long_conversations",)  # this key depends on the sequence length
 
 
 T = TypeVar("T")
@@ -269,9 +279,9 @@ class FolderKind(NamedTuple):
 
     command: str
     key: str
-    """Config key that sets such a folder as input."""
+    """Config key that selects such a folder as input."""
     file: str
-    """Name of the manifest."""
+    """File name of the manifest."""
     formats: tuple[int, ...]
     """Supported format versions."""
 
@@ -289,23 +299,25 @@ class FileEntry(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """Consecutive documents and their files by suffix. Token counts include BOS and EOS."""
+    """Shard of consecutive documents, with its files keyed by suffix. Token counts include BOS and
+    EOS.
+    """
 
     documents: int
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     tokens: int
     trained: NotRequired[int]
-    """Number of trained tokens, for conversations."""
+    """Number of trained tokens; conversations only."""
     unread: NotRequired[dict[str, int]]
-    """Number of conversations with each key that is not read."""
+    """Maps unread keys to the number of conversations that contain the key."""
     marks: NotRequired[dict[str, int]]
-    """Number of conversations with each combination of marks; see `EncodedDocument.marks`."""
+    """Maps combinations of marks to the number of conversations; see `EncodedDocument.marks`."""
     files: dict[str, FileEntry]
 
 
 class TokenizerEntry(TypedDict):
-    """Tokenizer of the ids."""
+    """Tokenizer that encoded the documents."""
 
     kind: str
     path: str
@@ -314,19 +326,21 @@ class TokenizerEntry(TypedDict):
 
 
 class SourceEntry(TypedDict):
-    """Source of the documents, and its config keys."""
+    """Source of the documents, including its config keys."""
 
     name: str
     fingerprint: str
     content: NotRequired[dict[str, str]]
-    """Digests of the source's files by name; missing in earlier releases."""
+    """Maps file names of the source to digests; missing in folders of earlier releases."""
     documents: int
     data: dict[str, Any]
     seed: int
     chat: NotRequired[str]
-    """Fingerprint of ids and masks of conversations; see `ConversationEncoder.fingerprint`."""
+    """Fingerprint of the settings that determine the ids and masks of conversations; see
+    `ConversationEncoder.fingerprint`.
+    """
     day: NotRequired[str]
-    """Date used by the chat template, if it renders a date."""
+    """Date used by the chat template, if the template renders a date."""
 
 
 class Spec(TypedDict):
@@ -339,7 +353,7 @@ class Spec(TypedDict):
 
 
 class Manifest(Spec):
-    """Content of the manifest. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
+    """Content of the manifest. `byte_counts` [256] is the histogram of UTF-8 bytes in the text."""
 
     dtype: str
     documents: int
@@ -360,9 +374,9 @@ def spec_of(
     chat: str = "",
     day: str = "",
 ) -> Spec:
-    """Return the spec of the folder prepared from an open source and tokenizer.
+    """Return the spec of the folder that is prepared from this source and tokenizer.
 
-    `chat` is the fingerprint of the conversations, empty for texts. `day` is the date that the chat
+    `chat` is the fingerprint of the conversations; empty for texts. `day` is the date that the chat
     template renders.
     """
     keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
@@ -393,12 +407,12 @@ def spec_of(
 
 
 def content_metadata(content: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata entry for digests of files; empty without files."""
+    """Return the metadata entry that stores file digests; empty if there are no digests."""
     return {CONTENT_KEY: dict(content)} if content else {}
 
 
 def differences(one: Any, other: Any, name: str = "") -> list[str]:
-    """Return `source.seed: 0 and 1` for each value in which two specs differ."""
+    """Return a line such as `source.seed: 0 and 1` for each difference between two specs."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         below = [(key, f"{name}.{key}" if name else key) for key in keys]
@@ -414,13 +428,15 @@ def _short(value: Any) -> str:
 
 
 _NAMED_FILES = 4
-"""Number of file names in the description of a difference."""
+"""Maximum number of file names listed when two lists of files differ."""
 
 
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return the files whose digests differ; empty unless both fingerprints have digests."""
+    """Return (label, saved, current) for each file whose digest differs; empty unless both
+    fingerprints contain digests.
+    """
     if not saved or not current:
         return []
     found = [
@@ -435,13 +451,15 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether digests of the same type differ; buckets and disks use different types."""
+    """Return whether two digests differ. Digests of different types, as from a bucket and a disk,
+    are not compared.
+    """
     kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
     return kinds[0] == kinds[1] and saved != current
 
 
 def short_digests(value: Any) -> Any:
-    """Return a text with digests shortened to 12 digits."""
+    """Return the value as text, with digests shortened to 12 digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)
@@ -455,17 +473,17 @@ def has_masks(spec: Spec) -> bool:
 
 
 def checksummed_suffixes(has_mask: bool) -> tuple[str, ...]:
-    """Return the suffixes of the files with CRCs, in the order of the CRCs."""
+    """Return the suffixes of the files that have CRCs, in the order of the CRC file."""
     return (BIN, IDX, META_FILE, *((MASK_FILE,) if has_mask else ()))
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """Return the name of a file of a shard."""
+    """Return the file name of a shard with the given number and suffix."""
     return f"shard-{number:05}{suffix}"
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Return the manifest of a folder or `gs://BUCKET/PATH`.
+    """Return the manifest in a folder or at `gs://BUCKET/PATH`.
 
     Raises:
         ConfigError: the manifest is missing, or was written by a later version of maxpipe.
@@ -475,7 +493,7 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callable[[T], None]) -> T:
-    """Return the manifest of the given type from a folder or `gs://BUCKET/PATH`.
+    """Return the manifest in a folder or at `gs://BUCKET/PATH`, parsed as the type `form`.
 
     `check` raises ValueError for inconsistent values, which the checksum of the manifest cannot
     detect.

@@ -1,8 +1,8 @@
-"""Megatron token files from other tools, `NAME.bin` and `NAME.idx`.
+"""Megatron token files (`NAME.bin` and `NAME.idx`) written by other tools.
 
-These files contain neither digests nor the name of their tokenizer. The full index is therefore
-checked when it is opened, and the ids of a document when it is read. A run computes digests of the
-files before it reads them. `open_documents` also opens prepared folders.
+These files contain neither digests nor the name of the tokenizer. The full index is therefore
+checked when it is opened, and the ids of a document are checked when the document is read. A run
+computes digests of the files before it uses them. `open_documents` also opens prepared folders.
 """
 
 from __future__ import annotations
@@ -43,33 +43,35 @@ _ENTRIES = 1 << 18
 """Number of index entries that are checked at a time."""
 _SAMPLE = 64
 _ATTEMPTS = 3
-"""Number of attempts to read a range of a file that is modified meanwhile."""
+"""Number of attempts to read a range of a file that is modified during the read."""
 _EDGE_BYTES = 1 << 16
 _ACTION = "Create the pair of files again, or exclude it from data.path with a pattern."
 
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFile:
-    """An index and its file of ids."""
+    """Index file and the file of token ids that it describes."""
 
     index: RangeReader
     ids: RangeReader
     layout: IndexLayout
     has_bounds: bool
-    """Whether bounds define the documents; otherwise each sequence is a document."""
+    """Whether bounds in the index define the documents; otherwise each sequence is a document."""
 
     @property
     def num_documents(self) -> int:
         return self.layout.num_bounds - 1 if self.has_bounds else self.layout.num_sequences
 
     def bounds(self, first: int, stop: int) -> np.ndarray:
-        """Return int64: the first sequence of the documents `first` to `stop` - 1."""
+        """Return int64 [documents]: the first sequence of each document in `range(first, stop)`."""
         if not self.has_bounds:
             return np.arange(first, stop)
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return int64: the number of ids before each of some ascending sequences."""
+        """Return int64 [sequences]: the number of ids before each sequence. `sequences` must be
+        sorted.
+        """
         first, stop = int(sequences[0]), int(sequences[-1])
         size, layout = self.layout.dtype.itemsize, self.layout
         past_end = stop == layout.num_sequences
@@ -90,7 +92,9 @@ def _table(file: RangeReader, at: int, kind: str, first: int, stop: int) -> np.n
 
 
 class _VerifiedFile:
-    """A local file whose reads fail if its content no longer has the digest computed first."""
+    """Local file whose reads fail if the content no longer matches the digest computed at the
+    start.
+    """
 
     def __init__(self, ranges: RangeReader, file: File, digests: Digests):
         self.path, self.size = ranges.path, ranges.size
@@ -104,16 +108,17 @@ class _VerifiedFile:
             found, stat = self._ranges.read_with_stat(start, stop)
             if stat == self._digests.stat(self._file):
                 return found, stat
-            # The file was written to, possibly with the same content
+            # The file was written to, possibly with the same content.
             self._digests.check([self._file])
         raise file_changed_error(self._file)
 
 
 class MegatronDocuments:
-    """Documents of index and id files. BOS and EOS are added if the files do not contain them.
+    """Documents in Megatron index and id files. BOS and EOS are added if the files do not contain
+    them.
 
-    With `digests`, local files without a known digest are hashed first, and later changes are
-    errors.
+    With `digests`, local files without a known digest are hashed when opened, and any later change
+    is an error.
     """
 
     def __init__(
@@ -156,8 +161,8 @@ class MegatronDocuments:
         self.num_tokens = int(self.span_tokens.sum())
 
     def _missing_ids(self) -> tuple[int, int]:
-        """Return whether BOS and EOS are missing (0 or 1 each), inferred from the first
-        documents.
+        """Return the number of BOS and EOS tokens (0 or 1) to add per document. They are inferred
+        from the first documents.
         """
         found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
@@ -169,18 +174,20 @@ class MegatronDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations; false because the files have no masks."""
+        """Whether the documents are conversations. Always false, because the files have no loss
+        masks.
+        """
         return False
 
     @property
     def remark(self) -> str:
-        """Description of the added ids."""
+        """Description of the added BOS and EOS tokens."""
         begin, end = self._added
         words = [name for name, added in (("BOS", begin), ("EOS", end)) if added]
         return f"{' and '.join(words)} added" if words else "BOS and EOS as stored"
 
     def _count(self) -> np.ndarray:
-        """Return int64 [spans]: the number of tokens of each span."""
+        """Return int64 [spans]: the number of tokens in each span."""
         parts = []
         for first in range(0, self.num_documents, _ENTRIES):
             lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))
@@ -189,7 +196,7 @@ class MegatronDocuments:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: token counts."""
+        """int64 [documents]: number of tokens per document."""
         return self._lengths
 
     @functools.cached_property
@@ -197,7 +204,7 @@ class MegatronDocuments:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         low, high = np.searchsorted(self._starts, [first, stop - 1], side="right") - 1
         parts = []
         for number in range(low, high + 1):
@@ -234,18 +241,18 @@ class MegatronDocuments:
         return ids
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its index there."""
+        """Return the file of a document and its index in the file."""
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
 
     unreadable = 0
 
     byte_counts = None
-    """None, because the files do not contain byte frequencies."""
+    """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return identifying metadata: names, sizes, first and last bytes, and digests if
-        computed.
+        """Return metadata that identifies the files: a digest of names, sizes, and first and last
+        bytes, and content digests if they were computed.
         """
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
@@ -264,7 +271,9 @@ class MegatronDocuments:
 
 
 def _names(path: str) -> list[str]:
-    """Return the file pairs of a prefix, file, folder or pattern, without their suffix."""
+    """Return the file pairs that match a prefix, file, folder or pattern, as paths without a
+    suffix.
+    """
     given = path if url_scheme(path) else os.path.expanduser(path)
     if given.endswith((BIN, IDX)) and not glob.has_magic(given):
         given = given[: -len(IDX)]
@@ -282,7 +291,7 @@ def _names(path: str) -> list[str]:
 
 
 def _open(name: str) -> _IndexedFile:
-    """Open a pair of files whose sizes are consistent."""
+    """Open a pair of files after checking that their sizes are consistent."""
     try:
         index, ids = open_range_reader(name + IDX), open_range_reader(name + BIN)
     except StorageError as error:
@@ -298,7 +307,7 @@ def _open(name: str) -> _IndexedFile:
         raise _index_error(
             index.path, f"must be a Megatron index of token ids: {error}."
         ) from error
-    # Files created without document ends have only the first bound.
+    # Files written without document boundaries contain only the first bound.
     return _IndexedFile(index, ids, layout, layout.num_bounds > 1)
 
 
@@ -307,13 +316,13 @@ def _index_error(where: str, rule: str) -> ConfigError:
 
 
 def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of entries that overlap by one entry."""
+    """Yield ranges of index entries; consecutive ranges overlap by one entry."""
     for first in range(0, max(count - 1, 1), _ENTRIES):
         yield first, min(first + _ENTRIES + 1, count)
 
 
 def _check_sequences(pair: _IndexedFile) -> None:
-    """Raise ConfigError for the first invalid entry of an index."""
+    """Check all entries of an index; raise ConfigError for the first invalid entry."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
         expected = 0
@@ -345,7 +354,7 @@ def _check_bounds(pair: _IndexedFile) -> None:
         _raise_index_error(path, layout.num_bounds - 2, words, "document")
     for first, stop in _entry_ranges(layout.num_bounds):
         bounds = pair.bounds(first, stop)
-        # Bounds are compared with both ends, because a difference may overflow 64 bits.
+        # Bounds are compared with both limits, because a difference may overflow 64 bits.
         if len(bad := np.flatnonzero((bounds < 0) | (bounds > layout.num_sequences))):
             words = f"begins at sequence {bounds[bad[0]]} of {layout.num_sequences}"
             _raise_index_error(path, first + bad[0], words, "document")
@@ -361,7 +370,7 @@ def _raise_index_error(path: str, number: Any, words: str, what: str = "sequence
 
 
 IDS = ("tokens", "megatron")
-"""Values of `data.source` whose documents are stored as ids."""
+"""Values of `data.source` for documents that are stored as token ids."""
 
 
 def open_documents(
@@ -370,12 +379,12 @@ def open_documents(
     digests: Digests | None = None,
     moved: Heartbeat | None = None,
 ) -> PreparedDocuments | MegatronDocuments:
-    """Open the documents as ids of the tokenizer.
+    """Open documents that are stored as token ids of this tokenizer.
 
-    `digests` are used for files without stored digests; see `MegatronDocuments`.
+    `digests` stores the content digests of Megatron files; see `MegatronDocuments`.
 
     Raises:
-        ConfigError: the files are missing, or belong to another tokenizer.
+        ConfigError: the files are missing, or were written with another tokenizer.
         StorageError: files are damaged or cannot be read.
     """
     if config.source == "megatron":

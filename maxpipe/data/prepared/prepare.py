@@ -1,8 +1,8 @@
 """Implementation of `maxpipe data prepare` and `maxpipe data verify`.
 
-`prepare` encodes batches of consecutive documents in parallel processes; one process writes the
-results in order. Every byte of the output is determined by the documents, the tokenizer and the
-shard size. Each complete shard is recorded in a journal. After an interruption, the same command
+`prepare` encodes batches of consecutive documents in parallel processes, and one process writes the
+results in order. The documents, the tokenizer and the shard size determine every byte of the
+output. Each complete shard is recorded in a journal. After an interruption, the same command
 resumes after the last recorded shard.
 
 `verify` compares every byte of a prepared folder with the digests in its manifest.
@@ -83,23 +83,26 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
-"""Entries of a source that identify its documents."""
+"""Keys of a source entry that identify the documents."""
 _PIECE = 64
 """Maximum number of documents per encoded batch."""
 _COMPARED = 256
 """Number of documents compared with the source when an interrupted folder is resumed."""
 _BATCHES_PER_WORKER = 3
-"""Number of batches per process that are being encoded or waiting to be written."""
+"""Maximum number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task, the number of processed items, their total, and a remark about the rate."""
+"""Called with the name of a task, the number of processed items, the total number of items, and a
+remark about the rate.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareJob:
-    """Parameters of `prepare`. `workers` None uses one process per core.
+    """Parameters of `prepare`. If `workers` is None, one process per core is used.
 
-    Compressed files are unpacked into `cache_dir`; without it, into a temporary folder.
+    Compressed files are unpacked into `cache_dir`, or into a temporary folder if `cache_dir` is
+    None.
     """
 
     data: SourceConfig
@@ -112,16 +115,16 @@ class PrepareJob:
 
 
 class _FinishedShards:
-    """Shards that are on disk, and their totals."""
+    """Complete shards on disk, and their totals."""
 
     def __init__(self) -> None:
         self.shards: list[ShardEntry] = []
         self.documents = self.unreadable = self.tokens = self.text_bytes = 0
         self.byte_counts = np.zeros(256, np.int64)
         self.has_digests = True
-        """Whether the journal contains digests of the source's files."""
+        """Whether the journal contains digests of the source files."""
         self.day = ""
-        """Date used by the chat template; empty if it renders no date."""
+        """Date used by the chat template; empty if the template does not render a date."""
 
     def add(self, finished: FinishedShard) -> None:
         shard = finished["shard"]
@@ -134,11 +137,11 @@ class _FinishedShards:
 
 
 def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
-    """Write the folder, or its missing shards. Return a summary.
+    """Write the folder, or only its missing shards, and return a summary.
 
     Raises:
-        ConfigError: source or tokenizer cannot be used, or the folder has other content.
-        StorageError: the folder cannot be written.
+        ConfigError: the source or the tokenizer cannot be used, or the folder has other content.
+        StorageError: the output folder cannot be written.
         Preemption: the process received SIGTERM or SIGHUP.
         UnreachableError: a worker process was killed.
     """
@@ -177,7 +180,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
 
 
 def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
-    """Return a summary if the folder is complete, else an empty text."""
+    """Return a summary if the folder is complete; otherwise an empty string."""
     if not (plan.folder / MANIFEST_FILE).exists():
         return ""
     found = read_manifest(str(plan.folder))
@@ -198,11 +201,11 @@ def _prepare_missing(
     """Write the missing shards and the manifest; see `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(plan.folder) as journal:
-        # completed by a process that held the lock before
+        # another process may have completed the folder before this process acquired the lock
         if found := _summary_if_complete(plan, spec):
             return found
         done = _load_finished(plan.folder, journal, spec)
-        if done.day:  # use the date on which the folder was started
+        if done.day:  # a resumed command uses the date of the first start
             spec = {**spec, "source": {**spec["source"], "day": done.day}}
         _check_skipped(plan.data, done.unreadable, done.documents)
         if not done.has_digests:
@@ -222,7 +225,9 @@ def _prepare_missing(
 
 
 def _counts(found: Manifest, action: str = "") -> str:
-    """Return summary lines of a folder; `action` suggests settings that read unread keys."""
+    """Return the summary lines of a folder. `action` suggests settings that would read unread
+    keys.
+    """
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
     shards = pluralize(len(found["shards"]), "shard")
     documents = pluralize(found["documents"], "document")
@@ -238,7 +243,7 @@ def _counts(found: Manifest, action: str = "") -> str:
 
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
-    """Raise ConfigError if the folder has other documents or was prepared with other settings."""
+    """Raise ConfigError if the folder was prepared from other documents or with other settings."""
     changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
@@ -251,7 +256,7 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     theirs, ours = (
         {
             "format": each["format"],
-            # Documents and tokenizer are compared by content, not by location.
+            # Documents and tokenizers are compared by content, not by path.
             "source": {key: each["source"].get(key) for key in known},
             "tokenizer": each["tokenizer"]["fingerprint"],
             "shard_tokens": each["shard_tokens"],
@@ -266,7 +271,7 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
-    """Return the finished shards of the journal."""
+    """Return the finished shards that the journal lists."""
     done = _FinishedShards()
 
     def check(line: bytes) -> None:
@@ -290,9 +295,10 @@ def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShar
 def _check_unchanged(
     folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
 ) -> None:
-    """Compare a sample of the finished documents with the source.
+    """Compare a sample of the documents in finished shards with the source.
 
-    Journals of earlier releases have no digests of files.
+    This check is for journals of earlier releases, which do not contain digests of the source
+    files.
 
     Raises:
         ConfigError: a document has changed.
@@ -347,11 +353,12 @@ def _block_signals() -> Iterator[None]:
 def _encode_in_processes(
     plan: PrepareJob, source: Source | None, first: int, total: int, day: str
 ) -> Generator[DocumentBatch, None, None]:
-    """Yield the documents from `first` on, in order, encoded by worker processes with the date
-    `day`.
+    """Yield encoded documents in order, starting at `first`. Worker processes encode the documents;
+    chat templates use the date `day`.
     """
     workers = plan.workers or len(os.sched_getaffinity(0))
-    with _block_signals():  # starts Python's semaphore tracker, which SIGHUP would end
+    # Creating the pool starts Python's semaphore tracker, which SIGHUP would terminate.
+    with _block_signals():
         pool = ProcessPoolExecutor(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
@@ -362,7 +369,7 @@ def _encode_in_processes(
     size = _PIECE
 
     def submit(begin: int, end: int) -> tuple[range, Future[Any]]:
-        # the first call starts processes, which need a moment to ignore signals
+        # the first call starts processes, which do not ignore signals until they are initialized
         with _block_signals():
             return range(begin, end), pool.submit(writer.encode, begin, end)
 
@@ -381,8 +388,8 @@ def _encode_in_processes(
             count = len(found.lengths)
             if count < len(asked):
                 waiting.appendleft(submit(asked.start + count, asked.stop))
-            # The batch size shrinks to the number of large documents that a process returns at
-            # once.
+            # If documents are large, the batch size is reduced to the number of documents that a
+            # process returned.
             size = min(_PIECE, count if count < len(asked) else 2 * size)
             yield found
     except BrokenProcessPool as error:
@@ -403,7 +410,7 @@ def _write(
     journal: BinaryIO,
     report: ProgressCallback,
 ) -> None:
-    """Write shards; a shard ends with the document that reaches `shard_tokens`."""
+    """Write shards. A shard ends with the document that reaches `shard_tokens`."""
     start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
     unreadable, total = done.unreadable, len(source)
     writer: ShardWriter | None = None
@@ -439,7 +446,7 @@ def _write(
 
 
 def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallback) -> None:
-    """Check that no file has changed since the documents of a shard were read.
+    """Check that no source file has changed since the documents were read.
 
     Raises:
         ConfigError: a file has changed.
@@ -454,7 +461,7 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
 
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
-    """Raise ConfigError if all processes together skipped too many records."""
+    """Raise ConfigError if the total number of records skipped by all processes is too large."""
     if data.bad_records == "stop" and unreadable:
         raise ConfigError.one(
             "data.bad_records",
@@ -502,7 +509,9 @@ def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
 
 
 def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
-    """Return int64 [spans + 1]: the number of tokens before each span, and of all spans."""
+    """Return int64 [spans + 1]: the number of tokens before each span, followed by the total number
+    of tokens.
+    """
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(done.shards):
@@ -522,23 +531,23 @@ def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
 _PART_BYTES = 1 << 22
 
 VerifyReport = Callable[[str, int, int], object]
-"""Called with a task, the processed MiB and the total MiB."""
+"""Called with the name of a task, the processed MiB and the total MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """Result of `verify`: a line for each damaged file, and a summary."""
+    """Result of `verify`: one line for each damaged file, and a summary."""
 
     damage: tuple[str, ...]
     summary: str
 
 
 def verify(folder: str, report: VerifyReport) -> VerifyResult:
-    """Verify all files of a folder or `gs://BUCKET/PATH`.
+    """Verify all files in a folder or at `gs://BUCKET/PATH`.
 
     Raises:
         ConfigError: the folder is not a prepared folder.
-        StorageError: the manifest is damaged, so files cannot be verified.
+        StorageError: the manifest is damaged, so the files cannot be verified.
     """
     if logits.has_manifest(folder):
         own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
@@ -581,7 +590,7 @@ def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> N
 
 
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
-    """Return a description of the damage of a file; empty if the file is intact."""
+    """Return a description of the damage to a file; empty if the file is intact."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"the file has {file.size} bytes instead of {entry['bytes']}"
@@ -593,7 +602,7 @@ def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -
 
 
 def _list_folder(folder: str) -> set[str] | None:
-    """Return the names in a folder; None for a bucket."""
+    """Return the file names in a folder; None for a bucket."""
     if url_scheme(folder):
         return None
     return set(os.listdir(os.path.expanduser(folder)))

@@ -1,7 +1,7 @@
-"""Range access to files on disk or in a bucket, with verification of checksums.
+"""Readers for byte ranges of files on disk or in a bucket, with checksum verification.
 
-Files are read without mmap, so a file that is truncated during reading gives an error, not a
-signal.
+Files are read without mmap: if a file is truncated during a read, an error is raised. With mmap,
+the process would be killed by a signal.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
 
 BLOCK_BYTES = 1 << 16
-"""Size of a block with one CRC."""
+"""Number of bytes covered by one CRC."""
 
 _PIECE_BYTES = 1 << 20
-"""Size of a request to a bucket; a multiple of the block size."""
+"""Size in bytes of one bucket request; a multiple of the block size."""
 _CACHED_PIECES = 256
 _ATTEMPTS, _PAUSE_SECONDS, _MAX_SECONDS = 3, 1.0, 20.0
 
 
 class RangeReader(Protocol):
-    """A file of `size` bytes."""
+    """File of `size` bytes that supports range reads."""
 
     @property
     def path(self) -> str: ...
@@ -39,22 +39,24 @@ class RangeReader(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes `start` to `stop` - 1.
+        """Return bytes `start` to `stop` - 1.
 
         Raises:
-            StorageError: the file cannot be read, or is shorter.
+            StorageError: the file cannot be read or is too short.
         """
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return the bytes and the stat of a local file, or None if the file was modified
-        meanwhile.
+        """Return the bytes and the stat of a local file. The stat is None for bucket objects, or if
+        the file was modified during the read.
         """
         ...
 
 
 class DiskFile:
-    """A local file, opened for each read because a folder may have too many files to keep open."""
+    """Local file. It is opened for each read, because a folder may have too many files to keep
+    open.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -85,7 +87,7 @@ class DiskFile:
 
 
 class BucketFile:
-    """An object of Google Cloud Storage."""
+    """Object in Google Cloud Storage."""
 
     def __init__(self, path: str):
         self.path = path
@@ -106,7 +108,7 @@ class BucketFile:
 
 
 def _retry(path: str, call: Callable[[], Any]) -> Any:
-    """Return the result of a bucket request, with a few retries."""
+    """Run a bucket request with a few retries, and return the result."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -117,9 +119,9 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
                 "  Buckets require the package gcsfs, which is not installed.\n"
                 "  Run: pip install 'maxpipe[gcs]'"
             ) from error
-        except Exception as error:  # gcsfs raises various classes
+        except Exception as error:  # gcsfs raises various exception classes
             missing = isinstance(error, FileNotFoundError)
-            # gcsfs itself retries when a request times out.
+            # gcsfs itself already retries requests that time out.
             late = time.monotonic() - begin > _MAX_SECONDS
             if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
@@ -128,7 +130,7 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
 
 
 def open_range_reader(path: str) -> RangeReader:
-    """Open a file at a path or in a bucket of Google Cloud Storage.
+    """Open a local file or an object in Google Cloud Storage.
 
     Raises:
         ConfigError: the URL scheme is not supported.
@@ -144,14 +146,14 @@ def open_range_reader(path: str) -> RangeReader:
 
 
 def join_path(folder: str, name: str) -> str:
-    """Return the path of a name in a folder or bucket."""
+    """Return the path of the file `name` in a folder or bucket."""
     if url_scheme(folder):
         return f"{folder.rstrip('/')}/{name}"
     return os.path.join(os.path.expanduser(folder), name)
 
 
 class _VerifiedBlocks(NamedTuple):
-    """Blocks that were verified while the file had this stat."""
+    """Blocks whose CRCs were verified while the file had this stat."""
 
     stat: Stat | None
     seen: np.ndarray
@@ -160,8 +162,8 @@ class _VerifiedBlocks(NamedTuple):
 class ChecksummedReader:
     """Reader that compares each block of a file with its CRC when the block is first read.
 
-    Blocks are verified again after any write to the file. Blocks from a bucket are verified on
-    every download, and recently read pieces are cached.
+    After any write to the file, blocks are verified again. Blocks from a bucket are verified on
+    every download, and recently downloaded chunks are cached.
     """
 
     def __init__(self, file: RangeReader, size: int, crcs: np.ndarray, kept: PieceCache | None):
@@ -172,10 +174,10 @@ class ChecksummedReader:
             raise damaged_error(file.path, f"the file has {file.size} bytes instead of {size}")
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes `start` to `stop` - 1; see `RangeReader.read`.
+        """Return bytes `start` to `stop` - 1; see `RangeReader.read`.
 
         Raises:
-            StorageError: additionally if the checksum of a block does not match.
+            StorageError: the file cannot be read, or the checksum of a block does not match.
         """
         if start >= stop:
             return b""
@@ -198,13 +200,13 @@ class ChecksummedReader:
 
     def _read(self, start: int, stop: int) -> bytes:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        state = self._state  # may be replaced by another thread after a write
+        state = self._state  # another thread may replace the state after a write
         if state.seen[first:last].all():
             found, stat = self._file.read_with_stat(start, stop)
             if stat == state.stat:
                 return found
         found, stat = self._read_and_verify(first, last)
-        # A second write shortly after the first may leave the stat unchanged.
+        # If one write follows another within a short time, the second may not change the stat.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
                 state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))
@@ -230,7 +232,7 @@ class ChecksummedReader:
 
 
 class PieceCache:
-    """Cache of recently read pieces of files. Thread-safe."""
+    """Cache of recently read file chunks. Thread-safe."""
 
     def __init__(self, most: int = _CACHED_PIECES):
         self._most = most
@@ -238,14 +240,14 @@ class PieceCache:
         self._lock = threading.Lock()
 
     def get(self, key: tuple[str, int]) -> bytes | None:
-        """Return the piece, or None if it is not cached."""
+        """Return a chunk, or None if the chunk is not cached."""
         with self._lock:
             if key in self._pieces:
                 self._pieces.move_to_end(key)
             return self._pieces.get(key)
 
     def put(self, key: tuple[str, int], piece: bytes) -> None:
-        """Cache a piece; evict the least recently used pieces above the limit."""
+        """Cache a chunk; above the size limit, evict the least recently used chunks."""
         with self._lock:
             self._pieces[key] = piece
             while len(self._pieces) > self._most:
@@ -262,7 +264,7 @@ def unreadable_error(path: str, error: OSError) -> StorageError:
 
 
 def damaged_error(path: str, what: str) -> StorageError:
-    """Return the error for a damaged prepared file."""
+    """Return the error for a damaged file of a prepared folder."""
     return StorageError(
         f"{path}: is damaged\n"
         f"  {what}.\n"

@@ -1,13 +1,14 @@
-"""Reader of prepared folders, on disk or in a bucket, and shuffling in windows.
+"""Reader for prepared folders on disk or in a bucket, and windowed shuffling.
 
-Opening a folder reads the manifest and the span totals, so the time does not depend on the number
-of documents. Each block of a file is compared with its CRC when it is first read.
+Opening a folder reads only the manifest and the span totals, not the indexes of the shards. Each
+block of a file is compared with its CRC when the block is first read.
 
-If there are too many documents for a full shuffle, spans of consecutive documents are shuffled by
-the seed. Some spans are held out. The others fill windows in order. Documents and sequences are
-shuffled within a window, and each epoch visits the windows in a different order. Memory contains
-the span totals and the document lengths of recently read windows. With `data.packing=cut`, the span
-totals determine the number of sequences per window; otherwise all lengths are read once.
+If a source has too many documents for a full shuffle, spans of consecutive documents are shuffled
+with the seed. Some spans are held out for validation. The remaining spans are assigned to windows
+in shuffled order. Documents and sequences are shuffled within a window, and each epoch reads the
+windows in a different order. Only the span totals and the document lengths of recently read windows
+are kept in memory. With `data.packing=cut`, the number of sequences per window follows from the
+span totals; otherwise all lengths are read once.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from maxpipe.io.files import url_scheme
 
 
 class Shard:
-    """Shard of consecutive documents, whose files are opened on first use."""
+    """Shard of consecutive documents. Its files are opened on first use."""
 
     def __init__(self, folder: str, number: int, entry: ShardEntry, kept: PieceCache | None):
         self.entry = entry
@@ -71,7 +72,7 @@ class Shard:
 
     @functools.cached_property
     def files(self) -> dict[str, ChecksummedReader]:
-        """Readers of the files with CRCs, by suffix."""
+        """Maps the suffixes of files with CRCs to their readers."""
         entries = self.entry["files"]
         names = checksummed_suffixes(MASK_FILE in entries)
         crcs = np.frombuffer(read_verified(self._path(CRC_FILE), entries[CRC_FILE]), "<u4")
@@ -91,7 +92,7 @@ class Shard:
 
     @functools.cached_property
     def layout(self) -> Any:
-        """Layout of the index, which must match the manifest."""
+        """Layout of the index, checked against the manifest."""
         index = self.files[IDX]
         try:
             found = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
@@ -104,13 +105,13 @@ class Shard:
         return found
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         at = self.layout.lengths_at
         raw = self.files[IDX].read(at + 4 * first, at + 4 * stop)
         return np.frombuffer(raw, "<i4").astype(np.int64)
 
     def read(self, document: int) -> EncodedDocument:
-        """Return the ids of a document and its loss mask."""
+        """Return the token ids and the loss mask of a document."""
         begin, stop = self._place(document)
         size, files = self.layout.dtype.itemsize, self.files
         ids = np.frombuffer(files[BIN].read(begin, stop), self.layout.dtype)
@@ -123,7 +124,7 @@ class Shard:
         return EncodedDocument(ids, bits[at : at + len(ids)].astype(bool))
 
     def _place(self, document: int) -> tuple[int, int]:
-        """Return the byte range of a document in the file of ids."""
+        """Return the byte range of a document in the file of token ids."""
         at = self.layout.pointers_at + 8 * document
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
@@ -137,13 +138,13 @@ class Shard:
         return begin, stop
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """Return the `META` entries of the documents `first` to `stop` - 1."""
+        """Return the `META` entries of documents `first` to `stop` - 1."""
         raw = self.files[META_FILE].read(META.itemsize * first, META.itemsize * stop)
         return np.frombuffer(raw, META)
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """Return the content of a small file after verifying its digest.
+    """Return the content of a small file, after verifying its digest.
 
     Raises:
         StorageError: the digest does not match, or the file cannot be read.
@@ -158,7 +159,7 @@ def read_verified(path: str, entry: FileEntry) -> bytes:
 
 
 class PreparedDocuments:
-    """Documents of a folder written by `maxpipe data prepare`, in stored order."""
+    """Documents in a folder written by `maxpipe data prepare`, in stored order."""
 
     def __init__(self, folder: str, tokenizer: Tokenizer):
         self.manifest = read_manifest(folder)
@@ -188,7 +189,9 @@ class PreparedDocuments:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: token counts; reads all indexes."""
+        """int64 [documents]: number of tokens per document. Accessing this property reads all
+        indexes.
+        """
         return self._lengths
 
     @functools.cached_property
@@ -196,15 +199,15 @@ class PreparedDocuments:
         return self.lengths_between(0, self.num_documents)
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.lengths(a, b))
 
     def meta(self, first: int, stop: int) -> np.ndarray:
-        """Return the `META` entries of the documents `first` to `stop` - 1."""
+        """Return the `META` entries of documents `first` to `stop` - 1."""
         return self._concatenate_shards(first, stop, lambda shard, a, b: shard.meta(a, b))
 
     def digests(self, first: int, stop: int) -> np.ndarray:
-        """Return uint64 digests of the documents `first` to `stop` - 1."""
+        """Return the digests, uint64, of documents `first` to `stop` - 1."""
         return self.meta(first, stop)["digest"]
 
     def _concatenate_shards(self, first: int, stop: int, read: Any) -> np.ndarray:
@@ -240,12 +243,12 @@ class PreparedDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations, which have loss masks."""
+        """Whether the documents are conversations with loss masks."""
         return has_masks(self.manifest)
 
     @property
     def remark(self) -> str:
-        """Description of the source."""
+        """Short description of the source of the documents."""
         what = "conversations of " if self.has_conversations else ""
         return f"prepared from {what}{self.manifest['source']['name']}"
 
@@ -256,22 +259,22 @@ class PreparedDocuments:
 
     @property
     def unread(self) -> dict[str, int]:
-        """Number of conversations with each key that is not read."""
+        """Maps unread keys to the number of conversations that contain the key."""
         return sum_shard_notes(self.manifest["shards"])[0]
 
     @property
     def marks(self) -> dict[int, int]:
-        """Number of conversations with each mark; see `EncodedDocument.marks`."""
+        """Maps marks to the number of conversations with the mark; see `EncodedDocument.marks`."""
         return sum_shard_notes(self.manifest["shards"])[1]
 
     @property
     def byte_counts(self) -> np.ndarray:
-        """int64 [256]: byte counts of the text."""
+        """int64 [256]: byte histogram of the text."""
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return the metadata of the original source, so a run can switch from text to prepared
-        ids.
+        """Return the metadata of the original source, so that a run can switch from text to
+        prepared data.
         """
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
@@ -286,7 +289,7 @@ class PreparedDocuments:
 
 
 def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[int, int]]:
-    """Return the number of conversations with each unread key, and with each mark."""
+    """Return the total number of conversations for each unread key and for each mark."""
     unread, marks = Counter[str](), Counter[int]()
     for shard in shards:
         unread.update(shard.get("unread", {}))
@@ -296,7 +299,7 @@ def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the ids belong to another tokenizer."""
+    """Raise ConfigError if the folder was prepared with another tokenizer."""
     made = manifest["tokenizer"]
     if made["fingerprint"] == tokenizer.fingerprint():
         return
@@ -317,27 +320,27 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
 
 
 WINDOW_SPANS = 1024
-"""Number of spans per window, about a million documents. A source of at most one window uses a full
-shuffle, which gives the same order as the documents in text form.
+"""Number of spans per window; a window has about a million documents. A source that fits in one
+window is fully shuffled, in the same order as the documents in text form.
 """
 
 _CACHED_WINDOWS = 4
 
 
 class TokenFiles(Protocol):
-    """Documents in files of token ids."""
+    """Documents that are stored in files of token ids."""
 
     num_documents: int
     num_tokens: int
     pad_id: int
     span_tokens: np.ndarray
-    """int64 [spans]: number of tokens per span of `SPAN_DOCUMENTS` documents."""
+    """int64 [spans]: number of tokens in each span of `SPAN_DOCUMENTS` documents."""
 
     @property
     def lengths(self) -> np.ndarray: ...
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 token counts of the documents `first` to `stop` - 1."""
+        """Return the token counts, int64, of documents `first` to `stop` - 1."""
         ...
 
     def __getitem__(self, document: int) -> EncodedDocument: ...
@@ -346,16 +349,16 @@ class TokenFiles(Protocol):
 
 
 def needs_windows(documents: TokenFiles) -> bool:
-    """Return whether there are too many documents for a full shuffle."""
+    """Return whether the source has too many documents for a full shuffle."""
     return len(documents.span_tokens) > WINDOW_SPANS
 
 
 def split_spans(
     documents: TokenFiles, split: Literal["validation", "train", "all"], fraction: float, seed: int
 ) -> np.ndarray:
-    """Return the span indices of a split, shuffled except for `all`.
+    """Return the span indices of a split, in shuffled order unless the split is `all`.
 
-    At least one span is held out if the fraction is above 0.
+    If the fraction is above 0, at least one span is held out.
     """
     count = len(documents.span_tokens)
     if split == "all":
@@ -366,7 +369,7 @@ def split_spans(
 
 
 class _DocumentWindow:
-    """Documents of some spans, indexed from 0."""
+    """Documents covered by the given spans, reindexed from 0."""
 
     def __init__(self, documents: TokenFiles, spans: np.ndarray):
         self._documents = documents
@@ -386,14 +389,14 @@ class _DocumentWindow:
 
 
 class _WindowCounts(NamedTuple):
-    """Counts per window, int64 [windows]."""
+    """Number of sequences and targets per window, int64 [windows]."""
 
     sequences: np.ndarray
     targets: np.ndarray
 
 
 class WindowedSequences:
-    """Sequences of many documents, shuffled and packed by window; see `Sequences`."""
+    """Sequences that are shuffled and packed per window of documents; see `Sequences`."""
 
     def __init__(
         self,
@@ -402,14 +405,16 @@ class WindowedSequences:
         packer: Packer,
         seed: int | None,
     ):
-        """Create the sequences. Without a seed, documents within windows are in stored order."""
+        """Create the sequences. Without a seed, the documents in a window keep their stored
+        order.
+        """
         self.sequence_length = packer.sequence_length
         self._documents, self._packer, self._seed = documents, packer, seed
         self._spans = np.split(spans, range(WINDOW_SPANS, len(spans), WINDOW_SPANS))
         self._windows: OrderedDict[int, tuple[_DocumentWindow, Sequences]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
-        # Span totals are valid only for documents of unlimited length.
+        # Span totals are wrong if the document lengths are limited.
         is_cut = packer.packing == "cut" and not getattr(documents, "is_length_limited", False)
         counts = self._count_concatenated() if is_cut else self._count_packed(spans)
         self.num_targets = int(counts.targets.sum())
@@ -417,7 +422,9 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """Return the counts computed from span totals, assuming that each document has a token."""
+        """Compute the counts from the span totals, assuming that every document has at least one
+        token.
+        """
         tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
         documents = np.array([self._span_documents(each).sum() for each in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
@@ -474,7 +481,9 @@ class WindowedSequences:
         return int(self._documents.lengths_between(document, document + 1)[0])
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the order of an epoch, of the windows and of the sequences within each window."""
+        """Return the permutation for one epoch, which shuffles the windows and the sequences within
+        each window.
+        """
         return functools.partial(self._shuffle, key)
 
     def _shuffle(self, key: tuple[int, ...], places: np.ndarray) -> np.ndarray:
@@ -497,7 +506,7 @@ class WindowedSequences:
         return number, index - int(self._starts[number])
 
     def _window(self, number: int) -> tuple[_DocumentWindow, Sequences]:
-        # under the lock, because other threads that need this window would repeat the work
+        # the lock prevents other threads that need this window from repeating the work
         with self._lock:
             if number not in self._windows:
                 window = _DocumentWindow(self._documents, self._spans[number])

@@ -1,4 +1,4 @@
-"""Worker side of `maxpipe data prepare`: encodes documents and writes checksummed shards."""
+"""Workers of `maxpipe data prepare`: encode documents and write checksummed shards."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import open_regular
 
 _MAX_DOCUMENT_TOKENS = (1 << 31) - 1
-"""Maximum tokens of a document in an index."""
+"""Maximum number of tokens per document that the index format supports."""
 
 
 class DocumentBatch(NamedTuple):
-    """Encoded consecutive documents."""
+    """Batch of consecutive encoded documents."""
 
     ids: np.ndarray
-    """[tokens], including BOS and EOS of each document."""
+    """[tokens]: token ids, including BOS and EOS of each document."""
     lengths: np.ndarray
     """int64 [documents]"""
     meta: np.ndarray
@@ -58,7 +58,7 @@ class DocumentBatch(NamedTuple):
     byte_counts: np.ndarray
     """uint32 [documents, 256]: byte histograms of the texts."""
     unreadable: np.ndarray
-    """bool [documents]: whether a document is empty because its record could not be read."""
+    """bool [documents]: whether the document is empty because its record could not be read."""
     trained: np.ndarray | None = None
     """bool [tokens]: loss mask; None if all tokens are trained."""
     unread: Sequence[tuple[str, ...]] = ()
@@ -67,7 +67,7 @@ class DocumentBatch(NamedTuple):
     """`EncodedDocument.marks` of each conversation."""
 
     def part(self, first: int, stop: int) -> DocumentBatch:
-        """Return the documents `first` to `stop` - 1."""
+        """Return the batch with documents `first` to `stop` - 1."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
@@ -78,7 +78,7 @@ class DocumentBatch(NamedTuple):
 
 
 class FinishedShard(TypedDict):
-    """A shard on disk, and its contribution to the totals."""
+    """A complete shard on disk, and its contribution to the totals."""
 
     shard: ShardEntry
     text_bytes: int
@@ -86,7 +86,9 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """Writer of a new file that computes its SHA-256 and CRCs. It does not follow links."""
+    """Writer for a new file, which computes the SHA-256 and the CRCs of the content. Links are not
+    followed.
+    """
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -95,10 +97,10 @@ class ChecksummedWriter:
         self._bytes = 0
         self._crc = 0
         self.crcs = array("I")
-        """CRC of each full block; `close` adds the last block."""
+        """CRC of each complete block; `close` adds the CRC of the last block."""
 
     def write(self, content: bytes) -> None:
-        """Append bytes."""
+        """Append bytes to the file."""
         view = memoryview(content)
         self._file.write(view)
         self._sha.update(view)
@@ -113,7 +115,7 @@ class ChecksummedWriter:
                 self._crc = 0
 
     def close(self) -> FileEntry:
-        """Flush the file to disk and close it; return its size and SHA-256."""
+        """Flush the file to disk, close it, and return its size and SHA-256."""
         if self._bytes % BLOCK_BYTES:
             self.crcs.append(self._crc)
         self._file.flush()
@@ -122,12 +124,12 @@ class ChecksummedWriter:
         return {"bytes": self._bytes, "sha256": self._sha.hexdigest()}
 
     def abandon(self) -> None:
-        """Close the file without completing it."""
+        """Close an incomplete file."""
         self._file.close()
 
 
 class _Mask:
-    """Loss mask file with one bit per token."""
+    """Writer for a loss-mask file with one bit per token."""
 
     def __init__(self, file: ChecksummedWriter):
         self.file = file
@@ -136,7 +138,7 @@ class _Mask:
         self._rest = np.zeros(0, bool)
 
     def add(self, trained: np.ndarray) -> None:
-        """Append bool [tokens]."""
+        """Append a mask, bool [tokens]."""
         self.count += int(trained.sum())
         bits = np.concatenate([self._rest, trained])
         whole = len(bits) // 8 * 8
@@ -144,12 +146,12 @@ class _Mask:
         self._rest = bits[whole:]
 
     def finish(self) -> None:
-        """Write the last, partial byte."""
+        """Write the last byte, which may be partial."""
         self.file.write(np.packbits(self._rest, bitorder="little").tobytes())
 
 
 class ShardWriter:
-    """Writer of the files of a shard; it replaces the files of an earlier attempt."""
+    """Writer for the files of one shard. Files of an earlier attempt are replaced."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype, *, has_mask: bool = False):
         self.tokens = 0
@@ -166,7 +168,7 @@ class ShardWriter:
         return ChecksummedWriter(self._folder / shard_name(self._number, suffix))
 
     def add(self, piece: DocumentBatch) -> None:
-        """Append documents."""
+        """Append a batch of documents."""
         longest = int(piece.lengths.max(initial=0))
         if longest > _MAX_DOCUMENT_TOKENS:
             rule = f"must have at most {_MAX_DOCUMENT_TOKENS} tokens: the longest has {longest}."
@@ -185,7 +187,7 @@ class ShardWriter:
         self.tokens += len(piece.ids)
 
     def close(self) -> FinishedShard:
-        """Write index and CRCs and flush all files to disk."""
+        """Write the index and the CRCs, and flush all files to disk."""
         lengths = np.concatenate(self._lengths)
         files = {BIN: self._bin, META_FILE: self._meta, IDX: self._open(IDX)}
         for part in encode_index(lengths, self._dtype):
@@ -214,7 +216,7 @@ class ShardWriter:
         }
 
     def abandon(self) -> None:
-        """Close the files without completing the shard."""
+        """Close the files of an incomplete shard."""
         self._bin.abandon()
         self._meta.abandon()
         if self._mask is not None:
@@ -226,13 +228,12 @@ _MAX_TOKENS = 1 << 18
 
 
 class ShardEncoder(Protocol):
-    """Encoder of the documents of a source for storage."""
+    """Encoder that converts the documents of a source to stored token ids."""
 
     def encode_batch(self, first: int, stop: int) -> DocumentBatch:
-        """Return the documents `first` to `stop` - 1, or fewer (at least one) if documents are
-        long.
+        """Return documents `first` to `stop` - 1, or fewer (at least one) if documents are long.
 
-        Memory is thus bounded independently of the document size.
+        This bounds the memory for batches of long documents.
         """
         ...
 
@@ -242,7 +243,7 @@ class ShardEncoder(Protocol):
 
 
 class _TextShardEncoder:
-    """Encoder of texts with BOS and EOS."""
+    """Encoder for texts, which adds BOS and EOS."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
@@ -256,7 +257,7 @@ class _TextShardEncoder:
         with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
         for found in encoded:
-            ids += begin, found.astype(dtype), end  # `found` may have any integer type
+            ids += begin, found.astype(dtype), end  # `found` may have any integer dtype
             lengths.append(len(found) + 2)
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
@@ -270,7 +271,9 @@ class _TextShardEncoder:
         return len(raw), digest_of(raw)
 
     def _read(self, first: int, stop: int) -> list[str]:
-        """Read texts from `first` on, until they have `_MAX_CHARACTERS` characters in total."""
+        """Read texts, starting at `first`, until their total length reaches `_MAX_CHARACTERS`
+        characters.
+        """
         texts: list[str] = []
         characters = 0
         while characters < _MAX_CHARACTERS and first + len(texts) < stop:
@@ -280,7 +283,7 @@ class _TextShardEncoder:
 
 
 class _ConversationShardEncoder:
-    """Encoder of conversations with loss masks."""
+    """Encoder for conversations, which also returns loss masks."""
 
     def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
@@ -315,7 +318,7 @@ class _ConversationShardEncoder:
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """Return uint32 [texts, 256]: byte histogram of each text."""
+    """Return the byte histogram of each text, uint32 [texts, 256]."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -323,7 +326,7 @@ def _histograms(raws: list[bytes]) -> np.ndarray:
 def build_shard_encoder(
     source: Source, tokenizer: Tokenizer, talks: ConversationEncoder | None
 ) -> ShardEncoder:
-    """Return an encoder of texts, or of conversations if `talks` is given."""
+    """Return an encoder for texts, or for conversations if `talks` is set."""
     return (
         _TextShardEncoder(source, tokenizer) if talks is None else _ConversationShardEncoder(talks)
     )
@@ -332,7 +335,7 @@ def build_shard_encoder(
 def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """Return the encoder of conversations; None for texts.
+    """Return the encoder for conversations; None if the documents are texts.
 
     Raises:
         ConfigError: the chat template is missing or cannot be read.
@@ -341,16 +344,16 @@ def build_conversation_encoder(
 
 
 class _Worker:
-    """State of a worker process."""
+    """Global state of a worker process."""
 
     encoder: ShardEncoder
 
 
 def source_if_picklable(source: Source) -> Source | None:
-    """Return the source if it can be pickled, so that workers need not scan its files again."""
+    """Return the source if it can be pickled; workers then need not scan its files again."""
     try:
         ForkingPickler.dumps(source)
-    except Exception:  # libraries raise various errors
+    except Exception:  # libraries raise various exception classes
         return None
     return source
 
@@ -358,15 +361,16 @@ def source_if_picklable(source: Source) -> Source | None:
 def start(
     data: SourceConfig, tokenizer: TokenizerConfig, seed: int, source: Source | None, day: str
 ) -> None:
-    """Initialize a spawned worker process, which exits when its parent exits.
+    """Initialize a spawned worker process. The worker exits when its parent exits.
 
     `day` is the date that the chat template renders.
     """
-    # The worker processes provide the parallelism. `tokenizers` reads these variables at import.
+    # The worker processes provide the parallelism, so the libraries should not start threads.
+    # `tokenizers` reads these variables at import.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent process handles these signals
+        signal.signal(number, signal.SIG_IGN)  # only the parent process handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
     found = open_tokenizer(tokenizer)
     source = expand_trained_messages(open_source(data, seed), data) if source is None else source
@@ -384,8 +388,10 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return the documents from `first` on, or the problems to report; see `ShardEncoder.piece`."""
+    """Return documents starting at `first`, or the problems to report; see
+    `ShardEncoder.encode_batch`.
+    """
     try:
         return _Worker.encoder.encode_batch(first, stop)
-    except ConfigError as error:  # pickling the error would lose the problems
+    except ConfigError as error:  # pickling the error would lose its problems
         return error.problems

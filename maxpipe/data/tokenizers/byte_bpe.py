@@ -1,11 +1,14 @@
-"""Faster encoder for byte-level BPE: tiktoken replaces `tokenizers` if the ids are the same.
+"""Fast encoder for byte-level BPE, based on tiktoken.
 
-The library `tokenizers` applies a list of merges. Instead, tiktoken merges adjacent tokens whose
-joined bytes are a token, lowest rank first. Both libraries give the same ids if each token, encoded
-as a word, merges from bytes to itself. The last merge of a token then joins the same two tokens in
-both libraries. Every token is tested. Both libraries split text into the same words if the pattern
-is a published one and they agree on letters, numbers and spaces. This is tested for every
-character. All other text uses `tokenizers`.
+The encoder is used only if it returns the same ids as the library `tokenizers`.
+
+The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
+whose concatenation is a token, lowest rank first. Both methods agree if the text of every token is
+encoded as this single token, because the last merge of a token then joins the same two tokens in
+both libraries. This condition is tested for every token. Both libraries must also split text into
+the same words. This requires a pattern in `PUBLISHED`, and characters that both libraries classify
+in the same way as letters, numbers or spaces. Every character is tested. Texts with other
+characters are encoded with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Default pattern of `ByteLevel`."""
 PUBLISHED = (LLAMA3, QWEN, O200K, _GPT2)
-"""Patterns whose time is linear in the length of a text."""
+"""Published patterns whose matching time is linear in the length of the text."""
 _LONGEST = 1 << 18
-"""Maximum characters of a text: tiktoken's patterns fail on runs of a million spaces."""
+"""Maximum text length in characters, because tiktoken's patterns fail on runs of a million
+spaces.
+"""
 _LAST = 0x32000
-"""Characters from here on are not letters of a language. Texts with such characters use
-`tokenizers`.
+"""First code point that is not tested. No language uses letters from this code point on. Texts with
+such characters use `tokenizers`.
 """
 _FOLDED = "\u017f\u212a"
 """Non-ASCII characters that match s or k when case is ignored."""
@@ -36,7 +41,7 @@ _OTHER_KINDS = ("byte_fallback", "fuse_unk")
 
 
 class ByteBpe:
-    """Fast encoder for most texts."""
+    """Fast encoder that supports most texts."""
 
     def __init__(self, pattern: str, ranks: Mapping[bytes, int], ids: Sequence[int], added: str):
         import tiktoken
@@ -49,7 +54,7 @@ class ByteBpe:
         self._added = re.compile(added) if added else None
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Return int32 [tokens]; None for a text whose ids might differ."""
+        """Return int32 [tokens]; None if the ids could differ from the ids of `tokenizers`."""
         if len(text) > _LONGEST or (not text.isascii() and self._ambiguous_character.search(text)):
             return None
         if self._added is not None and self._added.search(text):
@@ -71,7 +76,9 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that tiktoken's pattern matches; tiktoken drops all others."""
+    """Return the characters that the pattern matches in tiktoken, which drops all other
+    characters.
+    """
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -80,7 +87,9 @@ def _tiktoken_characters(kind: str) -> set[str]:
 
 
 def _tokenizers_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern of `tokenizers` matches; each match is a word."""
+    """Return the characters that the pattern matches in `tokenizers`, where each match is a
+    word.
+    """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -90,11 +99,12 @@ def _tokenizers_characters(kind: str) -> set[str]:
 
 
 def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
-    """Return the fast encoder of a tokenizer.json; None if ids might differ or tiktoken is missing.
+    """Return the fast encoder for a `tokenizer.json`; None if ids could differ or tiktoken is
+    missing.
 
     Args:
-        definition: The content of the file.
-        model: The `tokenizers` model of the file; its settings are changed.
+        definition: Content of the `tokenizer.json` file.
+        model: The `tokenizers` model of the file. Its settings are modified.
     """
     pattern = _pattern_of(definition)
     settings = definition["model"]
@@ -117,8 +127,8 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
 
 
 def _pattern_of(definition: Mapping[str, Any]) -> str | None:
-    """Return the published pattern that splits text into words of bytes; None for other
-    patterns.
+    """Return the pattern that splits text into words, or None if the pattern is not in
+    `PUBLISHED`.
     """
     first = definition.get("pre_tokenizer") or {}
     steps = first.get("pretokenizers", [first])
@@ -140,8 +150,8 @@ def _pattern_of(definition: Mapping[str, Any]) -> str | None:
 
 
 def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:
-    """Return ranks by token bytes, and the id of each rank; None if a token fails the merge
-    test.
+    """Return a map from token bytes to ranks, and the id of each rank. Return None if a token fails
+    the merge test.
     """
     vocabulary, byte_of = settings["vocab"], _byte_alphabet()
     if not byte_of.keys() <= vocabulary.keys():
@@ -152,25 +162,25 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
     ]
     for first, second in merges:
         joined = first + second
-        if joined != tokens[-1]:  # several ways to merge a token follow each other
+        if joined != tokens[-1]:  # a token may have several merges, which are adjacent in the list
             tokens.append(joined)
     if len(set(tokens)) != len(tokens) or not set(tokens) <= vocabulary.keys():
         return None
-    model.ignore_merges = False  # otherwise the model would not merge existing tokens
+    model.ignore_merges = False  # otherwise the model would return known tokens without merging
     if any(set(token) - byte_of.keys() for token in tokens):
         return None
     for token in tokens:
         if [each.value for each in model.tokenize(token)] != [token]:
             return None
     if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
-        return None  # tokens that are never merged may be full words
+        return None  # tokens without a merge may be full words
     ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
     return ranks, [vocabulary[token] for token in tokens]
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return bytes by the characters that `ByteLevel` writes: printable bytes represent
+    """Return a map from the characters that `ByteLevel` writes to bytes. Printable bytes represent
     themselves.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,9 +1,10 @@
-"""Chat templates: render a conversation to the text that a model continues.
+"""Chat templates, which render a conversation as text for the model.
 
-A template is an untrusted program that comes with a model. It runs in the jinja2 sandbox in a
-separate process, because the sandbox limits neither time nor memory. The process receives only the
-messages. It sees neither environment variables, which may contain secrets, nor files of the parent.
-A process that exceeds a limit is terminated, and the error names its conversation.
+A template is an untrusted program that is published with a model. It runs in the jinja2 sandbox in
+a separate process, because the sandbox does not limit time or memory. The process receives only the
+messages. It has no access to the environment variables (which may contain secrets) or open files of
+the parent process. A process that exceeds a limit is terminated, and the error names the
+conversation.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Wall time limit in seconds on a busy machine; the template itself is limited in CPU time."""
+"""Wall time limit in seconds, chosen for a busy machine. The template itself has a limit on CPU
+time.
+"""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
 SETTINGS = "chat_template_kwargs"
-"""Name of the record field with template settings."""
+"""Name of the record field that contains template settings."""
 
 Message = dict[str, Any]
-"""`role`, `content` and any other keys that a template reads."""
+"""Message with `role`, `content` and any other keys that a template reads."""
 
 
 class ChatInput(NamedTuple):
@@ -41,40 +44,48 @@ class ChatInput(NamedTuple):
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     settings: Mapping[str, Any] = {}
-    """Further variables of the template, such as `enable_thinking`."""
+    """Additional variables for the template, such as `enable_thinking`."""
     trained: Sequence[int] = ()
     """Zero-based indices of the trained messages."""
     unread: tuple[str, ...] = ()
-    """Fields of the record that are not used above."""
+    """Fields of the record that none of the other attributes use."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to a trained message, which is then the only one trained."""
+        """Return the conversation up to and including message `number`, which becomes the only
+        trained message.
+        """
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
 class Masking(NamedTuple):
-    """Options that determine the trained spans of a text."""
+    """Options that determine which spans of a text are trained."""
 
     by_blocks: bool
-    """Whether generation blocks of the template, if present, delimit assistant messages."""
+    """Whether `{% generation %}` blocks in the template, if any, delimit the assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template rewrites later are skipped; otherwise they are errors."""
+    """Whether messages that the template rewrites when later messages follow are skipped; otherwise
+    they cause an error.
+    """
 
 
 class RenderedChat(NamedTuple):
-    """Rendered text of a conversation."""
+    """Rendered text of a conversation, with its trained spans."""
 
     text: str
     spans: list[tuple[int, int]]
-    """Trained spans, in characters."""
+    """Trained spans as (begin, end) in characters."""
     rewritten: int
-    """Number of messages that are not trained because the template rewrites them later."""
+    """Number of messages excluded from training because the template rewrites them when later
+    messages follow.
+    """
     unread: tuple[str, ...]
     """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response line of the process; the response to the settings is empty."""
+    """Response line of the process. The response to the first request, which sends the settings, is
+    empty.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -87,8 +98,8 @@ class _RenderResponse(TypedDict, total=False):
 class RenderError(Exception):
     """A template or conversation that cannot be rendered.
 
-    `kind` is `package` if jinja2 is missing, and `prefix` if messages cannot be separated in the
-    text.
+    `kind` is `package` if jinja2 is missing, and `prefix` if the messages cannot be located in the
+    rendered text.
     """
 
     def __init__(self, text: str, kind: str = ""):
@@ -109,11 +120,11 @@ class ChatProcess:
             [sys.executable, "-P", render_chat.__file__],
             {"PYTHONPATH": paths},
             most_answer_bytes=_MAX_RESPONSE_BYTES,
-            # Ctrl-C goes to the parent process only, which saves its work and ends this one
+            # Ctrl-C reaches only the parent process, which saves its work and ends this process
             own_session=True,
         )
         self.close = self._process.close
-        """Ends the process; also called when this object is garbage-collected."""
+        """Ends the process; also called when this `ChatProcess` is garbage-collected."""
         self._seconds = cpu_seconds + _START_SECONDS
         settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
         try:
@@ -135,10 +146,11 @@ class ChatProcess:
         masking: Masking | None = None,
         day: str = "",
     ) -> RenderedChat:
-        """Return the text of a conversation; with `masking` also the spans of its trained messages.
+        """Return the text of a conversation. With `masking`, the result includes the spans of
+        trained messages.
 
-        `day`, for example 2026-01-31, is the current date in the template; empty for the actual
-        date.
+        `day`, for example 2026-01-31, is the date that the template uses as the current date. An
+        empty string selects the actual date.
 
         Raises:
             RenderError: the template fails, rejects the messages, or exceeds a limit.
@@ -188,11 +200,11 @@ _LOG = logging.getLogger(__name__)
 _CPU_SECONDS = 10
 """CPU time limit per conversation in seconds."""
 _NAMED = 20
-"""Maximum number of keys in a message."""
+"""Maximum number of keys listed in a log message."""
 
 
 class ChatTemplate:
-    """A chat template as published in `chat_template.jinja` or `tokenizer_config.json`."""
+    """Chat template from `chat_template.jinja` or `tokenizer_config.json`."""
 
     def __init__(
         self,
@@ -204,18 +216,22 @@ class ChatTemplate:
         self.template = template
         self.path = path
         self.tokens = dict(tokens)
-        """Control tokens available to the template, by role, such as `bos_token`."""
+        """Texts of the control tokens available to the template, keyed by role (such as
+        `bos_token`).
+        """
         self.settings = dict(settings or {})
-        """Template settings; settings of a conversation override them."""
+        """Template settings. The settings of a conversation take precedence."""
         self.day = ""
-        """Current date in the template, for example 2026-01-31; empty for the actual date."""
+        """Date that the template uses as the current date, for example 2026-01-31; empty for the
+        actual date.
+        """
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
-        """Return the template with these settings."""
+        """Return a copy of the template with these settings."""
         return ChatTemplate(self.template, self.path, self.tokens, settings)
 
     def with_date(self, day: str) -> ChatTemplate:
-        """Return the template with this current date."""
+        """Return a copy of the template that uses this date as the current date."""
         template = self.with_settings(self.settings)
         template.day = day
         return template
@@ -239,10 +255,10 @@ class ChatTemplate:
     def render(
         self, conversations: Sequence[ChatInput], *, add_generation_prompt: bool = True
     ) -> list[str]:
-        """Return the text of each conversation, up to the beginning of the model's response.
+        """Return the text of each conversation, ending where the model's response begins.
 
-        Rendering many conversations in one call is much faster than one by one. Keys that the
-        template does not read are logged.
+        Rendering many conversations in one call is much faster than rendering them one by one. Keys
+        that the template does not read are logged.
 
         Raises:
             ConfigError: jinja2 is missing, or the template fails or exceeds a limit.
@@ -278,10 +294,9 @@ class ChatTemplate:
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:
-    """Return a line with the unread keys of conversations and the number of conversations with
-    each.
+    """Return a remark that lists the unread keys and how many conversations contain each key.
 
-    `action` suggests settings that read the keys.
+    `action` suggests settings that would read the keys.
     """
     if not unread:
         return []

@@ -1,15 +1,16 @@
-"""Control tokens: ids that begin, end and pad a text, resolved from the files of a model folder.
+"""Control tokens: ids that begin, end and pad a text, determined from the files in a model folder.
 
-This module alone defines how a text begins and ends. For each token, it uses the first of these
-sources that names the token:
+Only this module defines how a text begins and ends. For each token, the first of these sources that
+defines the token is used:
 
 - BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
-  the vocabulary file, usual names, `generation_config.json`, `config.json`, EOS
+  the vocabulary file, common token names, `generation_config.json`, `config.json`, EOS
 - EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
-  `generation_config.json`, `config.json`, usual names
-- ends of generated text in addition to EOS: `generation_config.json`, `config.json`, usual names
+  `generation_config.json`, `config.json`, common token names
+- additional ids that end generated text: `generation_config.json`, `config.json`, common token
+  names
 
-`data/chat_spec.py` adds the token that closes assistant messages of a chat template.
+`data/chat_spec.py` adds the token that closes assistant messages in a chat template.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ _TEMPLATE_FILE = "chat_template.jinja"
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Tokens around a prompt."""
+    """Tokens added before and after a prompt."""
 
     before: tuple[int, ...]
     after: tuple[int, ...] = ()
     reads_control: bool = False
-    """Whether text of a control token is encoded as that token."""
+    """Whether text that spells a control token is encoded as this token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTokens:
-    """Control tokens of a vocabulary; they have no text.
+    """Control tokens of a vocabulary. Control tokens are not part of the decoded text.
 
     `special_tokens` maps the text of every control token to its id. `end_ids` are the sorted ids
-    that end generated text: `end_id` and the ends of a chat turn.
+    that end generated text: `end_id` and the end-of-turn tokens of chat formats.
     """
 
     begin_id: int
@@ -72,12 +73,14 @@ class ControlTokens:
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
     role_texts: Mapping[str, str] = field(default_factory=dict)
-    """Texts of control tokens by role, with the names of chat templates, such as `bos_token`."""
+    """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
+    tokens.
+    """
     chat: ChatTemplate | None = None
     published: Framing = Framing(())
-    """Framing that `transformers` uses to encode a prompt with the tokenizer of this folder."""
+    """Framing that `transformers` adds to a prompt with the tokenizer in this folder."""
     framing: Framing = None  # type: ignore[assignment]
-    """Framing of prompts in maxpipe; by default that of training documents, one BOS token."""
+    """Framing of prompts in maxpipe. The default is one BOS token, as in training documents."""
 
     def __post_init__(self) -> None:
         if self.framing is None:
@@ -87,20 +90,20 @@ class ControlTokens:
 
 
 class ControlTokenMixin:
-    """Control token properties that all tokenizers share."""
+    """Mixin with the control token properties that all tokenizers share."""
 
     control: ControlTokens
     vocab_size: int
     min_embedding_rows: int
     """See `Tokenizer`."""
     embedding_rows: int = MAX_IDS
-    """Rows of the model's embedding, if known; see `fitted`."""
+    """Number of embedding rows of the model, if known; see `fit_tokenizer`."""
 
     def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for a model with this number of rows; ids stay below it.
+        """Return a copy for a model with this number of embedding rows, which limits the ids.
 
-        Text of a control token without a row is encoded as plain text. EOS replaces a padding token
-        without a row.
+        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
+        token without a row.
         """
         if rows >= self.vocab_size:
             return self
@@ -118,14 +121,14 @@ class ControlTokenMixin:
         raise NotImplementedError
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; at least one id."""
+        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
         framing = self.control.framing
         encode = self.encode_chat if framing.reads_control else self.encode
         ids = [*framing.before, *encode(text).tolist(), *framing.after]
         return ids or [self.begin_id]
 
     def with_control(self, **changes: Any) -> Self:
-        """Return a copy with changed fields of `ControlTokens`."""
+        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
         found = copy.copy(self)
         found.control = replace(self.control, **changes)
         return found
@@ -175,21 +178,23 @@ def resolve(
     known: Mapping[str, int] | None = None,
     published: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> ControlTokens:
-    """Return the control tokens of the vocabulary in the file `path`.
+    """Determine the control tokens of the vocabulary in the file `path`.
 
-    Without BOS, documents begin with EOS; without a padding token, EOS is used for padding.
+    If the vocabulary has no BOS token, documents begin with EOS. If it has no padding token, EOS is
+    used for padding.
 
     Args:
         path: Vocabulary file; settings are read from its folder.
-        special: Ids of the vocabulary's control tokens by their text.
-        id_of: Returns the id of any token of the vocabulary.
-        vocab_size: Upper bound of ids, exclusive.
+        special: Maps the texts of the vocabulary's control tokens to ids.
+        id_of: Maps the text of any token in the vocabulary to its id.
+        vocab_size: Exclusive upper bound of ids.
         known: Ids that the file itself assigns to `bos_token`, `eos_token` and `pad_token`.
-        published: Ids that the file itself adds before and after a text; None if the file does not
-            define them and `add_bos_token` and `add_eos_token` of the settings apply.
+        published: Ids that the file itself adds before and after a text. If None, `add_bos_token`
+            and `add_eos_token` in the settings determine these ids.
 
     Raises:
-        ConfigError: EOS is missing, settings cannot be read, or settings name a missing token.
+        ConfigError: EOS is missing, the settings cannot be read, or the settings name a missing
+            token.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     settings = read_object(folder, _SETTINGS)
@@ -197,7 +202,7 @@ def resolve(
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _load_listed_ids(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    # Ids with a text come first.
+    # Ids in the vocabulary come first.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         raise ConfigError.one(
@@ -246,7 +251,7 @@ def _role(
     known: Mapping[str, int],
     ids: Sequence[int] = (),
 ) -> int | None:
-    """Return the id of a role; `ids` are those listed for it in other files."""
+    """Return the id of a role. `ids` are the ids that other files list for this role."""
     named = said.get(role)
     if named is not None:
         found = id_of(named)
@@ -259,7 +264,7 @@ def _role(
             f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}.",
             f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer.",
         )
-    if role in said and role != "eos_token":  # null: the role has no token
+    if role in said and role != "eos_token":  # null means that the role has no token
         return None
     if role in known:
         return known[role]
@@ -269,22 +274,25 @@ def _role(
 
 
 def _join_names(names: Iterable[str], most: int = 12) -> str:
-    """Join the first `most` names."""
+    """Return a comma-separated list of the first `most` names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
 def role_texts(folder: str) -> dict[str, str | None]:
-    """Return the token texts by role that a folder defines; None for a role without a token."""
+    """Return the token text of each role that a folder defines. The text is None for a role without
+    a token.
+    """
     return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
-    """Return the JSON object in an optional file of a folder.
+    """Return the JSON object in an optional file of a folder; an empty object if the file is
+    missing.
 
     Raises:
-        ConfigError: the file cannot be read or does not contain an object.
+        ConfigError: the file cannot be read, or does not contain a JSON object.
     """
     path = os.path.join(folder, name)
     try:
@@ -303,9 +311,11 @@ def _settings_error(path: str, rule: str) -> ConfigError:
 def _role_texts_of_settings(
     settings: Mapping[str, Any], special: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """Return token texts by role; None for a role that is set to no token.
+    """Return token texts keyed by role. The text is None for a role that is explicitly set to no
+    token.
 
-    As in `transformers`, the special tokens map overrides settings that list no added tokens.
+    As in `transformers`, the special tokens map overrides the settings if they list no added
+    tokens.
     """
     first, second = settings, special
     if "added_tokens_decoder" not in settings:
@@ -316,16 +326,16 @@ def _role_texts_of_settings(
 
 
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return token texts by role; an entry is the text or an object with `content`."""
+    """Return token texts keyed by role. An entry is the text itself or an object with `content`."""
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
 
 def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
-    """Return the ids of `eos_token_id` and `bos_token_id` in generation_config.json, else
-    config.json.
+    """Return the ids listed as `eos_token_id` and `bos_token_id` in generation_config.json, or else
+    in config.json.
 
-    In the config of a multimodal model, the ids may be in `text_config`.
+    In the config of a multimodal model, these keys may be in `text_config`.
     """
     found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
@@ -340,8 +350,8 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """Return a list of ids for one id or several. Ids may exceed the vocabulary of a padded
-    embedding.
+    """Convert one id or a list of ids to a list. With a padded embedding, ids may exceed the
+    vocabulary.
     """
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
@@ -353,7 +363,9 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file; of several named templates, `default`."""
+    """Return the chat template and its file. If the file has several named templates, the template
+    named `default` is returned.
+    """
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path

@@ -1,8 +1,9 @@
-"""Tokenizer files: detection of the file format, and reads with size and time limits.
+"""Tokenizer files: detection of file formats, size limits and time limits.
 
-The time limit applies to the encoding of a text by a `tokenizer.json`. A pattern such as `(a|aa)+$`
-can need exponential time, and the limit of the regex engine applies to a single match only. The
-library cannot be interrupted, so the work runs in a thread, which is abandoned with an error.
+The time limit applies when a `tokenizer.json` encodes or decodes text. A pattern such as `(a|aa)+$`
+can require exponential time, and the limit of the regex engine applies only to a single match. The
+library cannot be interrupted, so it runs in a separate thread. If the limit is exceeded, the thread
+is abandoned and an error is raised.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SECONDS = 10.0
-"""CPU time limit in seconds for any text; longer texts get more time."""
+"""CPU time limit in seconds for a short text. Longer texts have a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
-"""Characters that extend the limit by one second: a tenth of the speed of the slowest published
-tokenizer.
+"""Number of characters that increase the limit by one second. This is a tenth of the speed of the
+slowest published tokenizer.
 """
 _SINGLE_TEXT_SECONDS = 2.0
 """CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Maximum word length in characters; WordPiece time grows at least quadratically with the word
-length.
+"""Maximum word length in characters. The run time of WordPiece grows at least quadratically with
+the word length.
 """
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
-"""Patterns whose time is linear in the length of a text."""
+"""Patterns whose matching time is linear in the length of the text."""
 
 
 class SlowCall(Exception):
@@ -51,7 +52,9 @@ class SlowCall(Exception):
 
 
 class FailedText(Exception):
-    """A text that the library fails on or encodes too slowly; the cause is its error."""
+    """A text on which the library fails or exceeds the time limit. `__cause__` is the original
+    error.
+    """
 
     def __init__(self, number: int, text: str):
         super().__init__(text[:40])
@@ -59,7 +62,7 @@ class FailedText(Exception):
 
 
 def needs_limit(*parts: Any) -> bool:
-    """Return whether these parts of a definition may need a long time for a short text."""
+    """Return whether these parts of a tokenizer definition may be slow even for a short text."""
     return any(map(_is_slow, parts))
 
 
@@ -71,7 +74,7 @@ def _is_slow(part: Any) -> bool:
         longest = part.get("max_input_chars_per_word", 0)
         if not isinstance(longest, int) or longest > _LONGEST_WORD:
             return True
-        # The vocabulary is large and contains no steps.
+        # The vocabulary and the merges are large and contain no patterns.
         return any(_is_slow(each) for name, each in part.items() if name not in _LISTS)
     return isinstance(part, list) and any(map(_is_slow, part))
 
@@ -80,13 +83,13 @@ _LISTS = frozenset({"vocab", "merges"})
 
 
 def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> T:
-    """Return the result of `call`, unless it needs more than `seconds` of CPU time.
+    """Return the result of `call`, or raise an error if it uses more than `seconds` of CPU time.
 
-    A call that exceeds the limit keeps running; its thread ends with the process. `call` must
+    A call that exceeds the limit continues to run in its thread until the process ends. `call` must
     release the GIL.
 
     Raises:
-        SlowCall: the limit is exceeded.
+        SlowCall: the call exceeds the limit.
     """
     seconds = SECONDS if seconds is None else seconds
     results: list[T] = []
@@ -96,13 +99,13 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
     def work() -> None:
         try:
             results.append(call())
-        except BaseException as error:  # a panic in Rust code is not an `Exception`
+        except BaseException as error:  # a panic in Rust code raises a BaseException
             errors.append(error)
         done.set()
 
     threading.Thread(target=work, daemon=True, name="tokenizer").start()
-    # The smaller of CPU time and wall time counts. A suspended process uses no CPU time, and with
-    # other threads the process uses more CPU time than wall time.
+    # Each interval counts as the smaller of its CPU time and wall time. A suspended process uses no
+    # CPU time, and a process with several busy threads uses more CPU time than wall time.
     used, clock, processor = 0.0, time.monotonic(), time.process_time()
     while not done.wait(_SLICE_SECONDS):
         now, spent = time.monotonic(), time.process_time()
@@ -118,7 +121,7 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
 def run_texts_with_time_limit(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> Sequence[R]:
-    """Return the result of `call` for these texts; an error names the text that failed.
+    """Return the result of `call` for these texts. Errors identify the text that failed.
 
     Raises:
         FailedText: the library fails on a text or exceeds the time limit.
@@ -133,15 +136,18 @@ def run_texts_with_time_limit(
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether an error was raised by a library rather than a signal."""
+    """Return whether a library raised the error, and not a signal handler."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the first text that fails alone, with its error; otherwise the slowest text."""
-    # The library reads this at each call. Its threads may all be busy with the abandoned texts.
+    """Return the index of the first text that fails by itself, and its error; otherwise the slowest
+    text and None.
+    """
+    # The library reads this variable at each call. All threads of the library may still be busy
+    # with the abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     slowest, longest, begin = 0, 0.0, time.monotonic()
     for number, text in enumerate(texts):
@@ -169,10 +175,12 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Limit of ids; arrays have an entry per id, so one large id must not exhaust memory."""
+"""Upper limit of token ids. Arrays have an entry per id, so a single large id could otherwise
+exhaust the memory.
+"""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
-_MAX_BYTES = 1 << 28  # eight times the size of the largest published file
+_MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file
 _HEAD_BYTES = 1 << 12
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(\n|\Z)")
 _JSON = "tokenizer.json"
@@ -193,15 +201,16 @@ _UNFIT = (
     "Replace step, or remove the text."
 )
 _SHOWN = 40
-"""Maximum length of a text excerpt in a message."""
+"""Maximum length in characters of a text excerpt in a message."""
 
 
 def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
-    """Return the kind and path of the file at `tokenizer.path`, or of the file in that folder.
+    """Return the kind and the path of the tokenizer file at `tokenizer.path`, which may be a file
+    or a folder.
 
     Raises:
-        ConfigError: the file does not exist, the folder has several files, or the kind of
-            `tokenizer.kind=auto` is unknown.
+        ConfigError: the file does not exist, the folder has several tokenizer files, or
+            `tokenizer.kind=auto` cannot infer the kind.
     """
     path = os.path.expanduser(config.path)
     if os.path.isdir(path):
@@ -217,8 +226,8 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """Return the tokenizer of a folder. `tokenizer.json` has precedence over the file it was
-    converted from.
+    """Return the kind and path of the tokenizer file in a folder. `tokenizer.json` takes precedence
+    over the file from which it was converted.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -244,7 +253,7 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Return the kind of a file by its first bytes, since names such as `tokenizer.model` are
+    """Infer the kind of a file from its first bytes, because names such as `tokenizer.model` are
     ambiguous.
     """
     try:
@@ -287,7 +296,7 @@ def _suggest_download(path: str) -> str:
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
-    """Return the error for a missing package."""
+    """Return the error for a missing tokenizer package."""
     package = "tokenizers" if kind == "huggingface" else kind
     return ConfigError.one(
         "tokenizer.kind",
@@ -298,7 +307,7 @@ def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigErro
 
 
 class TextError(ConfigError):
-    """A text that a tokenizer fails on or encodes too slowly."""
+    """A text on which a tokenizer fails or exceeds the time limit."""
 
     def __init__(self, path: str, error: FailedText, place: str = ""):
         self.path, self.error = path, error
@@ -311,8 +320,8 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the location of the text to a `TextError`; `where` maps the text's index to its
-    record.
+    """Add the location of the failing text to a `TextError`. `where` maps the index of a text to
+    its location.
     """
     try:
         yield
@@ -322,9 +331,9 @@ def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_library_errors(path: str, kind: TokenizerKind, rule: str = "") -> Iterator[None]:
-    """Convert any error of the library to a ConfigError about the file.
+    """Convert any error raised by the library to a ConfigError about the tokenizer file.
 
-    A panic in Rust code raises a BaseException that is not an `Exception`.
+    This includes panics in Rust code, which raise a BaseException that is not an `Exception`.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Tokenizers in a `tokenizer.json` file, read with the `tokenizers` package.
+"""Tokenizer for `tokenizer.json` files, based on the `tokenizers` package.
 
-The growth of text by normalizer and decoder is limited: six chained replacements of `a` by
-`aaaaaaaaaa` turn one character into a million. The bound is computed from the definition before any
-text is encoded. The bound is the largest number of characters that one character can become.
-Unicode normalization (NFKC, lower case) adds little and is not counted.
+The growth of text in the normalizer and the decoder is limited: six chained replacements of `a`
+with `aaaaaaaaaa` turn one character into a million. Before any text is encoded, an upper bound is
+computed from the definition: the maximum number of characters that one character can become.
+Unicode normalization (NFKC, lower case) adds little and is ignored.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_defin
 from maxpipe.io.typed_json import parse_json
 
 MAX_GROWTH = 64
-"""Maximum growth in characters per character; at most 4 in published tokenizers."""
+"""Maximum growth in characters per character. In published tokenizers, the growth is at most 4."""
 _MAX_STEPS = 200
 _LONGEST_UNICODE = 64
-"""Bytes of the longest entry in a published `precompiled_charsmap`, rounded up."""
+"""Size in bytes of the longest entry in any published `precompiled_charsmap`, rounded up."""
 _OTHER = ""
-"""Placeholder for all characters that the definition does not mention."""
+"""Placeholder for all characters that do not occur in the definition."""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if normalizer or decoder make text more than MAX_GROWTH times as long."""
+    """Raise ValueError if the normalizer or the decoder can make a text more than MAX_GROWTH times
+    as long.
+    """
     for part in ("normalizer", "decoder"):
         found = growth([*_steps(definition.get(part))])
         if found > MAX_GROWTH:
@@ -55,7 +57,7 @@ def check_growth(definition: Mapping[str, Any]) -> None:
 
 
 def growth(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the largest number of characters that one character can become."""
+    """Return the maximum number of characters that one character can become."""
     if len(steps) > _MAX_STEPS:
         raise ValueError(
             f"normalizer or decoder has {len(steps):,} steps; at most {_MAX_STEPS} are allowed"
@@ -68,16 +70,18 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return the number of characters that a character before step `number` finally becomes."""
+        """Return the number of characters that one character before step `number` becomes after all
+        steps.
+        """
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
         pattern, content = _replacement(step)
         if content:
             grown = of_text(number + 1, content)
-            if not pattern:  # a regex may match any character and the empty text next to it
+            if not pattern:  # a regex may match any character and the empty string next to it
                 return same + grown
-            # Each match consumes all characters of its pattern.
+            # Each match consumes all characters of the pattern.
             return max(same, grown / len(pattern)) if character in pattern else same
         if step.get("type") == "Precompiled":
             longest = _longest(step) / _LONGEST_UNICODE
@@ -86,7 +90,8 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(of(number + 1, each) for each in alphabet)
         return same
 
-    # Computed from the end, so that recursion is never deeper than one step.
+    # The values are computed from the last step, so that the recursion is never deeper than one
+    # step.
     worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
     return worst[-1]
 
@@ -107,8 +112,8 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (pattern, content) of a step that inserts text; no pattern if it may match
-    anywhere.
+    """Return the pattern and the inserted text of a step. The pattern is empty if the step may
+    insert text anywhere.
     """
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
@@ -125,7 +130,7 @@ def _texts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _longest(step: Mapping[str, Any]) -> int:
-    """Return the bytes of the longest text that a `precompiled_charsmap` inserts."""
+    """Return the size in bytes of the longest text that a `precompiled_charsmap` inserts."""
     try:
         raw = base64.b64decode(step.get("precompiled_charsmap") or "")
     except (ValueError, TypeError):
@@ -138,11 +143,11 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class HuggingFaceTokenizer(ControlTokenMixin):
-    """Tokenizer of a `tokenizer.json` file, with the settings in its folder."""
+    """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
-    """Fingerprint of the unchanged file, if the folder's class changes it and the settings can
-    select a class that does not.
+    """Fingerprint of the unmodified file. It is set only if the folder's tokenizer class modifies
+    the definition and the settings can select a class that uses the file unchanged.
     """
 
     def __init__(self, path: str):
@@ -160,10 +165,10 @@ class HuggingFaceTokenizer(ControlTokenMixin):
                 self.file_fingerprint = self._fingerprint_of(raw)
 
     def _set_up(self, raw: bytes, path: str) -> None:
-        # A file may contain settings that would truncate or pad documents.
+        # The file may contain settings that would truncate or pad documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Text of a control token is encoded as plain text.
+        # Text that spells a control token is encoded as plain text.
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
@@ -201,9 +206,11 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """Return int32 [vocab_size]; `spelled` tokens have the text of their name."""
+        """Return the size in bytes of each token, int32 [vocab_size]. The text of the `spelled`
+        tokens is their name.
+        """
         decoder = json.dumps(definition.get("decoder"))
-        # A byte-level vocabulary represents each byte by one character.
+        # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, i in vocabulary.items():
@@ -234,7 +241,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _byte_bpe(self) -> ByteBpe | None:
-        """Faster encoder with the same ids; None if unavailable."""
+        """Faster encoder that returns the same ids; None if unavailable."""
         raw = self._tokenizer.to_str()
         definition = parse_json(raw, dict[str, Any], most_depth=256)
         return byte_bpe(definition, _parse_definition(raw.encode()).model)
@@ -248,19 +255,19 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     def with_control(self, **changes: Any) -> Self:
         found = super().with_control(**changes)
-        found.__dict__.pop("_with_control", None)  # depends on the rows
+        found.__dict__.pop("_with_control", None)  # depends on the number of embedding rows
         return found
 
     @functools.cached_property
     def _with_control(self) -> Any:
-        """A second tokenizer that recognizes control tokens in text, because encode calls have no
-        such option.
+        """Second tokenizer, which recognizes control tokens in text. The encode calls of the
+        library have no such option.
         """
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
             each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
         ]
-        # The post-processor adds no tokens here, but may remove spaces from token offsets.
+        # The post-processor would add no tokens here, but could exclude spaces from token offsets.
         settings["post_processor"] = None
         other = _parse_definition(json.dumps(settings).encode())
         other.encode_special_tokens = False
@@ -273,7 +280,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return self._each(texts, self._tokenizer.encode_batch_fast)
 
     def _each(self, texts: Sequence[str], encode: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        """Return the encodings of texts, with a time limit if the definition may be slow."""
+        """Return the encodings of texts. A time limit applies if the definition may be slow."""
 
         def call(texts: Sequence[str]) -> Sequence[Any]:
             return encode(list(texts), add_special_tokens=False)
@@ -282,7 +289,8 @@ class HuggingFaceTokenizer(ControlTokenMixin):
             return run_texts_with_time_limit(call, texts) if self._is_slow else call(texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Drop the control tokens of the settings in addition to the special tokens of the file.
+        # Drop control tokens that are defined in the settings, in addition to special tokens of the
+        # file.
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
 
         def call() -> str:
@@ -296,7 +304,9 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a post-processor adds before and after a text."""
+    """Return two lists: the ids that a post-processor adds before a text, and the ids that it adds
+    after a text.
+    """
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
@@ -307,10 +317,11 @@ def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
 
 
 def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
-    """Return the ids that BPE can produce from text; None for other models and word lookup.
+    """Return the ids that BPE can produce from text; None for other models and with
+    `ignore_merges`.
 
-    Ids are reserved if no merge produces them and they are neither characters nor bytes; the result
-    does not include them.
+    Reserved ids are excluded: tokens that no merge produces and that are neither characters nor
+    bytes.
     """
     model = definition["model"]
     if model.get("type") != "BPE" or model.get("ignore_merges"):

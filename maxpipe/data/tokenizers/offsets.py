@@ -1,4 +1,4 @@
-"""Positions of tokens in the encoded text, in characters."""
+"""Character positions of tokens in the encoded text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def of_widths(text: str, widths: np.ndarray) -> np.ndarray:
-    """Return begin and end of each token, int64 [tokens, 2], for tokens that are bytes of the text.
+    """Return the begin and end of each token in characters, int64 [tokens, 2].
 
-    `widths` [tokens] are the token sizes in bytes. A token that is part of a character spans the
-    full character.
+    `widths` [tokens] are the token sizes in bytes, and the tokens must cover the bytes of the text
+    exactly. A token that is part of a character spans the full character.
     """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)
@@ -23,8 +23,10 @@ def of_widths(text: str, widths: np.ndarray) -> np.ndarray:
 
 
 def mask_of_spans(offsets: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Return bool [tokens]: tokens with a character in a span, and tokens between them."""
-    # The library may report any position for a token without characters.
+    """Return bool [tokens]: true for tokens that overlap a span. Tokens without characters that lie
+    inside a span are included.
+    """
+    # The library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
     ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
     found = np.zeros(len(offsets), bool)

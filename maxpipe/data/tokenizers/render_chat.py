@@ -1,9 +1,9 @@
-"""Worker process that renders a chat template, with JSON lines on stdin and stdout.
+"""Worker process that renders a chat template and communicates by JSON lines on stdin and stdout.
 
 The first input line contains the template and its settings. Every other line contains a
-conversation, and each input line has one output line. Time and memory limits apply to each
-conversation. The module imports nothing from maxpipe, so it starts fast. Templates can use the same
-names as in `transformers`.
+conversation. The worker writes one output line for each input line. Time and memory limits apply to
+each conversation. The module imports nothing from maxpipe, so the process starts quickly. Templates
+can use the same functions and variables as in `transformers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 _MEMORY_BYTES = 1 << 30
 _MAX_CHARACTERS = 1 << 24
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Text types of message parts, and the key of their text."""
+"""Maps the types of text message parts to the key that contains their text."""
 
 
 class _NotPrefixError(Exception):
@@ -32,14 +32,14 @@ class _Limits:
 
     def __init__(self, cpu_seconds: int):
         self._cpu_seconds = cpu_seconds
-        with contextlib.suppress(ImportError, OSError, ValueError):  # not available on every system
+        with contextlib.suppress(ImportError, OSError, ValueError):  # not supported everywhere
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     def renew(self) -> None:
-        """Restart the CPU time limit."""
+        """Restart the CPU time limit for the next conversation."""
         with contextlib.suppress(ImportError, OSError, ValueError):
             import resource
 
@@ -53,15 +53,17 @@ class _Spans:
 
     def __init__(self) -> None:
         self.num_blocks = 0
-        """Number of blocks in the template."""
+        """Number of generation blocks in the template."""
         self.written = 0
         """Number of characters rendered so far."""
         self.found: list[tuple[int, str]] = []
-        """Begin and text of each rendered block."""
+        """Begin position and text of each rendered block."""
 
 
 class _Clock:
-    """Clock for templates: the date of the conversation if it has one, else the current time."""
+    """Clock for templates: returns the date set for the conversation, or the current time if none
+    is set.
+    """
 
     day = ""
 
@@ -79,7 +81,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` blocks, which mark assistant text for training."""
 
-        tags = {"generation"}  # noqa: RUF012 as jinja2 declares it
+        tags = {"generation"}  # noqa: RUF012 jinja2 declares it this way
 
         def parse(self, parser: Any) -> Any:
             spans.num_blocks += 1
@@ -110,7 +112,7 @@ def _environment(spans: _Spans, clock: _Clock) -> Any:
 
 
 class _TrackedMessage(dict[str, Any]):
-    """A message that records which of its keys were read."""
+    """A message that records which keys were read."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(values)
@@ -151,7 +153,7 @@ class _TrackedMessage(dict[str, Any]):
         return repr(self.copy())
 
     def _unread(self) -> list[str]:
-        """Return the keys with a value that were not read, except the role."""
+        """Return the non-empty keys that were not read, except the role."""
         values = dict.items(self)
         return [
             key
@@ -173,13 +175,15 @@ class _Renderer:
         self._limits.renew()
         parsed = environment.parse(request["template"])
         self._names = jinja2.meta.find_undeclared_variables(parsed)
-        self._spans.num_blocks = 0  # the next compilation counts the blocks again
+        self._spans.num_blocks = 0  # the next compilation counts all blocks again
         self._template = environment.from_string(request["template"])
         self._tokens = request["tokens"]
         self._template_arguments: dict[str, Any] = {}
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the text of a conversation; with `trained` also the trained spans."""
+        """Return the text of a conversation. If the request has `trained`, also return the trained
+        spans.
+        """
         self._limits.renew()
         self._clock.day = request["day"]
         self._template_arguments = {
@@ -195,8 +199,8 @@ class _Renderer:
         except MemoryError:
             raise
         except Exception:
-            # Some templates compare missing content with none, others test whether it is defined.
-            # Sources do not distinguish null from absent, so both are tried.
+            # Some templates compare missing content with none; others test whether it is defined.
+            # Sources do not distinguish null from missing content, so both variants are tried.
             without = [each for each in messages if not dict.__contains__(each, "content")]
             if not without:
                 raise
@@ -209,10 +213,10 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """Return the messages, with lists of texts joined if the template does not read lists.
+        """Return the messages; join lists of texts if the template does not support lists.
 
         Raises:
-            ValueError: the template renders a list in Python syntax.
+            ValueError: the template renders a content list in Python syntax.
         """
         joined = [_join_content(each) for each in messages]
         texts = [
@@ -263,11 +267,11 @@ class _Renderer:
             spans.written += len(piece)
             if spans.written > _MAX_CHARACTERS:
                 raise ValueError(f"the template writes more than {_MAX_CHARACTERS} characters")
-        # A template can write unpaired surrogates, which encoders reject.
+        # The rendered text may contain unpaired surrogates, which encoders reject.
         return "".join(pieces).encode("utf-8", "replace").decode()
 
     def _try_render(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
-        """Return the text of messages; None if the template fails."""
+        """Return the rendered messages; None if the template fails."""
         try:
             return self._render(messages, prompt=prompt)
         except MemoryError:
@@ -278,8 +282,8 @@ class _Renderer:
     def _trained_spans(
         self, request: dict[str, Any], messages: Sequence[Any], text: str
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return the spans of trained messages, and the number of trained messages without
-        a span.
+        """Return the spans of trained messages, and the number of rewritten messages that have no
+        span.
         """
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
@@ -306,7 +310,7 @@ class _Renderer:
     def _generation_blocks(self, text: str) -> list[tuple[int, int]]:
         spans = [(begin, begin + len(block)) for begin, block in self._spans.found]
         for (begin, end), (_, block) in zip(spans, self._spans.found, strict=True):
-            # The position of a block within a macro or `set` is unknown.
+            # The position of a block inside a macro or `set` is unknown.
             if text[begin:end] != block.encode("utf-8", "replace").decode():
                 raise ValueError(
                     "the text of a generation block is not at its position: move it out of the "
@@ -317,8 +321,8 @@ class _Renderer:
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the blocks of some messages: those that each message adds to the blocks
-        before it.
+        """Return the generation blocks of the `wanted` messages. The blocks of a message are the
+        blocks that appear when the message is appended to the conversation.
         """
 
         def before(number: int) -> int:
@@ -333,7 +337,7 @@ class _Renderer:
     # Spans without generation blocks.
 
     def _message_end(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Return the end of a message in the text: the length of the rendered messages up to it."""
+        """Return the end of a message: the length of the text rendered up to this message."""
         count = number + 1
         if count == len(messages):
             return len(text)
@@ -350,11 +354,11 @@ class _Renderer:
         return len(prefix)
 
     def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Return where the text of a message begins.
+        """Return the begin position of a message in the text.
 
-        An assistant message begins after the generation prompt. Before the first message, a
-        template may write additional text, such as a default system message; the first message
-        begins at its content.
+        An assistant message begins after the generation prompt. The first message begins at its
+        content, because a template may render other text before it, such as a default system
+        message.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
         asked = self._try_render(messages[:number], prompt=True) if number and is_answer else None
@@ -378,7 +382,7 @@ class _Renderer:
         return max(high, low or 0)
 
     def _content_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Return the length of the text before the content of a message."""
+        """Return the number of characters before the content of a message."""
         message = messages[number]
         for kept in ({"role": dict.get(message, "role")}, dict(dict.items(message))):
             others = [
@@ -392,7 +396,9 @@ class _Renderer:
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that the template adds after the messages; empty if none."""
+        """Return the generation prompt that the template adds after the messages, or an empty
+        string.
+        """
         messages = [{"role": "user", "content": "a"}]
         before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
         if before is None or asked is None or not asked.startswith(before):
@@ -401,8 +407,8 @@ class _Renderer:
 
 
 def _texts_of(content: Any) -> list[str] | None:
-    """Return the texts of parts such as `{"type": "text", "text": ...}`; None if some are
-    not text.
+    """Return the texts of message parts such as `{"type": "text", "text": ...}`; None if any part
+    is not text.
     """
     if not isinstance(content, list):
         return None
@@ -413,7 +419,7 @@ def _texts_of(content: Any) -> list[str] | None:
 
 
 def _join_content(message: _TrackedMessage) -> _TrackedMessage:
-    """Return the message with its text parts joined, if its content is a list of texts."""
+    """Return the message; join its text parts if its content is a list of texts."""
     texts = _texts_of(dict.get(message, "content"))
     if texts is None:
         return message
@@ -421,7 +427,7 @@ def _join_content(message: _TrackedMessage) -> _TrackedMessage:
 
 
 def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
-    """Return whether the text contains the content of a message in Python or JSON list syntax."""
+    """Return whether the text contains a message's content in Python or JSON list syntax."""
     lists = [dict.get(each, "content") for each in messages]
     lists = [each for each in lists if isinstance(each, list) and each]
     written = [
@@ -431,7 +437,7 @@ def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two strings."""
     size = min(len(one), len(other))
     pairs = zip(one[:size], other[:size], strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
@@ -450,7 +456,7 @@ def _error_response(error: Exception) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Respond to each line of stdin."""
+    """Respond to each input line on stdin."""
 
     def say(answer: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

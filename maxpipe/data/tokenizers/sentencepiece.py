@@ -1,4 +1,4 @@
-"""A SentencePiece `.model` file, read with the `sentencepiece` package."""
+"""Tokenizer for SentencePiece `.model` files, based on the `sentencepiece` package."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Limit of pieces and settings: an empty piece has 2 bytes in the file and 100 in memory."""
+"""Maximum number of pieces and settings. An empty piece uses only 2 bytes in the file but 100 bytes
+in memory.
+"""
 _SPACE = "\u2581"
 _THREADS = 2
 
 
 class SentencePieceTokenizer(ControlTokenMixin):
-    """Tokenizer of a unigram or BPE model, with the settings in its folder.
+    """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
 
-    Unless `spaces` is set, the model's rules for spaces apply. Most models add a space before a
-    text, counted in the length of the first token, and merge consecutive spaces.
+    Unless `spaces` is set, the rules for spaces in the model file apply. Most models insert a space
+    before a text and merge consecutive spaces. An inserted space counts in the byte length of the
+    first token.
     """
 
     spaces: str = ""
-    """Where a space is inserted before text that begins without one; see `prepend_scheme`."""
+    """Rule for inserting a space before text that does not begin with a space; see
+    `prepend_scheme`.
+    """
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
@@ -46,7 +51,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
             self.spaces, normalizer = _class_rules(path)
             if self.spaces:
                 self._encoder = _load_model(raw + normalizer)
-            if self.spaces and not self._encoder.encode(" "):  # the model removes leading spaces
+            # The model itself removes leading spaces.
+            if self.spaces and not self._encoder.encode(" "):
                 self.spaces, self._encoder = "", self._model
             self._set_up(raw, path)
 
@@ -78,7 +84,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
 
     def with_control(self, **changes: Any) -> Self:
         found = super().with_control(**changes)
-        found.__dict__.pop("_control_text", None)  # depends on the rows
+        found.__dict__.pop("_control_text", None)  # depends on the number of embedding rows
         return found
 
     @functools.cached_property
@@ -93,7 +99,9 @@ class SentencePieceTokenizer(ControlTokenMixin):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
-        """Return the space that is inserted before a text that begins at character `begin`."""
+        """Return the space to insert before a text that begins at character `begin`, or an empty
+        string.
+        """
         puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
         return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
@@ -104,8 +112,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
         return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        # The library does not recognize control tokens in text, so the parts between them are
-        # encoded separately.
+        # The library does not recognize control tokens in text, so the parts between control tokens
+        # are encoded separately.
         ids, offsets, begin = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
         for number, part in enumerate(self._control_text.split(text)):
             if number % 2:
@@ -139,13 +147,13 @@ class SentencePieceTokenizer(ControlTokenMixin):
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:
-    """Return the rule for leading spaces of the folder's class, and protobuf fields that override
-    it.
+    """Return the rule for leading spaces of the folder's tokenizer class, and the protobuf fields
+    that disable the rule in the model file.
 
-    In a protobuf file, a repeated message overrides the fields that it contains.
+    If a protobuf file repeats a message, fields in the later message override the earlier fields.
     """
     name, settings = folder_class(os.path.dirname(os.path.expanduser(path)))
-    if name == "LlamaTokenizer":  # no other normalization
+    if name == "LlamaTokenizer":  # this class applies no other normalization
         return prepend_scheme(settings), _NORMALIZER + b"\x06" + _NO_MAP + _NO_PREFIX + _ALL_SPACES
     if not name and settings.get("legacy", True) in (False, None):
         return "first", _NORMALIZER + b"\x02" + _NO_PREFIX
@@ -164,9 +172,10 @@ def _load_model(raw: bytes) -> Any:
 
 
 def _check_size(raw: bytes) -> None:
-    """Check the number of fields of the protobuf message without reading their content.
+    """Check the number of fields in the protobuf message without parsing the fields.
 
-    The library creates an object per field, so a file of tiny pieces could exhaust memory.
+    The library creates an object per field, so a file with many tiny pieces could exhaust the
+    memory.
 
     Raises:
         ValueError: the file is not a valid protobuf message, or has too many fields.
@@ -186,7 +195,7 @@ def _check_size(raw: bytes) -> None:
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """Return a variable-length protobuf integer and the position after it."""
+    """Parse a variable-length protobuf integer, and return its value and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(raw):

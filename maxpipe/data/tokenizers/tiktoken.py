@@ -1,7 +1,8 @@
-"""Tiktoken rank files with one `BASE64 RANK` per line, read with the `tiktoken` package.
+"""Tokenizer for tiktoken rank files, which have one `BASE64 RANK` per line.
 
-The loader of the package is not used, because it downloads files. A rank file contains neither the
-split pattern nor the control tokens; a preset or config keys define these.
+Text is encoded with the `tiktoken` package, but its loader is not used because it downloads files.
+A rank file contains neither the split pattern nor the control tokens, which are defined by a preset
+or by config keys.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PROBE_TEXT = (
 
 
 class TiktokenTokenizer(ControlTokenMixin):
-    """Byte-level BPE tokenizer; the rank of a token is its id and its merge priority."""
+    """Byte-level BPE tokenizer. The rank of a token is both its id and its merge priority."""
 
     def __init__(self, config: TokenizerConfig):
         path = self._path = config.path
@@ -64,7 +65,7 @@ class TiktokenTokenizer(ControlTokenMixin):
             self.byte_lengths[i] = len(token)
         self._stands_for_text[list(ranks.values())] = True
         self._written = self.byte_lengths.copy()
-        """Bytes of the text of each id, including control tokens."""
+        """Size in bytes of the text of each id, including control tokens."""
         for name, i in special.items():
             self._written[i] = len(name.encode())
         hidden = list(self.special_ids)
@@ -99,7 +100,7 @@ class TiktokenTokenizer(ControlTokenMixin):
             return self._encoding.encode_ordinary_batch(list(texts), num_threads=_THREADS)
 
     def decode(self, ids: Iterable[int]) -> str:
-        # Ids between the ranks and the control tokens may be unused.
+        # Ids between the ranks and the control tokens can be unused.
         kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
         with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.decode(kept)
@@ -109,11 +110,11 @@ class TiktokenTokenizer(ControlTokenMixin):
 
 
 def parse_ranks(raw: bytes) -> dict[bytes, int]:
-    """Return the rank of each token.
+    """Parse a rank file and return the rank of each token.
 
     Raises:
-        ValueError: a line is not `BASE64 RANK`, a token or rank is repeated, or one of 256 bytes
-            has no rank, so that text with it could not be encoded.
+        ValueError: a line does not have the form `BASE64 RANK`, a token or a rank is repeated, or
+            one of the 256 bytes has no rank. Text that contains such a byte could not be encoded.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):

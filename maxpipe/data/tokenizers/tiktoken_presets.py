@@ -1,7 +1,8 @@
-"""Split patterns and control tokens of published vocabularies, which rank files do not contain.
+"""Split patterns and control tokens of published vocabularies. Rank files do not contain these.
 
-Sources: `tiktoken_ext/openai_public.py` of tiktoken 0.14 for OpenAI's, `llama3/tokenizer.py` of
-meta-llama/llama3 with the names of Llama 3.1, `tokenization_qwen.py` of Qwen/Qwen-7B.
+Sources: `tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies),
+`llama3/tokenizer.py` in meta-llama/llama3 (with the token names of Llama 3.1), and
+`tokenization_qwen.py` in Qwen/Qwen-7B.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _WORDS = _ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
-"""Splits numbers into groups of up to three digits."""
+"""Pattern that splits numbers into groups of up to three digits."""
 QWEN = _WORDS + r"\p{N}" + _REST
 QWEN3_5 = (
     _ENDINGS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Treats combining marks as parts of words."""
+"""Pattern that treats combining marks as parts of words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Split pattern and control tokens of a published vocabulary with `ranks` ranks."""
+    """Split pattern and control tokens of a published vocabulary. `ranks` is the number of
+    ranks.
+    """
 
     ranks: int
     pattern: str
@@ -98,4 +101,4 @@ PRESETS = {
         | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
     ),
 }
-"""Presets by the values of `tokenizer.preset`."""
+"""Maps values of `tokenizer.preset` to presets."""

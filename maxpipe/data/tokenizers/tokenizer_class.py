@@ -1,7 +1,7 @@
-"""Tokenizer classes of `transformers`, and the parts of `tokenizer.json` that they replace.
+"""Tokenizer classes of `transformers`, and the parts of `tokenizer.json` that each class replaces.
 
-`transformers` 5 uses `tokenizer.json` unchanged only with the class `TokenizersBackend`. Some
-classes keep the vocabulary, the merges and the post-processor of the file and replace all other
+`transformers` 5 uses an unmodified `tokenizer.json` only with the class `TokenizersBackend`. Some
+classes keep the vocabulary, the merges and the post-processor of the file, and replace all other
 parts.
 """
 
@@ -17,7 +17,7 @@ from maxpipe.data.tokenizers.control import read_object, role_texts
 from maxpipe.data.tokenizers.tiktoken_presets import QWEN, QWEN3_5
 
 FILE_AS_IT_IS = "TokenizersBackend"
-"""Name of the class that uses a `tokenizer.json` without changes."""
+"""Name of the class that uses `tokenizer.json` without changes."""
 _SPACE = "\u2581"
 
 _TYPES = {
@@ -55,7 +55,9 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Classes by `model_type`. Other types use the class that the folder names."""
+"""Maps `model_type` to the registered class. Other model types use the class named in the tokenizer
+folder.
+"""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -65,30 +67,35 @@ _CORRECTED_TYPES = (
     "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
-"""Values of `model_type` whose registered class overrides the class that the folder names."""
+"""Values of `model_type` whose registered class overrides the class named in the tokenizer
+folder.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """Parts of a `tokenizer.json` that a class defines."""
+    """Parts of `tokenizer.json` that a tokenizer class replaces."""
 
     normalizer: Any
     pre_tokenizer: Any
     decoder: Any
     model: Mapping[str, Any]
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Texts of control tokens, for roles that the settings do not define."""
+    """Maps roles that the settings do not define to texts of control tokens."""
     before: str | None = None
-    """Role of the token before a text, empty for none; None keeps the post-processor."""
+    """Role of the token added before a text. An empty string adds no token; None keeps the
+    post-processor of the file.
+    """
 
 
 def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_level: bool) -> str:
-    """Return the class that `AutoTokenizer` uses; an empty name if the file is used unchanged.
+    """Return the name of the class that `AutoTokenizer` selects, or an empty string if this class
+    uses the file unchanged.
 
     Args:
         settings: Content of `tokenizer_config.json`.
         config: Content of `config.json`.
-        byte_level: Whether a `tokenizer.json` with a byte-level part exists.
+        byte_level: Whether the folder has a `tokenizer.json` with a `ByteLevel` part.
     """
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -108,24 +115,24 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
 
 
 def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping[str, Any]]:
-    """Return `class_name` of a folder, and the settings that the class reads."""
+    """Return the `class_name` of a tokenizer folder, and the settings that the class reads."""
     settings = read_object(folder, "tokenizer_config.json")
     config = read_object(folder, "config.json")
     return class_name(settings, config, byte_level=byte_level), settings
 
 
 def may_keep_file(folder: str) -> bool:
-    """Return whether setting `tokenizer_class` to `TokenizersBackend` would be respected."""
+    """Return whether `tokenizer_class` set to `TokenizersBackend` would take effect."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
     return not any(class_name(settings, config, byte_level=each) for each in (True, False))
 
 
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
-    """Return the content of a `tokenizer.json` with the changes of its folder's class.
+    """Return the content of a `tokenizer.json`, modified as by the tokenizer class of its folder.
 
-    Return `raw` itself if ids do not change, or if the model is not BPE, which all of these classes
-    require.
+    The result is `raw` itself if the class does not change ids, or if the model is not BPE, which
+    all of these classes require.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     name, settings = folder_class(folder, byte_level=b'"ByteLevel"' in raw)
@@ -150,7 +157,9 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
 
 
 def prepend_scheme(settings: Mapping[str, Any]) -> str:
-    """Return where `LlamaTokenizer` inserts a space before text: `first`, `always` or `never`."""
+    """Return the rule by which `LlamaTokenizer` inserts a space before text: `first`, `always` or
+    `never`.
+    """
     if settings.get("add_prefix_space") not in (None, True):
         return "never"
     return "always" if settings.get("legacy") else "first"
@@ -159,7 +168,7 @@ def prepend_scheme(settings: Mapping[str, Any]) -> str:
 def _model_changes(
     model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the BPE options that the class changes."""
+    """Return the BPE model options that the tokenizer class changes."""
     wanted = {**_DEFAULTS, **own}
     if wanted.get("unk_token"):
         wanted["unk_token"] = roles.get("unk_token")
@@ -182,9 +191,10 @@ _DEFAULTS = {
 def _added_tokens(
     definition: Mapping[str, Any], settings: Mapping[str, Any], named: list[str]
 ) -> list[dict[str, Any]]:
-    """Return the added tokens of the settings, else of the file, and the control tokens by role.
+    """Return the named control tokens, and the added tokens listed in the settings (or in the file,
+    if the settings list none).
 
-    A token that is neither in the vocabulary nor listed as an added token is left out.
+    Tokens that are neither in the vocabulary nor listed as added tokens are omitted.
     """
     own = definition.get("added_tokens") or []
     listed = settings.get("added_tokens_decoder")
@@ -216,7 +226,9 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """Return a post-processor that adds a token before a text; None without a token."""
+    """Return a post-processor that adds the token `before` to the front of a text; None if the
+    token is missing.
+    """
     added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
@@ -233,7 +245,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """Return the parts of a definition that affect ids, in comparable form."""
+    """Return the parts of a definition that affect ids, in a form that can be compared."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
@@ -243,7 +255,9 @@ def _comparable(definition: Mapping[str, Any]) -> Any:
 
 
 def _plain(part: Any) -> Any:
-    """Return a part without offset options, default values and one-element sequences."""
+    """Normalize a part: drop offset options and default values, and unwrap one-element
+    sequences.
+    """
     if isinstance(part, list):
         return [_plain(each) for each in part]
     if not isinstance(part, dict):
