@@ -102,7 +102,7 @@ def test_the_forecast_is_what_its_command_prints(update_golden: bool) -> None:
 
 def test_the_terms_are_those_of_plans(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
-    text = "\n".join(["| memory term | reduce that reduce the term |", "|---|---|", *rows, ""])
+    text = "\n".join(["| memory term | keys that reduce the term |", "|---|---|", *rows, ""])
     replace_block(DOCS / "plan.md", "terms", text, update_golden)
 
 

@@ -687,7 +687,7 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
 
 
 def test_values_are_compared_everywhere() -> None:
-    body = "print(link.same('data', 'b' if index == 1 else 'a'))"
+    body = "print(link.compare_across_processes('data', 'b' if index == 1 else 'a'))"
     with members(body) as processes:
         codes, printed, errors = ends(processes)
     assert codes == [0, 0, 0], errors
@@ -697,7 +697,7 @@ def test_values_are_compared_everywhere() -> None:
 def test_an_introduction_may_come_in_pieces() -> None:
     """It holds the whole config, which is more than a network hands over at once."""
     with (
-        members("link.same('x', 'y')", count=2, started=1) as (process,),
+        members("link.compare_across_processes('x', 'y')", count=2, started=1) as (process,),
         introduced(process, 1, count=2, pause=0.3) as wire,
     ):
         assert heard(wire, "welcome")
