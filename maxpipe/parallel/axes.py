@@ -1,8 +1,8 @@
 """Names of the mesh axes, and the table that maps logical axes to mesh axes.
 
-Model code names the meaning of a dim ("heads", "mlp"). The table defines the mesh axes over which
-such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives jax partition
-specs from it, and `plan` computes memory with it. This module does not import jax.
+Model code gives dims logical names ("heads", "mlp"). The table defines the mesh axes over which
+such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives JAX partition
+specs from the table, and `plan` uses it to compute memory. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
     *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
 )
-"""Names that model code gives to the dims of its arrays."""
+"""Logical names that model code gives to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Axes of the device mesh, from the slowest interconnect to the fastest."""
+"""Axes of the device mesh, ordered from the slowest to the fastest interconnect."""
 
 DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -53,13 +53,13 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp": ((), ("tensor",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
-"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch."""
+"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch axes."""
 
 
 def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
-    """Whether attention over the context axis exchanges heads, by `mesh.context_attention`.
+    """Whether attention over the context axis exchanges heads (see `mesh.context_attention`).
 
-    `auto` does if context x tensor divides the numbers of heads and of key/value heads.
+    `auto` exchanges heads if context x tensor divides the numbers of heads and key/value heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "heads" or (method == "auto" and divide)
@@ -68,16 +68,16 @@ def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor
 def find_zero1_dim(
     dims: Sequence[tuple[int, str]], over: Sequence[Sequence[str]], axes: Mapping[str, int]
 ) -> int | None:
-    """Return the dim of a parameter over which ZeRO-1 shards the optimizer state, if there is one.
+    """Return the dim of a parameter along which ZeRO-1 shards the optimizer state, or None.
 
     Args:
         dims: (size, logical axis) of each dim of the parameter.
         over: mesh axes that already shard each dim.
-        axes: number of devices of each mesh axis.
+        axes: number of devices along each mesh axis.
 
     Returns:
         The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped,
-        and so is the vocabulary, whose padding differs between forms. None: every device holds the
+        and also the vocabulary, whose padding differs between forms. None: every device holds the
         full state.
     """
     if axes["data"] == 1:
@@ -91,19 +91,19 @@ def find_zero1_dim(
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the table from logical axis to mesh axes, with `mesh.axis_rules` applied."""
+    """Return the table from logical axes to mesh axes, with `mesh.axis_rules` applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
 def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the same table with the axes that shard tokens between a layer's matmuls."""
+    """Return `axis_table` with the axes that shard tokens between a layer's matmuls."""
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
 def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
-    """Return the mesh config with -1 replaced by the remaining slices, or devices of a slice.
+    """Replace each -1 in the mesh config by the remaining slices (dcn) or devices (ici).
 
-    The product of the sizes may differ from the number of devices: the caller checks it.
+    The product of the sizes may differ from the number of devices; the caller checks this.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())
