@@ -94,7 +94,7 @@ class Dpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del means
         rewards = _rewards(self.beta, policy, reference)
         right = -jax.nn.log_sigmoid(rewards.difference)
@@ -113,7 +113,7 @@ class Ipo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del means
         gap = policy.difference - reference.difference
         return (gap - 1 / (2 * self.beta)) ** 2, _rewards(self.beta, policy, reference)
@@ -129,7 +129,7 @@ class Orpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del policy, reference
         odds = PairValues(*(each - _log_complement(each) for each in means))
         lost = -means.chosen - self.odds_weight * jax.nn.log_sigmoid(odds.difference)

@@ -208,7 +208,9 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Array:
-        """Quantize and dequantize a weight that contracts the dims `inside`. `each` are batch dims."""
+        """Quantize and dequantize a weight that contracts dims `inside`; dims `each` are batch
+        dims.
+        """
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())

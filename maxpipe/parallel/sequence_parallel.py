@@ -120,7 +120,7 @@ class SequenceParallel:
     def row_parallel(
         self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
-        """Multiply by the weight, and sum over devices, each of which holds a shard of `dims`."""
+        """Multiply by the weight, whose `dims` are sharded, and sum over the devices."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
         how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)

@@ -5,8 +5,8 @@ dim is sharded. Only this module converts logical names to JAX partition specs.
 
 With `mesh.shard_mode=explicit`, array types carry shardings: JAX tracks at trace time how each
 array is sharded, and ambiguous operations are errors. Functions in this module resolve the
-ambiguity, and are no-ops on a mesh with auto axes. Inside the pipeline's per-device program, all
-explicit axes become manual, so the mode has no effect there.
+ambiguity, and have no effect on a mesh with auto axes. Inside the pipeline's per-device program,
+all explicit axes become manual, so the mode has no effect there.
 """
 
 from __future__ import annotations

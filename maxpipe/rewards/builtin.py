@@ -39,7 +39,7 @@ _SIGNS = str.maketrans("×÷−", "*/-")
 def builtin_reward(kind: str, field: str) -> Reward:
     """Return the reward function named `kind`, which returns 1 for a correct completion, else 0.
 
-    `field` is the record field with the expected answer. The function raises ValueError for a
+    `field` names the record field that the function uses. The function raises ValueError for a
     record without the required fields.
     """
     field = field or FIELDS[kind]
