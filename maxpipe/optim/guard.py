@@ -41,9 +41,7 @@ class GuardState(NamedTuple):
     unknown. See `update_bound.bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values of the state for a checkpoint, without `bounds`, which are
-        recomputed.
-        """
+        """Return the state as JSON values for a checkpoint; `bounds` are recomputed instead."""
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),

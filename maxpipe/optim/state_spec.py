@@ -83,9 +83,7 @@ def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
-    """Whether a parameter's updates are orthogonalized, as for matrices without a vocabulary
-    dim.
-    """
+    """Whether updates are orthogonalized: with Muon, for matrices without a vocabulary dim."""
     return config.name == "muon" and matrix_dims(param) is not None and "vocab" not in param.axes
 
 

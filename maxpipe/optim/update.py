@@ -149,9 +149,7 @@ def _inverse_root(x: Array) -> Array:
 def factored_dims(
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None, shape: tuple[int, ...], stacked: int
 ) -> FactoredDims:
-    """Return the factored dims of a parameter with this shape and `stacked` leading stacked
-    dims.
-    """
+    """Return the factored dims of a parameter of this shape with `stacked` stacked dims."""
     inputs, outputs = matrix or (tuple(range(len(shape))), ())
     counts = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     moved = [tuple(stacked + dim for dim in dims) for dims in (inputs, outputs)]
@@ -407,9 +405,7 @@ class Optimizer:
     def is_finite_after_update(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
     ) -> Bool[Array, ""]:
-        """Compute an elementwise update layer by layer; return only whether all values are
-        finite.
-        """
+        """Compute an elementwise update layer by layer; return whether all values are finite."""
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)

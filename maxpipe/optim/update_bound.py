@@ -82,9 +82,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Return a bound on the entries of update directions that are not divided by a second
-    moment.
-    """
+    """Return a bound on update directions that are not divided by a second moment."""
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):

@@ -205,9 +205,7 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
 
 
 def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
-    """Send each device its chunk along `split`, and concatenate the received chunks along
-    `join`.
-    """
+    """Send each device its chunk along `split`; concatenate received chunks along `join`."""
     present = _manual_axes(axes)
     return lax.all_to_all(x, present, split, join, tiled=True) if present else x
 

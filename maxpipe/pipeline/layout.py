@@ -69,9 +69,7 @@ class LayerLayout:
 
     @property
     def ring_layer_types(self) -> tuple[str, ...]:
-        """Layer types that occur in the chunks. Tables refer to them by their index in this
-        tuple.
-        """
+        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
         return tuple(kind for kind, stack in self.stacks.items() if stack.max_layers_per_chunk)
 
     @property

@@ -482,9 +482,7 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
-    """Return the index of each id among this stage's columns, and whether this stage holds the
-    id.
-    """
+    """Return each id's index among this stage's columns, and whether this stage holds the id."""
     place = ids - logits.token_ids[0]
     return place, (place >= 0) & (place < logits.token_ids.shape[0])
 

@@ -30,7 +30,7 @@ from maxpipe.pipeline.weights import LayerWeights
 Tree = Any
 
 MTP = "ahead"
-"""Key of the MTP layers' statistics among the statistics of all layers."""
+"""Key under which the statistics of the MTP layers are reported."""
 
 ScoreFn = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
@@ -50,9 +50,7 @@ class MtpProjectionFns(NamedTuple):
 
 
 class MtpLayerFns(NamedTuple):
-    """A sequence of heads with one layer each. The first layer's input is the final norm's
-    output.
-    """
+    """Heads with one layer each, in sequence; the first input is the final norm's output."""
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
     """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->

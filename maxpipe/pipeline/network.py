@@ -58,9 +58,7 @@ class Network:
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several data
-        sources.
-        """
+        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several sources."""
         sources = (self.num_sources,) if self.num_sources else ()
         return (1 + len(self.objective.report_names), *sources)
 

@@ -314,9 +314,7 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Send outputs to neighboring stages; return the received messages, keyed by arrival
-        index.
-        """
+        """Send outputs to neighboring stages; return received messages, keyed by arrival index."""
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
@@ -557,9 +555,7 @@ class StepProgram:
         return lax.scan(body, self.buffers(), table.rows)[0]
 
     def finish(self, gradients: Gradients) -> Tree:
-        """Sum gradients over devices; return a tree with the structure of the trainable
-        parameters.
-        """
+        """Sum gradients over devices; return a tree of the trainable parameters' gradients."""
         layers = {
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()

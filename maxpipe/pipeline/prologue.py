@@ -319,9 +319,7 @@ class PrologueLayers:
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
-        """Return the microbatches of a round, int `[P]`; a short round repeats the last
-        microbatch.
-        """
+        """Return the microbatches of a round, int `[P]`; short rounds repeat the last one."""
         first = jnp.maximum(number, 0) * self.schedule.num_stages
         members = first + jnp.arange(self.schedule.num_stages)
         return jnp.minimum(members, self.schedule.num_microbatches - 1)

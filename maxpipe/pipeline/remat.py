@@ -78,9 +78,7 @@ _EXPENSIVE_PRIMITIVES = {
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two parts; `kept` denotes the values passed from the first part to the
-    second.
-    """
+    """A program in two parts; `kept` values are passed from the first part to the second."""
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
     """All inputs -> (first outputs, kept)."""
@@ -198,7 +196,7 @@ class FlatJaxpr:
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Return a dict from numbers to values, including the constants."""
+        """Return a dict from value numbers to values, including the constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:

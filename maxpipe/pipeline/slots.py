@@ -214,9 +214,7 @@ class LayerSlots:
     def differentiate_layers(
         self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
     ) -> dict[str, LayerVJP]:
-        """Differentiate the layers in a separate trace, which adds no operations to this
-        program.
-        """
+        """Differentiate the layers in a separate trace, which adds nothing to this program."""
         found: dict[str, LayerVJP] = {}
         keep = RematPolicy("full") if self.remat_policy.remat == "chunk" else self.remat_policy
 
@@ -305,9 +303,9 @@ class LayerSlots:
     ) -> State:
         """Call `run(kind, step, place, used, state)` for each layer, and return the final state.
 
-        `step` is the layer's position in its chunk, `place` its index among the chunk's layers of
-        its
-        type. `used` is whether the iteration's result is kept; None if every result is kept.
+        `step` is the layer's position in its chunk, and `place` is its index among the chunk's
+        layers of the same type. `used` is whether the iteration's result is kept; None if every
+        result is kept.
         """
         computes = self.idle == "compute"
 

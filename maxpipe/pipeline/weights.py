@@ -110,9 +110,7 @@ class WeightSharding:
         reduced: str = "float32",
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
-        """Return the sharding for a parameter's spec, and for its gradient's spec if that
-        differs.
-        """
+        """Return the sharding for the specs of a parameter and its gradient."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
@@ -314,9 +312,7 @@ class LayerWeights:
     def reduce(
         self, totals: Tree, index: jax.Array, partial_sums: Tree, place: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Add one layer's full gradient to the sharded totals, and clear its entry in the
-        window.
-        """
+        """Add one layer's full gradient to the sharded totals, and clear its window entry."""
 
         def add(total: jax.Array, sums: jax.Array, division: WeightSharding) -> jax.Array:
             part = lax.dynamic_index_in_dim(sums, place, 0, False)
@@ -333,8 +329,7 @@ class LayerWeights:
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
     """Add `part` to one entry in place."""
     # If the entry's first dim were dropped, XLA for TPU would not fuse this addition with the
-    # matmul,
-    # and would copy the entry first.
+    # matmul, and would copy the entry first.
     old = lax.dynamic_slice_in_dim(totals, index, 1)
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 

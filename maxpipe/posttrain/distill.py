@@ -158,9 +158,7 @@ def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedMod
 
 
 def _layout(config: Config, *, same: bool) -> dict[str, Any]:
-    """Return the default sections `mesh` and `pipeline`, which `distill.teacher_layout`
-    overrides.
-    """
+    """Return default `mesh` and `pipeline` sections; `distill.teacher_layout` overrides them."""
     mesh: dict[str, Any] = {"cpu_devices": config.mesh.cpu_devices}
     if config.distill.teacher_layout:
         return {"mesh": mesh}
@@ -201,9 +199,7 @@ def _layout_error(error: ConfigError) -> ConfigError:
 
 
 def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer) -> None:
-    """Raise ConfigError unless the teacher and the student have the same vocabulary and
-    tokenizer.
-    """
+    """Raise ConfigError unless teacher and student have the same vocabulary and tokenizer."""
     mine, its = (each.config.model.vocab_size for each in (loaded, chosen.loaded))
     key = error_location(KEY, loaded.origins)
     if mine != its:

@@ -176,9 +176,7 @@ def _compute_logits(
 
 
 def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tuple[list[int], Batch]:
-    """Return the checksums of the sequences, and a batch padded with copies of the last
-    sequence.
-    """
+    """Return sequence checksums, and a batch padded with copies of the last sequence."""
     rows = [loader.stream.read(*place) for place in places]
     digests = [sequence_digest(row) for row in rows]
     rows += rows[-1:] * (size - len(rows))

@@ -186,9 +186,7 @@ class PairReferences:
     def _score_batches(
         self, step: Callable[[Any, Any], Any], params: Any
     ) -> Iterator[list[_PairSequence]]:
-        """Yield the results of each batch from the first one with missing values, one per
-        sequence.
-        """
+        """Yield the results of each batch, starting at the first batch with missing values."""
         for loader in self._loaders:
             first = next(filter(self._has_missing(loader), range(loader.num_batches)), None)
             if first is None:

@@ -142,9 +142,7 @@ class Rollouts:
         self._batches: list[dict[str, Array]] = []
 
     def is_rollout_start(self, position: int) -> bool:
-        """Whether a rollout starts at this batch, so that a run saved before the batch can
-        resume.
-        """
+        """Whether a rollout starts at this batch, so that a run saved before it can resume."""
         return position % self._config.updates_per_rollout == 0
 
     def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:

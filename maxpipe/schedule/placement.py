@@ -175,9 +175,7 @@ class _Interval(NamedTuple):
 
 
 def _colour(intervals: Iterable[_Interval]) -> int:
-    """Assign to each interval the lowest slot that is free throughout; return the number of
-    slots.
-    """
+    """Assign to each interval the lowest free slot; return the number of slots."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     used = 0
@@ -330,9 +328,7 @@ class _BufferAllocator:
 
 
 class _Run(NamedTuple):
-    """A run of consecutive work of a stage on one repeat's chunk, from the first to the last
-    tick.
-    """
+    """Consecutive work of a stage on the chunk of one repeat, from tick `first` to tick `last`."""
 
     repeat: int
     first: int

@@ -117,7 +117,7 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot of the deferred inputs of W, which I writes."""
+    """Slot of the inputs of W, which are written by I."""
     window: np.ndarray
     """Window slot of the chunk's gathered weights for F, B and I, if there is a prefetch window."""
     gradient: np.ndarray

@@ -435,9 +435,7 @@ class _PrologueSimulation:
         self.peak = (0, 0)
 
     def run(self) -> None:
-        """Check that every microbatch enters from the slot of its round and returns to that
-        slot.
-        """
+        """Check that every microbatch enters from, and returns to, the slot of its round."""
         schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")

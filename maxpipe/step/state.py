@@ -92,9 +92,7 @@ class ParamLayout:
         return self._split_prologue(self.decoder.contracted_dims())
 
     def select_trainable(self, params: Tree) -> Tree:
-        """Return the trainable parameters of a tree in stacked form, which the optimizer
-        updates.
-        """
+        """Return the trainable parameters of a tree in stacked form."""
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
@@ -149,9 +147,7 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the specs of state arrays in saved form; `kept` and `targets` have stacked
-        paths.
-        """
+        """Return the specs of state arrays in saved form; arguments have stacked paths."""
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -226,9 +222,7 @@ class ParamLayout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
 
     def init(self, key: jax.Array) -> Tree:
-        """Return new stacked parameters; layer values depend only on the key and the layer
-        index.
-        """
+        """Return new stacked parameters, which depend only on the key and the layer indices."""
         # The key does not determine a sharding, so explicit axes need specs.
         return auto_sharded(self._init_stacked, self.specs)(key)
 

@@ -81,9 +81,7 @@ def compute_layer_metrics(
 
 
 def _extreme_per_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
-    """Return each layer's largest or smallest entry, divided by the mean entry; 0 if the mean is
-    0.
-    """
+    """Return each layer's largest or smallest entry, divided by the mean; 0 if the mean is 0."""
     entries = jax.lax.reshape(array, (len(array), array[0].size))
     extreme = (entries.max if largest else entries.min)(axis=1)
     mean = entries.mean(axis=1)
@@ -361,9 +359,7 @@ class Steps:
         return make_forward_schedule(self.train_schedule.ring, count)
 
     def buffer_shapes(self) -> dict[str, list[Any]]:
-        """Return the per-device shapes of the arrays that the tick loop carries, without
-        compiling.
-        """
+        """Return the per-device shapes of the tick loop's buffers, without compiling."""
         return self.engine.buffer_shapes(
             self.train_schedule, self.abstract_state.params, self.abstract_batch()
         )

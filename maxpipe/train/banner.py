@@ -26,7 +26,7 @@ from maxpipe.step.step import Steps
 
 
 def _parameters(model: Model) -> str:
-    """Return text with the number of parameters, and of active and trained parameters if fewer."""
+    """Return the number of parameters as text, plus active and trained parameters if fewer."""
     count = num_params(model)
     parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
     fewer = ", ".join(f"{format_count(some)} {words}" for some, words in parts if some < count)

@@ -45,6 +45,7 @@ def train(loaded: LoadedConfig) -> int:
         ConfigError: the config does not match the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
         Preemption: the run received a stop request and saved its state.
+        UserInterrupt: the run was interrupted by Ctrl-C and saved its state.
         DivergenceError: the config does not allow the run to continue after a bad step.
         ReplicaError: replicas on different devices differ.
     """
@@ -241,7 +242,7 @@ class ThroughputMeter:
         return found
 
     def record_step(self, metrics: dict[str, jax.Array], rows: int) -> None:
-        """Record a started step, and wait for the previous step to limit steps in flight to two."""
+        """Record a started step, and wait for the previous one to limit the steps in flight."""
         if self._latest:
             jax.block_until_ready(self._latest)
         self._sources.add_step(metrics)

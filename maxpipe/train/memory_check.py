@@ -64,9 +64,8 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         return  # the TPU compiler has already rejected programs that do not fit
     predicted = _predict_memory(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    if (
-        jax.local_devices()[0].platform != "cpu"
-    ):  # the total memory is known, but not the free memory
+    # On accelerators, the total memory is known, but not the free memory.
+    if jax.local_devices()[0].platform != "cpu":
         needed += said.argument_size_in_bytes + predicted.reference
         _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
@@ -81,9 +80,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
 
 
 def _can_map(num_bytes: int) -> bool:
-    """Whether the operating system grants an allocation of this many bytes, which is freed
-    again.
-    """
+    """Whether the operating system would grant an allocation of this many bytes."""
     if num_bytes <= 0 or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return True
     try:

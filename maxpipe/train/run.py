@@ -135,9 +135,7 @@ class Run:
         )
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Start saving the state after `step`, unless already saved; `last` waits for
-        completion.
-        """
+        """Start saving the state after `step` unless already saved; `last` waits for the end."""
         self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)

@@ -313,9 +313,7 @@ def _compile_train_steps(
 
 
 def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
-    """Check the memory of compiled steps again after all compilation, without repeating
-    warnings.
-    """
+    """Check the memory of compiled steps again after all compilation, without warnings."""
     if not config.runtime.compiled_step:
         for program in train_steps.values():
             check_program(config, program, lambda _: None)
@@ -328,9 +326,7 @@ def _open_event_log(
     stack: contextlib.ExitStack,
     ours: Callable[[], bool],
 ) -> EventLog:
-    """Return the run's event log; record the start of this attempt, and its failure or
-    preemption.
-    """
+    """Return the run's event log; record the start and the failure of this attempt."""
     events = EventLog(run_folder(config.run), link.index, phases.begun, ours)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__

@@ -115,8 +115,8 @@ def write_run_summary(
 ) -> None:
     """Write the texts, settings and pictures of a run to TensorBoard, once per start.
 
-    A separate thread writes the pictures, because the first pictures need a second. `facts` are the
-    lines of the banner.
+    A separate thread writes the pictures, because drawing the first pictures takes a second.
+    `facts` are the lines of the banner.
     """
     writer.text("about", _table([("run", config.run.name), *key_settings(config, facts)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
