@@ -27,8 +27,8 @@ current weights sampled these tokens, so their ratio is exactly 1."""
 
 @dataclass(frozen=True)
 class Policy(Objective):
-    """Policy-gradient loss per token. A batch has `old_logp`, the log-probabilities at sampling
-    time or `ON_POLICY`, and `advantages`, both `[B, T]`.
+    """Policy-gradient loss per token. Batches have two arrays `[B, T]`: `old_logp`
+    (log-probabilities at sampling time, or `ON_POLICY`) and `advantages`.
     """
 
     clip: float

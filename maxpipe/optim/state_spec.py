@@ -1,7 +1,8 @@
 """Specifications of the optimizer-state arrays of each parameter.
 
-They determine the state in memory and in checkpoints, the memory predictions of `plan`, and the
-size of a checkpoint. `optim.update` computes the arrays. This module does not import jax.
+The specifications determine the state in memory and in checkpoints, the memory predictions of
+`plan`, and the size of a checkpoint. `optim.update` computes the arrays. This module does not
+import jax.
 """
 
 from __future__ import annotations

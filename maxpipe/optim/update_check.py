@@ -27,7 +27,7 @@ def check_update(
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
     """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound is nearly always sufficient. If it is not, the update is computed once more to
+    The cheap bound is nearly always sufficient. Otherwise, the update is computed once more to
     check its values, which requires a pass over all parameters and state.
 
     Args:

@@ -125,17 +125,20 @@ class MeshConfig:
     """
 
     ici_data: int = 1
-    """Number of replicas of the parameters inside a slice. Each gets its own part of the batch."""
+    """Number of replicas of the parameters inside a slice. Each replica processes a different part
+    of the batch."""
     ici_fsdp: int = 1
-    """Number of shards of the parameters inside a slice. Each gets its own part of the batch."""
+    """Number of shards of the parameters inside a slice. The devices of each shard process a
+    different part of the batch."""
     ici_stage: int = 1
     """Number of pipeline stages inside a slice."""
     ici_tensor: int = 1
-    """Number of shards of heads and MLP inside a slice."""
+    """Number of shards of attention heads and MLP weights inside a slice."""
     ici_context: int = 1
     """Number of shards of each sequence inside a slice."""
     ici_expert: int = 1
-    """Number of shards of the experts inside a slice. Each gets its own part of the batch."""
+    """Number of shards of the experts inside a slice. The devices of each shard process a different
+    part of the batch."""
     dcn_data: int = 1
     """Number of replicas of the parameters across slices."""
     dcn_fsdp: int = 1
@@ -143,20 +146,22 @@ class MeshConfig:
     dcn_stage: int = 1
     """Number of pipeline stages across slices."""
     dcn_tensor: int = 1
-    """Number of shards of heads and MLP across slices."""
+    """Number of shards of attention heads and MLP weights across slices."""
     dcn_context: int = 1
     """Number of shards of each sequence across slices."""
     dcn_expert: int = 1
-    """Number of shards of the experts across slices. Each gets its own part of the batch."""
+    """Number of shards of the experts across slices. The devices of each shard process a different
+    part of the batch."""
     context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
     """Communication of attention over the context axis. `gather`: each device gathers the keys and
-    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each has full
-    sequences of some heads; context x tensor must divide the numbers of heads and key/value heads.
-    `ring`: keys and values circulate, so no device holds all of them; requires
-    `pipeline.idle=compute`, or one stage. `auto`: `heads` if that rule holds, else `gather`."""
+    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each device
+    has full sequences of some heads; context x tensor must divide the numbers of heads and
+    key/value heads. `ring`: keys and values are sent around a ring, so no device holds those of
+    full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `heads` if the sizes
+    allow it, else `gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
-    program's inputs and outputs. `explicit`: array types carry the shardings over all axes but
+    program's inputs and outputs. `explicit`: array types carry the shardings over all axes except
     tensor, and an ambiguous operation is an error. Results are the same. Generation and scoring
     always use `auto`."""
     cpu_devices: int = 1
@@ -167,19 +172,19 @@ class MeshConfig:
     reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
     """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
-    consume or produce them. Each becomes a ring of messages and smaller matmuls. Ignored unless
-    `mesh.sequence_parallel` is set."""
+    consume or produce them. Each collective is replaced by a ring of messages and smaller matmuls.
+    Ignored unless `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
-    """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
+    """Changes to the table from logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """Size limit in bytes of a parameter, all layers of a stage together, that is replicated over
-    the fsdp, expert and context axes. Larger parameters are an error unless an axis rule `[]`
-    replicates them; such parameters are reported. 0: no limit."""
+    """Maximum size in bytes of a parameter, across all layers of a stage, that is replicated over
+    the fsdp, expert and context axes. Larger parameters are an error, unless an axis rule `[]`
+    replicates them explicitly; such parameters are reported. 0: no limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Block size with `model.matmul_scales=block`: number of values of a dim that share a scale. If it
-does not divide the dim, the largest power of two that divides both is used."""
+"""Block size with `model.matmul_scales=block`: number of values along a dim that share a scale. If
+the block size does not divide the dim, the largest power of two that divides both is used."""

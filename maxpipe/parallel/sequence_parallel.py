@@ -264,9 +264,7 @@ class _ShardedMatmul:
         return PartitionSpec(None, self.axis, None)
 
     def hidden_spec(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
-        """Return the spec of the activations inside a layer, which are sharded like a weight's
-        dims.
-        """
+        """Return the spec of activations `[B, T, *dims]`, sharded like the `dims` of the weight."""
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
     def all_gather_matmul(

@@ -32,7 +32,7 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """Return `run` with all shardings except those of its outputs chosen by the compiler.
+    """Return `run` with shardings chosen by the compiler, except for the output shardings.
 
     This is needed for operations whose output sharding is ambiguous with explicit axes: reshapes,
     indexing and newly created arrays. `specs` is a tree of output PartitionSpecs, or a prefix of

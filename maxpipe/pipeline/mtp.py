@@ -152,7 +152,7 @@ class MtpLossHeads:
         )
 
     def finish(self, gradients: Tree) -> Tree:
-        """Return gradients summed over devices, including the stages' shares of the vocabulary."""
+        """Return the gradients of the heads' parameters, summed over all devices and stages."""
         found = self.weights.finish(gradients)
         return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
 

@@ -583,9 +583,9 @@ class StepProgram:
     def finish_reports(self, carry: Buffers) -> Reports:
         """Return losses summed over layers and sequences, and the statistics of each layer.
 
-        Statistics are sums over all sequences. The key `layers` has those of the ring, `[R, 1, L,
-        ...]`; `outside` those of the prologue, `[layers, ...]`; and `ahead` those of the MTP
-        layers, `[heads, ...]`.
+        Statistics are sums over all sequences, keyed by place: `layers` for the ring, `[R, 1, L,
+        ...]`; `outside` for the prologue, `[layers, ...]`; and `ahead` for MTP layers, `[heads,
+        ...]`.
         """
         assert carry.reports is not None
         losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}

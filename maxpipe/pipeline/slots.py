@@ -35,7 +35,7 @@ from maxpipe.pipeline.remat import (
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
-"""Number of lanes of a TPU vector register; shorter minor dims are padded to it."""
+"""Number of lanes of a TPU vector register; shorter minor dims are padded to this size."""
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 

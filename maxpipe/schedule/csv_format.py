@@ -2,8 +2,9 @@
 
 `2F0` is the forward pass of chunk 2 for microbatch 0. `B` is a full backward pass; `I` and `W` are
 the gradients of the chunk's input and weights. Empty cells are idle slots. Chunks are numbered in
-network order. torch.distributed.pipelining uses the same format, so schedules can be exchanged. A
-file defines only the order of the actions on each stage; the ticks follow from the order.
+network order. The format is also used by torch.distributed.pipelining, so schedules can be
+exchanged. A file defines only the order of the actions on each stage; the ticks follow from the
+order.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Stages advance in ticks. There are two types of schedules:
 
-- *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backwards.
-  Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour. The
-  transfer of a message overlaps with the other slot.
-- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward pass (F),
-  the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
-  fill ticks that would otherwise be idle.
+- *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
+  passes. Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour.
+  The transfer of a message overlaps with the other slot. - *mixed* slots: a tick is one action of
+  any kind on each stage. An action is a forward pass (F), the gradient of a chunk's input (I), or
+  the gradient of a chunk's weights (W). Weight gradients fill ticks that would otherwise be idle.
 
 A message needs one tick to reach the neighbour. In a *delayed* schedule a message needs two ticks,
 so that a full tick of work can hide the transfer. `placement` creates tables, `verify` checks them,
@@ -153,9 +152,10 @@ class Arrival:
 class WeightWindow:
     """Ticks at which chunks are gathered into the prefetch window and gradients are reduced.
 
-    Event e gathers a chunk on all stages at once, on stage p that of repeat `gather_repeat[e, p]`.
-    The gather overlaps with the ticks before `gather_tick[e]`, and the chunk may be used from tick
-    `gather_tick[e]`. The gradients of reduction e are complete before `reduce_tick[e]`.
+    Event e gathers one chunk per stage, on all stages at once; stage p gathers its chunk of repeat
+    `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and the chunk
+    may be used from tick `gather_tick[e]`. The gradients of reduction e are complete before
+    `reduce_tick[e]`.
     """
 
     gather_tick: np.ndarray

@@ -124,7 +124,9 @@ def device_memory(device: Any) -> float | None:
 def host_memory(
     meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
 ) -> float | None:
-    """Return the bytes that the host, control groups and ulimit still let this process allocate."""
+    """Return the bytes that this process can still allocate under host, cgroup and ulimit
+    limits.
+    """
     found = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))

@@ -77,7 +77,7 @@ class Run:
     teacher_source: TeacherSource
     """Source of teacher logits; empty without a teacher."""
     rollouts: Rollouts | None
-    """Rollouts that the run trains on, if the data are prompts instead of documents."""
+    """Rollouts that the run trains on, if the dataset contains prompts instead of documents."""
     reference: ReferenceParams | None
     base: AdapterBase | None
     """Base model of the adapters. None: the run trains no adapters."""
