@@ -125,7 +125,7 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Compute both gradients together, so that a split backward does not defer that of `by`.
+    """Compute both gradients together, so that a split backward does not defer `by`'s gradient.
 
     A deferred gradient of `by` would repeat the matmul with the weight and store its inputs.
     """

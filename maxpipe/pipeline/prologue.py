@@ -86,9 +86,7 @@ class Embedding(NamedTuple):
     def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
-        """Return the first layer's input for this stage's microbatch; `tokens` has those of all
-        stages.
-        """
+        """Return the first layer's input for this stage's microbatch, given all stages' tokens."""
         return self._to_rows(reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0])
 
     def accumulate(

@@ -1,6 +1,6 @@
 """The worker process for rewards, which reads JSON requests from stdin and responds on stdout.
 
-Each request is one line, and so is each response. The first request selects the function; each
+Each request and each response is one line. The first request selects the function; each
 further request contains a completion and its prompt record. This module imports only `builtin` from
 maxpipe, so that the process starts fast.
 """

@@ -39,7 +39,7 @@ def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> 
 
 
 def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run all forward passes, then all backward passes; memory grows with the microbatches.
+    """Run all forward, then all backward passes; memory grows with the number of microbatches.
 
     Source: GPipe (arXiv:1811.06965); with repeats, the circular schedule of praxis and MaxText.
     """

@@ -338,7 +338,7 @@ class _Run(NamedTuple):
 
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
-    """Return the maximal runs of each stage in slots of one kind."""
+    """Return each stage's maximal runs of work on one repeat, in slots of one kind."""
     found: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
