@@ -89,7 +89,7 @@ def append_remainder(scores: Float[Array, "*tokens K"]) -> Float[Array, "*tokens
 
 
 def log1mexp(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """Return log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Maechler, 2012)."""
+    """Return log(1 - exp(x)) for x < 0, accurate for all magnitudes of x (Maechler, 2012)."""
     is_near = x > -np.log(2.0)
     # Both branches are computed for all entries, so both need inputs with finite values and
     # gradients.

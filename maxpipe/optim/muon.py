@@ -3,7 +3,7 @@
 Each device holds a shard of every matrix of its layers. All-to-alls over the axes that shard the
 matrices give each device some complete matrices. The device orthogonalizes these matrices, and the
 inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of B bytes
-sends 2 (n - 1) / n B in total if n divides the number of matrices.
+sends 2 (n - 1) / n B in total, if n divides the number of matrices.
 
 Source: Keller Jordan's Muon, for the Newton-Schulz iteration and its coefficients. The update is
 scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's

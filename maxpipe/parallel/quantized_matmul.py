@@ -485,7 +485,7 @@ class WeightResidual(NamedTuple):
 
     weight: Weight
     trained: Any
-    """Not None if the weight has a gradient."""
+    """None if the weight has no gradient."""
 
     def gradient(self, make: Callable[[], Array], dtype: Any) -> Any:
         """Return the gradient with the tree structure of the weight."""

@@ -71,7 +71,7 @@ class StepGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """Builds the functions that run a network on a mesh according to a schedule."""
+    """Build the functions that run a network on a mesh according to a schedule."""
 
     network: Network
     layout: LayerLayout

@@ -22,7 +22,7 @@ Tree = Any
 
 
 SINGLE_LAYER_TYPE = "layer"
-"""The layer type of networks with only one type."""
+"""Name of the layer type in networks with only one type."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ activations, gradient of the head columns). Both gradients cover this stage's co
 
 
 class MtpProjectionFns(NamedTuple):
-    """Heads that each project a small function of the final norm's output."""
+    """Heads that apply a small function to the final norm's output and project the result."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
     """(one head's parameters, the final norm's output) -> activations to project."""

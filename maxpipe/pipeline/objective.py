@@ -1,4 +1,4 @@
-"""Training objectives: losses of the log-probabilities that a network assigns to tokens.
+"""Training objectives: loss functions of the log-probabilities that a network assigns to tokens.
 
 An objective declares the log-probabilities that it uses for each token, and is a plain function of
 them. The loss head computes the log-probabilities with a sharded vocabulary and propagates their

@@ -8,14 +8,14 @@ backward pass of the layers. Every stage holds a replica of the weights, as in d
 Control flow is the same on all stages.
 
 The embedding's vocabulary is sharded over the stages. Each stage holds V / P rows of the table and
-looks up the tokens in those rows; one small sum over the stage axis combines the results. Every
+looks up the tokens in those rows. One small sum over the stage axis combines the results. Every
 stage thus does an equal share of work that would otherwise fall on the first stage. The forward and
 backward passes are written by hand, and their control flow is the same on all stages.
 
-The table's columns stay sharded over fsdp, expert and context. Tokens are sent to all shards and
-activations are returned, which is less traffic than a gather of the table. In shapes, `v` is V / P,
-this stage's share of the padded vocabulary, and `d` is the number of table columns that a device
-holds, which is D or its shard.
+The table's columns remain sharded over fsdp, expert and context. Tokens are sent to all shards and
+activations are returned, which needs less traffic than gathering the table. In shapes, `v` is V /
+P, this stage's share of the padded vocabulary. `d` is the number of table columns that a device
+holds: D, or a shard of D.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 """
@@ -66,7 +66,9 @@ class Embedding(NamedTuple):
 
     @property
     def is_column_sharded(self) -> bool:
-        """Whether the table's columns stay sharded and devices exchange tokens and activations."""
+        """Whether the table's columns remain sharded, and devices exchange tokens and
+        activations.
+        """
         return self.weight_sharding.dim == 1
 
     def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:

@@ -197,7 +197,7 @@ class LayerSlots:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Layer types of the chunks, in the order in which tables number them."""
+        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
         return self.layout.ring_layer_types
 
     @property

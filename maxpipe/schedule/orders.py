@@ -235,10 +235,10 @@ def _repeated_block(
 ) -> Orders:
     """Return orders that repeat one microbatch's pattern over a V every six ticks.
 
-    `offsets` are the numbers of ticks between neighbouring stages, for four parts: the forward
-    passes of the first and second chunk, then the input gradients of the second and first chunk. A
-    microbatch uses memory for the sum of the offsets times the number of stages. Weight gradients
-    run in the free ticks.
+    `offsets` are the numbers of ticks between neighbouring stages for four parts. The parts are the
+    forward passes of the first and second chunk and the input gradients of the second and first
+    chunk. A microbatch uses memory for the sum of the offsets times the number of stages. Weight
+    gradients run in the free ticks.
 
     Source: the building blocks of arXiv:2405.15362.
     """
