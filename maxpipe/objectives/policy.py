@@ -48,7 +48,7 @@ class Policy(Objective):
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; the reports are the entropy estimate and a clipping flag."""
+        """Return the loss of each token; reports are the entropy estimate and a clipping flag."""
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
         low, high = 1 - self.clip, 1 + self.clip_ratio_high
