@@ -129,7 +129,7 @@ def partition_devices(
 
     Raises:
         ConfigError: no devices would remain, or the processes cannot contribute equally. `key` is
-        the config key of `count`.
+            the config key of `count`.
     """
     if not count:
         return list(devices), list(devices)

@@ -42,9 +42,9 @@ class Objective(ABC):
     A per-token objective receives scores with the same shape as the ids and returns losses `[B,
     T]`, which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
     each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
-    `segments_per_loss` times N; segment s of a sequence consists of the tokens with segment id s +
-    1. Reports have the same shape as the losses. The step divides sums by the sum of `normaliser`
-    over the batch.
+    `segments_per_loss` times N, and segment s contains the tokens with segment id s + 1. Reports
+    have the same shape as the losses. The step divides sums by the sum of `normaliser` over the
+    batch.
     """
 
     segments_per_loss: ClassVar[int] = 0

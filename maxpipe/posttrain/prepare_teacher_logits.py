@@ -50,8 +50,9 @@ def prepare_teacher_logits(
 
     Raises:
         ConfigError: the teacher or the documents cannot be used, or the folder contains other
-        files. StorageError: the folder cannot be written. Preemption: the process received a stop
-        request; UserInterrupt after Ctrl-C.
+            files.
+        StorageError: the folder cannot be written.
+        Preemption: the process received a stop request; UserInterrupt after Ctrl-C.
     """
     config = loaded.config
     if config.runtime.num_processes != 1:

@@ -54,7 +54,7 @@ def read_orders(
 
     Raises:
         ConfigError: the file cannot be read, a cell is not an action, an action is missing or
-        repeated, a chunk is on the wrong line, or a size does not match.
+            repeated, a chunk is on the wrong line, or a size does not match.
     """
     lines = _parse(_read(path), path)
     ring = _ring_of(lines, path)

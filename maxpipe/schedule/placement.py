@@ -4,8 +4,8 @@
 2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
    interval of time on one stage. Interval colouring then uses the fewest possible slots.
 3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
-   reduction of the chunk's gradients after the run. 4. `_prologue_rounds` groups entering
-   microbatches into rounds, which run the prologue layers.
+   reduction of the chunk's gradients after the run.
+4. `_prologue_rounds` groups entering microbatches into rounds, which run the prologue layers.
 """
 
 from __future__ import annotations

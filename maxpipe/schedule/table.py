@@ -4,9 +4,10 @@ Stages advance in ticks. There are two types of schedules:
 
 - *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
   passes. Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour.
-  The transfer of a message overlaps with the other slot. - *mixed* slots: a tick is one action of
-  any kind on each stage. An action is a forward pass (F), the gradient of a chunk's input (I), or
-  the gradient of a chunk's weights (W). Weight gradients fill ticks that would otherwise be idle.
+  The transfer of a message overlaps with the other slot.
+- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward pass (F),
+  the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
+  fill ticks that would otherwise be idle.
 
 A message needs one tick to reach the neighbour. In a *delayed* schedule a message needs two ticks,
 so that a full tick of work can hide the transfer. `placement` creates tables, `verify` checks them,

@@ -68,7 +68,8 @@ def load(
 
     Raises:
         ConfigError: the program was compiled for different values, or cannot be loaded on these
-        devices. StorageError: the program is missing or damaged, or other users can write to it.
+            devices.
+        StorageError: the program is missing or damaged, or other users can write to it.
     """
     try:
         _check_private(folder, folder.stat())

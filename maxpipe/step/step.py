@@ -262,7 +262,8 @@ class Steps:
 
         Raises:
             ConfigError: the program was compiled for different values, or cannot be loaded on these
-            devices. StorageError: the program cannot be read, or is not safe to load.
+                devices.
+            StorageError: the program cannot be read, or is not safe to load.
         """
         devices = list(self.param_layout.mesh.devices.flat)
         lowered = self.lower_train()
