@@ -304,7 +304,7 @@ class TeacherSource:
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
-    """Loader of an online teacher. None: logits are stored, and loaded with the sequences."""
+    """Loader of an online teacher. Stored logits are loaded with the sequences instead."""
     banner_lines: Sequence[tuple[str, str]] = ()
     """Banner lines that describe the teacher."""
 

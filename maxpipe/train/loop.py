@@ -223,7 +223,7 @@ class ThroughputMeter:
         self._num_sequences, self._rollout_seconds = 0, 0.0
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, and add the waiting time to the data wait."""
+        """Return the next batch, and record the time spent waiting for data."""
         start = time.perf_counter()
         with self._run.phases.enter(DATA):
             batch = next(batches)

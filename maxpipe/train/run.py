@@ -129,7 +129,7 @@ class Run:
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_after(self, step: int) -> bool:
-        """Whether the run can be saved after `step`, because no rollout is partly used."""
+        """Whether the run can be saved after `step`. False while a rollout is partly used."""
         return self.rollouts is None or self.rollouts.is_rollout_start(
             step + self.bad_step_monitor.offset
         )
