@@ -1,11 +1,11 @@
 """Distillation: a student learns a teacher's next-token probabilities.
 
-The teacher's K most likely tokens are known, and all other tokens form one bucket. The loss is the
-divergence of two distributions over K + 1 buckets. If K is the vocabulary size, it is the
-divergence of the full distributions.
+The teacher's log-probabilities are known for its K most likely tokens, and all other tokens form
+one bucket. The loss is the divergence between two distributions over K + 1 buckets. If K is the
+vocabulary size, the loss is the divergence between the full distributions.
 
-Source: Hinton et al. (arXiv:1503.02531) multiply gradients by temperature^2, so that they do not
-shrink with it. The reverse direction is that of MiniLLM (arXiv:2306.08543).
+Source: Hinton et al. (arXiv:1503.02531) multiply the loss by temperature^2, so that gradients do
+not shrink at high temperatures. The reverse direction follows MiniLLM (arXiv:2306.08543).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jaxtyping import Float
 from maxpipe.pipeline.objective import BatchArraySpec, CrossEntropy, LogProbSpec, Objective, Scores
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
-"""Batch arrays `[B, T, K]`: the teacher's most likely tokens in descending order, and their
-log-probabilities at the temperature, float32."""
+"""Batch arrays `[B, T, K]`: the ids of the teacher's most likely tokens, in descending order of
+probability, and their float32 log-probabilities at `temperature`."""
 
 _LEAST = 2.0**-22
-"""Minimum probability of the bucket of all other tokens: float32 sums are not more accurate."""
+"""Minimum probability of the bucket of all other tokens, which is the accuracy of float32 sums."""
 
 Direction = Literal["forward", "reverse"]
 
 
 @dataclass(frozen=True)
 class Distill(Objective):
-    """A divergence from a teacher, mixed with the cross entropy of the text."""
+    """Weighted sum of the divergence from a teacher and the cross entropy of the text."""
 
     direction: Direction
     """`forward`: KL(teacher | student). `reverse`: KL(student | teacher)."""
@@ -47,12 +47,12 @@ class Distill(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """The student's log-probabilities of the text, and of the teacher's tokens."""
+        """Student log-probabilities of the target tokens and of the teacher's tokens."""
         return LogProbSpec("targets"), LogProbSpec(TEACHER_IDS, self.temperature)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Teacher logits of each token."""
+        """Teacher ids and log-probabilities of each token."""
         shape = (self.top_k,)
         return {
             TEACHER_IDS: BatchArraySpec(shape, jnp.int32),
@@ -61,11 +61,11 @@ class Distill(Objective):
 
     @property
     def eval_objective(self) -> Objective:
-        """Cross entropy, because documents for evaluation have no teacher logits."""
+        """Cross entropy, because evaluation documents have no teacher logits."""
         return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token in nats; reports are cross entropy and divergence."""
+        """Return the loss of each token in nats; the reports are cross entropy and divergence."""
         found, student = scores
         divergence = kl_divergence(student, inputs[TEACHER_LOGPROBS], self.direction)
         divergence, entropy = self.temperature**2 * divergence, -found
@@ -76,21 +76,22 @@ class Distill(Objective):
 def kl_divergence(
     student: Float[Array, "*tokens K"], teacher: Float[Array, "*tokens K"], direction: Direction
 ) -> Float[Array, "*tokens"]:
-    """Return the KL divergence over K + 1 buckets, from log-probabilities of the same K tokens."""
+    """Return the KL divergence over K + 1 buckets, given log-probabilities of the same K tokens."""
     student, teacher = append_remainder(student), append_remainder(teacher)
     given, other = (teacher, student) if direction == "forward" else (student, teacher)
     return (jnp.exp(given) * (given - other)).sum(axis=-1)
 
 
 def append_remainder(scores: Float[Array, "*tokens K"]) -> Float[Array, "*tokens buckets"]:
-    """Append the logarithm of the remaining probability."""
+    """Append the log-probability of all other tokens."""
     total = jnp.minimum(jax.nn.logsumexp(scores, axis=-1), -_LEAST)
     return jnp.concatenate([scores, log1mexp(total)[..., None]], axis=-1)
 
 
 def log1mexp(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """Return log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Maechler, 2012)."""
+    """Return log(1 - exp(x)) for x < 0, accurate for all magnitudes of x (Maechler, 2012)."""
     is_near = x > -np.log(2.0)
-    # Both branches are computed for all entries: each gets inputs with finite values and gradients.
+    # Both branches are computed for all entries, so both need inputs with finite values and
+    # gradients.
     near = jnp.log(-jnp.expm1(jnp.where(is_near, x, -1.0)))
     return jnp.where(is_near, near, jnp.log1p(-jnp.exp(jnp.where(is_near, -1.0, x))))

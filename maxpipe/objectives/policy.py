@@ -1,9 +1,10 @@
-"""The GRPO objective: the probability of completion tokens is changed by their advantage.
+"""The GRPO objective, which raises the probability of completion tokens with a positive advantage
+and lowers that of tokens with a negative advantage.
 
-Sources: GRPO's loss and its estimate of the KL divergence, arXiv:2402.03300; the separate upper
-bound of the ratio, DAPO (arXiv:2503.14476).
+Sources: arXiv:2402.03300 for GRPO's loss and its estimate of the KL divergence; DAPO
+(arXiv:2503.14476) for the separate upper bound of the ratio.
 
-`advantages` compares the rewards of each group of completions, without jax.
+`advantages` compares the rewards within each group of completions, without JAX.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from jaxtyping import Float
 from maxpipe.pipeline.objective import BatchArraySpec, LogProbSpec, Objective, Scores
 
 ON_POLICY = 1.0
-"""Marks on-policy tokens in `old_logp`; log-probabilities are never positive. The current weights
-sampled these tokens, so their ratio is exactly 1."""
+"""Value of `old_logp` that marks on-policy tokens; log-probabilities are never positive. The
+current weights sampled these tokens, so their ratio is exactly 1."""
 
 
 @dataclass(frozen=True)
 class Policy(Objective):
-    """Loss per token. A batch has `old_logp`, log-probabilities of the weights that sampled the
-    tokens or `ON_POLICY`, and `advantages`, both `[B, T]`.
+    """Policy-gradient loss per token. Batches have two arrays `[B, T]`: `old_logp`
+    (log-probabilities at sampling time, or `ON_POLICY`) and `advantages`.
     """
 
     clip: float
@@ -47,9 +48,7 @@ class Policy(Objective):
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; reports are the estimated entropy and whether it is
-        clipped.
-        """
+        """Return the loss of each token; reports are the entropy estimate and a clipping flag."""
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
         low, high = 1 - self.clip, 1 + self.clip_ratio_high
@@ -60,7 +59,7 @@ class Policy(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPolicyGradient(Policy):
-    """A policy loss with a KL term; batches have the reference's log-probs, `reference_logp`."""
+    """A policy loss with a KL term; batches also have the reference model's log-probabilities."""
 
     kl: float
 
@@ -72,7 +71,7 @@ class KlPolicyGradient(Policy):
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; reports also contain the divergence."""
+        """Return the loss of each token; the reports also contain the KL divergence."""
         lost, reports = super().__call__(scores, inputs)
         apart = kl_estimate(scores[0], inputs["reference_logp"])
         return lost + self.kl * apart, (*reports, apart)
@@ -84,10 +83,10 @@ def kl_estimate(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Fl
 
 
 def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray:
-    """Return float64 `[groups, members]`: rewards minus the mean of their group.
+    """Return float64 `[groups, members]`: each reward minus the mean of its group.
 
-    With `std`, they are divided by the group's standard deviation. A group with equal rewards gets
-    exactly 0, because it contains no preference.
+    With `std`, the result is divided by the group's standard deviation. If all rewards of a group
+    are equal, its advantages are exactly 0, because the group contains no preference.
     """
     rewards = np.asarray(rewards, np.float64)
     flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)

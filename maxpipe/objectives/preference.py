@@ -1,9 +1,10 @@
-"""Losses of pairs: DPO, IPO and ORPO, as functions of the log-probabilities of two responses.
+"""Preference losses (DPO, IPO and ORPO), as functions of the log-probabilities of two responses.
 
-Pair i of a sequence consists of segments 2i + 1, the chosen response, and 2i + 2.
+Pair i of a sequence consists of segment 2i + 1, the chosen response, and segment 2i + 2, the
+rejected response.
 
-Source: the losses are those of arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691. TRL defines
-the use of means and sums, and the names of reports.
+Sources: arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691 for the losses; TRL for the use of
+means and sums, and for the names of the reports.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import BatchArraySpec, Objective, Scores
 
 _CERTAIN = -1e-7
-"""Largest log-probability used to compute odds; larger ones are clipped to it."""
+"""Largest log-probability used to compute odds; larger values are clipped."""
 
 
 class PairValues(NamedTuple):
-    """Values of the chosen and of the rejected response of each pair."""
+    """Values of the chosen and rejected response of each pair."""
 
     chosen: Float[Array, "B N"]
     rejected: Float[Array, "B N"]
 
     @property
     def difference(self) -> Float[Array, "B N"]:
-        """Value of the chosen response minus that of the rejected one."""
+        """Value of the chosen response minus that of the rejected response."""
         return self.chosen - self.rejected
 
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """Common part of the losses: the arrays that they read, and the reports."""
+    """Base class of the preference losses, which defines their batch arrays and reports."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS
@@ -54,19 +55,19 @@ class Preference(Objective):
     most_pairs: int
     """Maximum number of pairs per sequence (N)."""
     by_length: bool
-    """Whether the log-probability of a response is the mean over its tokens."""
+    """Whether the log-probability of a response is the mean over its tokens instead of the sum."""
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Weights of the pairs; reference log-probability and token count of each half."""
+        """Weights of the pairs; reference log-probability and number of tokens of each response."""
         by_row = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         halves = by_row((2 * self.most_pairs,))
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return losses and reports of each pair `[B, N]`."""
+        """Return the losses and reports of each pair `[B, N]`."""
         tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
-        # An entry without a pair gets a placeholder, so that no value is infinite.
+        # Entries without a pair get a placeholder, so that no value is infinite.
         is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0
         means = _split_pairs(jnp.where(is_half, scores[0] / tokens, -1.0))
         of = _split_pairs(scores[0] / tokens if self.by_length else scores[0])
@@ -80,12 +81,12 @@ class Preference(Objective):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, given log-probabilities and their means per token."""
+        """Return (losses, rewards), given log-probabilities and their means per token."""
 
 
 @dataclass(frozen=True)
 class Dpo(Preference):
-    """DPO: arXiv:2305.18290, equation 7; with label smoothing arXiv:2306.15479."""
+    """DPO: equation 7 of arXiv:2305.18290, with the label smoothing of arXiv:2306.15479."""
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -93,7 +94,7 @@ class Dpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del means
         rewards = _rewards(self.beta, policy, reference)
         right = -jax.nn.log_sigmoid(rewards.difference)
@@ -105,14 +106,14 @@ class Dpo(Preference):
 
 @dataclass(frozen=True)
 class Ipo(Preference):
-    """IPO: arXiv:2310.12036, equation 17, with `beta` for tau."""
+    """IPO: equation 17 of arXiv:2310.12036, where `beta` is tau."""
 
     beta: float = 0.1
 
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del means
         gap = policy.difference - reference.difference
         return (gap - 1 / (2 * self.beta)) ** 2, _rewards(self.beta, policy, reference)
@@ -120,7 +121,7 @@ class Ipo(Preference):
 
 @dataclass(frozen=True)
 class Orpo(Preference):
-    """ORPO: arXiv:2403.07691, equations 6 and 7; lambda is `odds_weight`."""
+    """ORPO: equations 6 and 7 of arXiv:2403.07691, where `odds_weight` is lambda."""
 
     needs_reference: ClassVar[bool] = False
     odds_weight: float = 0.1
@@ -128,7 +129,7 @@ class Orpo(Preference):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return losses and rewards, as in `Preference.lost`."""
+        """Return losses and rewards, as in `Preference.compute_loss`."""
         del policy, reference
         odds = PairValues(*(each - _log_complement(each) for each in means))
         lost = -means.chosen - self.odds_weight * jax.nn.log_sigmoid(odds.difference)
@@ -136,7 +137,7 @@ class Orpo(Preference):
 
 
 def make_preference(config: PreferenceConfig, most_pairs: int) -> Preference:
-    """Return the objective of a config section."""
+    """Return the preference objective that a config section selects."""
     named = config.length_normalised
     by_length = config.loss != "dpo" if named == "auto" else named == "on"
     match config.loss:

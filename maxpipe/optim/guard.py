@@ -1,10 +1,10 @@
 """Detection of bad steps on the devices, before the update is applied.
 
-The host learns the result of a step only while the next one runs, when the update is done. So the
-step itself compares its loss and gradient norm with recent steps, and keeps parameters and
-optimizer state unchanged if it is bad. `train.bad_steps` implements the reaction of the run.
+The host receives the result of a step only while the next step runs, after the update. Therefore
+the step itself compares its loss and gradient norm with recent steps. If the step is bad,
+parameters and optimizer state are left unchanged. `train.bad_steps` implements the host's reaction.
 
-Source: OLMo compares loss and gradient norm with recent steps.
+Source: OLMo, which compares the loss and gradient norm with recent steps.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ Check = Callable[..., tuple[Any, Any]]
 
 
 class GuardState(NamedTuple):
-    """State of the guard, the same on all devices."""
+    """State of the guard, identical on all devices."""
 
     skipped: Int[Array, ""]
-    """Number of steps whose update was skipped, int32."""
+    """int32: number of steps whose update was skipped."""
     spikes: Int[Array, ""]
-    """Number of steps that were spikes, int32."""
+    """int32: number of steps that were spikes."""
     recent: Float[Array, "2 window"]
-    """Loss in nats per token and gradient norm of the last updates, newest last; float32. NaN
-    before there are enough updates; the window is 0 if spikes are not detected."""
+    """Float32 loss (nats per token) and gradient norm of the latest updates, newest last. Missing
+    entries are NaN. The window is 0 if spike detection is off."""
     bounds: Float[Array, " 2"]
-    """Bounds on the size of any parameter and of any first moment, float32; infinite if unknown.
-    See `update_bound.bound_update`."""
+    """Float32 bounds on the absolute values of parameters and of first moments; infinite if
+    unknown. See `update_bound.bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON values for a checkpoint, without `reach`, which is
-        recomputed.
-        """
+        """Return the state as JSON values for a checkpoint; `bounds` are recomputed instead."""
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),
@@ -53,7 +51,7 @@ class GuardState(NamedTuple):
 
 
 def init_guard_state(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
-    """Return the state of a new run, or the state with this metadata, as numpy arrays."""
+    """Return the state as numpy arrays: that of a new run, or the one restored from `facts`."""
     facts = facts or {"skipped": 0, "spikes": 0, "recent": [[], []]}
     window = config.spike_window if config.spike_sigmas else 0
     known = np.asarray(facts["recent"], np.float32)
@@ -73,11 +71,12 @@ def check_step(
     operands: Tree = (),
     specs: Tree = (),
 ) -> tuple[Bool[Array, ""], GuardState]:
-    """Return (whether the update is applied, new guard state), the same on all devices.
+    """Return (whether the update is applied, new guard state), identical on all devices.
 
-    `loss` is in nats per token, `grad_norm` is the norm of the full gradient before clipping.
-    `check` receives a device's shards of the operands, sharded by `specs`. It returns whether the
-    update keeps all values finite, and bounds on their size. If it does not, the update is skipped.
+    `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
+    `check` receives a device's shards of the operands, which are sharded by `specs`. It returns
+    whether all values stay finite, and bounds on their magnitude. The update is skipped if a value
+    would not stay finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
@@ -92,8 +91,8 @@ def check_step(
 def select_update(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
     """Return `new` if the update is applied, otherwise `old`.
 
-    XLA fuses the elementwise selection into the computation of `new`, so no second copy is stored
-    if `old` has no later use.
+    XLA fuses the elementwise selection into the computation of `new`. Therefore no second copy is
+    stored, unless `old` is used later.
     """
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
@@ -115,11 +114,11 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, reach): the maximum over all devices, on every device.
+    """Return (broken, spike, bounds), each the maximum over all devices, on every device.
 
-    `check` sees a device's shards of the operands. All other inputs are equal on all devices,
-    unless a device is faulty. The decision must be the same even then, or processes would wait for
-    each other forever.
+    `check` receives a device's shards of the operands. All other inputs are equal on all devices,
+    unless a device is faulty. Even then the decision must be identical on all devices, or the
+    processes would deadlock.
     """
 
     def largest(flags: Array, operands: Tree) -> Array:

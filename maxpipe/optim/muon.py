@@ -1,12 +1,12 @@
-"""Muon's updates: matrices with singular values near 1, distributed over the devices.
+"""Muon updates: orthogonalized matrices, computed in a distributed way.
 
-Each device has a shard of every matrix of its layers. All-to-alls over the axes that shard the
-matrices give each device some complete matrices. The device orthogonalizes them, and the inverse
-all-to-alls return the shards. Over an axis of n devices, a shard of B bytes sends 2 (n - 1) / n B
-in total if n divides the number of matrices.
+Each device holds a shard of every matrix of its layers. All-to-alls over the axes that shard the
+matrices give each device some complete matrices. The device orthogonalizes these matrices, and the
+inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of B bytes
+sends 2 (n - 1) / n B in total, if n divides the number of matrices.
 
-Source: the Newton-Schulz iteration and its coefficients are those of Keller Jordan's Muon. The
-update is scaled by 0.2 times the root of the longer side, which gives it the size of AdamW's
+Source: Keller Jordan's Muon, for the Newton-Schulz iteration and its coefficients. The update is
+scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's
 updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other versions of Muon also distribute
 matrices over devices.
 """
@@ -31,7 +31,7 @@ ITERATIONS = 5
 UPDATE_RMS = 0.2
 """Root mean square of an update's entries, for matrices of full rank."""
 MAX_SINGULAR_VALUE = 2.0
-"""Upper bound on the singular values, and so on the entries, of an orthogonalized matrix."""
+"""Upper bound on the singular values of an orthogonalized matrix, and therefore on its entries."""
 
 
 class Matrices(NamedTuple):
@@ -40,7 +40,7 @@ class Matrices(NamedTuple):
     inputs: tuple[int, ...]
     """Dims that form the rows of a matrix."""
     outputs: tuple[int, ...]
-    """Dims that form its columns; the other dims count matrices."""
+    """Dims that form the columns of a matrix. All other dims are batch dims."""
     spec: PartitionSpec
 
     def axes(self, dims: tuple[int, ...]) -> tuple[str, ...]:
@@ -51,17 +51,17 @@ class Matrices(NamedTuple):
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor that turns an orthogonalized matrix into an update."""
+    """Return the factor that scales an orthogonalized matrix to an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
-    """Return a matrix with the same singular vectors, and singular values from about 0.7 to 1.2.
+    """Return a matrix with the same singular vectors and singular values of about 0.7 to 1.2.
 
-    A matrix of zeros gives zeros. I should be at most O; otherwise the products are larger than
-    necessary.
+    A zero matrix is returned unchanged. I should be at most O; otherwise the matmuls are larger
+    than necessary.
     """
-    # Divide by the largest entry first: squares of small and large values then fit in float32.
+    # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)
     x = x / jnp.maximum(jnp.linalg.norm(x), 1e-30)
     a, b, c = COEFFICIENTS
@@ -77,13 +77,13 @@ def compute_updates(
     """Orthogonalize and scale each matrix of the arrays.
 
     Args:
-        arrays: directions of the updates, float32, with the shapes described by `declared`.
-        declared: description of the matrices in each array and of their sharding.
+        arrays: float32 directions of the updates, with the shapes described by `declared`.
+        declared: descriptions of the matrices in each array and their sharding.
         mesh: mesh of the devices.
     """
 
     def on_device(shards: dict[KeyPath, Array]) -> dict[KeyPath, Array]:
-        # Matrices of the same shape are exchanged together: the devices must divide their number.
+        # Matrices of the same shape are exchanged together, padded to a multiple of the devices.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
             found = _Flat.from_shard(path, shard, declared[path], mesh)
@@ -100,24 +100,24 @@ def compute_updates(
 
 
 class _Flat(NamedTuple):
-    """A shard as matrices whose rows are the shorter side of the complete matrices."""
+    """A shard as a batch of matrices, transposed so that the rows are the shorter side."""
 
     path: KeyPath
     matrices: Float[Array, "K i o"]
     axes: tuple[tuple[str, ...], tuple[str, ...]]
-    """Mesh axes that shard the rows, and the columns."""
+    """Mesh axes that shard the rows, and mesh axes that shard the columns."""
     shape: tuple[int, ...]
     """Shape of the shard."""
     order: tuple[int, ...]
-    """Order of its dims: those that count matrices, rows, columns."""
+    """Order of the shard's dims: batch dims, rows, columns."""
     is_transposed: bool
 
     @classmethod
     def from_shard(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
         """Convert a shard to matrices.
 
-        If several dims form a side, devices may order its entries differently, because the entries
-        of the singular vectors have the same order.
+        If several dims form a side, the order of its entries may differ between devices, because
+        the entries of the singular vectors are permuted in the same way.
         """
         inputs, outputs, _ = matrices
         others = tuple(dim for dim in range(shard.ndim) if dim not in inputs + outputs)
@@ -144,7 +144,7 @@ def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[K
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
         x = _deal_matrices(x, over, dim, _ways(mesh, over))
-    # One matrix at a time, in place: temporary memory is that of a single iteration.
+    # Process one matrix at a time, in place, so that temporary memory is that of one matrix.
     x = update_scale(*x.shape[1:]) * lax.fori_loop(0, len(x), _orthogonalize_at, x)
     for over, dim in reversed(split):
         x = _return_matrices(x, over, dim, _ways(mesh, over))
@@ -161,10 +161,10 @@ def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float
 
 
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """Collect all parts of each matrix along `dim` on one device.
+    """Gather the shards of each matrix along `dim` on one device.
 
-    The all-to-all uses a separate dim: XLA for CPU fails if it splits one dim and concatenates
-    another, because the parts get different layouts.
+    The all-to-all uses a separate dim. The CPU backend fails if one dim is split and another is
+    concatenated, because the parts have different layouts.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -173,7 +173,7 @@ def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Arra
 
 
 def _return_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """Invert `_deal_matrices`."""
+    """Restore the shards: the inverse of `_deal_matrices`."""
     x = jnp.moveaxis(x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :]), dim, 0)
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
     return x.reshape(-1, *x.shape[2:])

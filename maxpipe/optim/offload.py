@@ -1,4 +1,4 @@
-"""Computation with arrays in host memory, one layer at a time on the device."""
+"""Computation on arrays stored in host memory, one layer at a time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class LayerSlice(NamedTuple):
-    """A slice of arrays along the dim of a loop."""
+    """A slice of arrays along the dim that a loop iterates over."""
 
     place: Int[Array, ""] | int = 0
-    """Position along the dim."""
+    """Index of the slice along the dim."""
     dim: int | None = None
-    """Dim of the loop. None: the slice is the full array."""
+    """Dim that the loop iterates over. None: the slice is the full array."""
 
     def slice_of(self, x: Array) -> Array:
-        """Return the slice of an array, with all dims kept."""
+        """Return the slice of an array, keeping all dims."""
         if self.dim is None or not x.ndim:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.place, 1, self.dim)
 
     def put(self, into: Array, part: Array) -> Array:
-        """Return the array with this slice replaced."""
+        """Return the array with this slice replaced by `part`."""
         if self.dim is None or not into.ndim:
             return part
         return jax.lax.dynamic_update_slice_in_dim(into, part, self.place, self.dim)
@@ -40,23 +40,22 @@ ALL_LAYERS = LayerSlice()
 def map_layers(
     run: Callable[[LayerSlice, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
 ) -> Arrays:
-    """Apply `run` to the slices of each layer, and return the arrays with the new slices.
+    """Apply `run` to each layer's slices, and return the arrays with the new slices.
 
-    If a computation reads an array in host memory, XLA copies all of it to the device, at any time.
-    In a loop that slices the array along one dim (not along two), XLA copies only the slice.
+    If a computation uses an array in host memory, XLA may copy the full array to the device at any
+    time. In a loop that slices the array along exactly one dim, XLA copies only the slice.
 
     Args:
-        run: (layer, its slices on the device) -> new slices by name, with the same shapes and
-        dtypes.
-            Scalars are passed from iteration to iteration.
-        arrays: arrays by name, in either memory.
-        dim: dim of all arrays to loop over, which no mesh axis shards. None: a single call.
+        run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
+            dtypes. Scalars are carried between iterations.
+        arrays: arrays in host or device memory, keyed by name.
+        dim: unsharded dim of all arrays to loop over. None: `run` is called once.
     """
 
     def turn(number: Int[Array, ""] | int, have: Arrays) -> Arrays:
         layer, new = LayerSlice(number, dim), dict(have)
         parts = {name: layer.slice_of(x) for name, x in have.items()}
-        # Copy directly after the slice: an operation in between would run on the full array.
+        # Copy directly after slicing; an operation in between would run on the full array.
         parts = {
             name: jax.device_put(x, _DEVICE) if _is_on_host(x) else x for name, x in parts.items()
         }

@@ -9,9 +9,7 @@ from maxpipe.config.training_schedule import parse_phases
 
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Return the learning rate by step: a warm-up, then the configured shape until
-    `total_steps`.
-    """
+    """Return the learning-rate schedule: a warm-up, then the configured shape."""
     if config.lr_phases:
         return _phase_schedule(config, total_steps)
     peak = config.learning_rate
@@ -32,13 +30,13 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
             )
     if config.warmup_steps == 0:
         return shape
-    # The rate of the first step is peak/warmup, not 0.
+    # The learning rate of the first step is peak / warmup, not 0.
     rise = optax.linear_schedule(peak / config.warmup_steps, peak, max(1, config.warmup_steps - 1))
     return optax.join_schedules([rise, shape], [config.warmup_steps])
 
 
 def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Return consecutive phases; each reaches its end value one step after its last step."""
+    """Return the schedule of `lr_phases`; the step after a phase has the phase's end value."""
     peak, shapes, borders = config.learning_rate, [], []
     for phase in parse_phases(config.lr_phases, total_steps):
         start, end = peak * phase.start, peak * phase.end

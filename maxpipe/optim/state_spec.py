@@ -1,7 +1,8 @@
-"""Declaration of the arrays that each optimizer keeps for every parameter.
+"""Specifications of the optimizer-state arrays of each parameter.
 
-The state in memory and in checkpoints, memory predictions of `plan`, and the disk space of a
-checkpoint follow from it. `optim.update` computes the arrays. This module does not import jax.
+The specifications determine the state in memory and in checkpoints, the memory predictions of
+`plan`, and the size of a checkpoint. `optim.update` computes the arrays. This module does not
+import jax.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from maxpipe.config.schema import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"
-"""Name of the tree of averaged parameters (EMA), which no update reads."""
+"""Name of the tree with the EMA of the parameters, which updates do not use."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
@@ -22,19 +23,19 @@ class StateArray(NamedTuple):
     """An optimizer-state array of one parameter."""
 
     dims: Dims
-    """Dims of the parameter that the array has."""
+    """The parameter's dims that the array keeps."""
     dtype: str
     dropped_dims: tuple[int, ...] = ()
-    """Indices of the parameter's dims that the array lacks."""
+    """Indices of the parameter's dims that the array does not have."""
 
 
 MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def matrix_dims(param: Param) -> MatrixDims | None:
-    """Return the indices of the contracted dims and of the output dims of a matrix, or None.
+    """Return the indices of a matrix's contracted dims and output dims, or None.
 
-    Other dims, such as that of experts, count matrices. In an embedding table the vocabulary is the
+    Other dims, such as the expert dim, are batch dims. In an embedding table, the vocabulary is the
     contracted dim. None: the parameter is not a matrix.
     """
     if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
@@ -49,10 +50,11 @@ def matrix_dims(param: Param) -> MatrixDims | None:
 
 
 def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, StateArray]:
-    """Return the arrays that the optimizer keeps for a parameter, by name of the checkpoint's tree.
+    """Return the optimizer-state arrays of a parameter, keyed by their tree name in checkpoints.
 
-    `mu` and `nu` are moving averages of gradients and of their squares. `rows` and `columns` are
-    those of squares, averaged over the outputs and the inputs of a matrix (arXiv:1804.04235).
+    `mu` and `nu` are moving averages of the gradients and the squared gradients. `rows` and
+    `columns` are moving averages of squared gradients, averaged over the outputs and the inputs of
+    a matrix, respectively (arXiv:1804.04235).
     """
     if not param.trainable:
         return {}
@@ -69,7 +71,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
-    """Return the names of the arrays with all dims of the parameter."""
+    """Return the names of the arrays that have all dims of the parameter."""
     match config.name:
         case "adamw":
             return ("mu", "nu")
@@ -82,16 +84,16 @@ def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
-    """Whether a parameter's updates are orthogonalized: matrices without a vocabulary dim."""
+    """Whether updates are orthogonalized: with Muon, for matrices without a vocabulary dim."""
     return config.name == "muon" and matrix_dims(param) is not None and "vocab" not in param.axes
 
 
 def saved_bytes(
     config: OptimConfig, param: Param, param_dtype: str, *, trained_only: bool = False
 ) -> float:
-    """Return the bytes of a parameter and its optimizer state in a checkpoint.
+    """Return the size in bytes of a parameter and its optimizer state in a checkpoint.
 
-    With `trained_only` the checkpoint contains trainable parameters only, as with adapters.
+    With `trained_only`, the checkpoint contains only trainable parameters, as for adapters.
     """
     if trained_only and not param.trainable:
         return 0.0

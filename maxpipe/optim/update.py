@@ -1,16 +1,16 @@
-"""Parameter updates: clipping, the optimizer's direction, weight decay, learning rate, EMA.
+"""Parameter updates: clipping, update direction, weight decay, learning rate and EMA.
 
 Updates are computed one parameter at a time, so that all operations on an entry fuse into one pass
-over memory. Only Muon processes several matrices together, because they are exchanged together.
+over memory. Only Muon processes several matrices together, because it exchanges them together.
 
-Rules for the direction receive the gradient and the float32 state arrays of one parameter. They
+Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. They
 return the direction, before weight decay and learning rate, and the new state arrays, or the old
-ones if the update is skipped. That selection precedes the use of the moments: otherwise XLA would
-store the old, new and selected moments at the same time.
+state arrays if the update is skipped. The new or old moments are selected before they are used;
+otherwise XLA would store the old, new and selected moments at the same time.
 
 Stochastic rounding to bfloat16 rounds up with the probability that makes the expected result equal
-to the input. Its random bits are a hash of the seed, the step, the array's name, the layer and the
-entry's index. They do not depend on meshes or padding.
+to the input. The random bits are a hash of the seed, the step, the array's name, the layer and the
+entry's index. They do not depend on the mesh or on padding.
 
 Sources: stochastic rounding in training, arXiv:1502.02551; the integer hash is "lowbias32", which
 passes the usual avalanche tests.
@@ -45,33 +45,33 @@ from maxpipe.optim.update_bound import MOMENTUM, bound_update, max_direction
 from maxpipe.parallel.sharding import auto_sharded
 
 Arrays = dict[str, Array]
-"""Optimizer state of one parameter, by name."""
+"""Optimizer-state arrays of one parameter, keyed by name."""
 Taken = Bool[Array, ""] | bool
 
 DECAY_EXPONENT = 0.8
-"""Exponent of Adafactor: second moments at step t have the decay `1 - t**-0.8`."""
+"""Exponent in Adafactor's decay of second moments, which is `1 - t**-0.8` at step t."""
 SQUARE = 1e-30
-"""Constant that Adafactor adds to mean squares when it uses them, so that padding stays 0."""
+"""Constant that Adafactor adds to mean squares when they are used, so that padding remains 0."""
 HUGE = 1e15
-"""Limit of a gradient divided by its root mean square; its square fits in float32."""
+"""Limit of a gradient divided by its root mean square. The square of this limit fits in float32."""
 
 
 class BiasCorrections(NamedTuple):
-    """Divisors that correct moments for their start at 0; the same for all parameters."""
+    """Divisors that correct moments for their initialization at 0; identical for all parameters."""
 
     mu: Float[Array, ""]
     nu: Float[Array, ""]
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """Return the divisors after this number of updates."""
+        """Return the divisors after `count` updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
 def adam(
     config: OptimConfig, gradient: Array, old: Arrays, by: BiasCorrections, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """Return Adam's direction (arXiv:1412.6980); in float32 bitwise equal to optax's."""
+    """Return Adam's direction (arXiv:1412.6980), bitwise equal to optax in float32."""
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta1, 1)
     nu = optax.tree.update_moment_per_elem_norm(gradient, old["nu"], config.beta2, 2)
     new = select_update(taken, {"mu": mu, "nu": nu}, old)
@@ -79,8 +79,8 @@ def adam(
 
 
 def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tuple[Array, Arrays]:
-    """Return Lion's direction (arXiv:2302.06675); in float32 bitwise equal to optax's."""
-    # Computed from the gradient and the old moment, which the new moment reads as well.
+    """Return Lion's direction (arXiv:2302.06675), bitwise equal to optax in float32."""
+    # The direction uses the old moment, not the selected moment.
     sign = jnp.sign((1 - config.beta1) * gradient + config.beta1 * old["mu"])
     mu = optax.tree.update_moment(gradient, old["mu"], config.beta2, 1)
     return sign, select_update(taken, {"mu": mu}, old)
@@ -100,11 +100,11 @@ class FactoredDims(NamedTuple):
     """Dims of an array over which Adafactor averages."""
 
     inputs: tuple[int, ...]
-    """Input dims of a matrix; all dims of a parameter that is not a matrix."""
+    """Input dims of a matrix, or all dims of a parameter that is not a matrix."""
     outputs: tuple[int, ...]
-    """Output dims of a matrix; none for other parameters."""
+    """Output dims of a matrix, or empty for other parameters."""
     num_inputs: int
-    """Number of entries along the input dims, without padding, whose gradients are 0."""
+    """Number of entries along the input dims, excluding padding, whose gradients are 0."""
     num_outputs: int
 
 
@@ -113,8 +113,8 @@ def adafactor(
 ) -> tuple[Array, Arrays]:
     """Return Adafactor's direction (arXiv:1804.04235), without momentum or relative step size.
 
-    The second moments of a matrix are the product of its row and column moments. The root mean
-    square of each parameter's direction is at most 1.
+    The second moments of a matrix are approximated by the product of row and column moments. The
+    root mean square of each parameter's direction is at most 1.
     """
     decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -DECAY_EXPONENT
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
@@ -142,14 +142,14 @@ def adafactor(
 
 
 def _inverse_root(x: Array) -> Array:
-    """Return the inverse root, limited to a finite value; the gradient is 0 if a square is 0."""
+    """Return the inverse square root, limited to a finite value, because gradients may be 0."""
     return jnp.minimum(x**-0.5, HUGE)
 
 
 def factored_dims(
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None, shape: tuple[int, ...], stacked: int
 ) -> FactoredDims:
-    """Return the dims of a parameter of this shape with `stacked` leading dims."""
+    """Return the factored dims of a parameter of this shape with `stacked` stacked dims."""
     inputs, outputs = matrix or (tuple(range(len(shape))), ())
     counts = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     moved = [tuple(stacked + dim for dim in dims) for dims in (inputs, outputs)]
@@ -157,7 +157,7 @@ def factored_dims(
 
 
 def hash_bits(x: Array) -> Array:
-    """Hash each uint32 to a pseudo-random uint32; different inputs give different outputs."""
+    """Hash each uint32 to a pseudo-random uint32; the mapping is one-to-one."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -175,12 +175,11 @@ def random_bits(
 
     Args:
         seed: seed of the run.
-        name: name of the array, the same under every layout.
+        name: name of the array, which does not depend on the layout.
         step: number of updates.
-        layers: int array with the shape of the leading stacked dims: network position of each
-        layer.
+        layers: network position of each layer, int, with the shape of the leading stacked dims.
             None: the array is not stacked.
-        sizes: sizes of the other dims without padding; they number the entries of a layer.
+        sizes: sizes of the other dims, excluding padding, which determine the index of an entry.
         shape: shape of the full array.
     """
     base = zlib.crc32(f"{seed} {name}".encode())
@@ -198,9 +197,9 @@ def random_bits(
 
 
 def round_stochastically(x: Array, drawn: Array) -> Array:
-    """Round float32 values to bfloat16, up or down by the upper 16 bits of `drawn`.
+    """Round float32 values up or down to bfloat16, depending on the upper 16 bits of `drawn`.
 
-    Values that bfloat16 represents exactly are unchanged, and so are infinities and NaN.
+    Infinities, NaN, and values that bfloat16 represents exactly are unchanged.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = (bits + (drawn >> 16)) & jnp.uint32(0xFFFF0000)
@@ -210,23 +209,23 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Name used for the rounding of parameters, next to the names of the state's trees."""
+"""Name of the parameter itself in rounding and in loops over layers."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Names of other values of a parameter in loops over layers."""
+"""Names of other values in loops over layers."""
 
 
 class OptState(NamedTuple):
     """State of an optimizer."""
 
     updates: Int[Array, ""]
-    """Number of updates so far, int32."""
+    """int32: number of updates so far."""
     trees: dict[str, Tree]
-    """State arrays by the names of `kept`: nested dicts like the parameters, without those that
-    lack the array."""
+    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict like the
+    parameters and contains only the parameters that have this array."""
 
 
 class _UpdateContext(NamedTuple):
-    """Values of an update that are the same for all parameters."""
+    """Values of an update that all parameters share."""
 
     updates: Int[Array, ""]
     """Number of updates so far, including this one."""
@@ -240,20 +239,20 @@ class _UpdateContext(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainableParam:
-    """A trainable parameter in stacked form, and the settings of its updates."""
+    """A trainable parameter in stacked form, with its update settings."""
 
     param: Param
     name: str = ""
-    """Name in checkpoints."""
+    """Name of the parameter in checkpoints."""
     rate: float = 1.0
     """Factor applied to the learning rate."""
     decay: float = 0.0
     """Weight decay."""
     layers: np.ndarray | None = None
-    """Network position of the layer in each entry of the stacked dims, int; None without such
+    """int array with the network position of each layer in the stacked dims; None without stacked
     dims."""
     spec: PartitionSpec = field(default_factory=PartitionSpec)
-    """PartitionSpec of the gradient and of the update."""
+    """PartitionSpec of the gradient and the update."""
 
     @property
     def num_stacked_dims(self) -> int:
@@ -261,7 +260,7 @@ class TrainableParam:
         return 0 if self.layers is None else self.layers.ndim
 
     def shape_of(self, one: StateArray, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a state array for a parameter array of this shape."""
+        """Return the shape of a state array, given the shape of the parameter array."""
         return tuple(size for dim, size in enumerate(shape) if not self._lacks(one, dim))
 
     def spec_of(self, one: StateArray) -> PartitionSpec:
@@ -276,19 +275,19 @@ class TrainableParam:
 
 @dataclass(frozen=True, eq=False)
 class Optimizer:
-    """The configured optimizer, after clipping by the norm of the full gradient."""
+    """The configured optimizer, including clipping by the norm of the full gradient."""
 
     config: OptimConfig
     rate: optax.Schedule
     trainable_params: Mapping[KeyPath, TrainableParam]
-    """Trainable parameters, by their paths in trees of trainable parameters."""
+    """Trainable parameters, keyed by their paths in trees of trainable parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))
 
     @cached_property
     def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
-        """State arrays of each parameter, by the name of their tree."""
+        """State arrays of each parameter, keyed by the name of the tree and by path."""
         found: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
             for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
@@ -296,14 +295,14 @@ class Optimizer:
         return found
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return a tree for each name, with the result of `of` for each array."""
+        """Return the result of `of` for each state array, as trees keyed by name."""
         return {
             name: unflatten({path: of(name, path, one) for path, one in those.items()})
             for name, those in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
-        """Return the state of a new run: zeros, and an EMA that equals the parameters."""
+        """Return the state of a new run: zero moments, and an EMA equal to the parameters."""
         given = flatten(params)
 
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
@@ -317,7 +316,7 @@ class Optimizer:
 
     @cached_property
     def vocab_dims(self) -> dict[str, dict[str, int]]:
-        """Index of the vocabulary dim of state arrays, by tree and parameter."""
+        """Index of the vocabulary dim of state arrays, keyed by tree name and parameter."""
         found: dict[str, dict[str, int]] = {}
         for name, those in self.state_arrays.items():
             axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
@@ -326,13 +325,15 @@ class Optimizer:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the update of an entry depends on that entry alone."""
+        """Whether the update of an entry depends only on that entry."""
         return self.config.name in ("adamw", "lion")
 
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """Return bounds after `update`, see `bound_update`; `rate` is the learning rate."""
+        """Return bounds after `update` for the learning rate `rate`; see
+        `update_bound.bound_update`.
+        """
         targets = self.trainable_params.values()
         return bound_update(
             self.config,
@@ -345,12 +346,12 @@ class Optimizer:
 
     @cached_property
     def target_specs(self) -> Tree:
-        """Specs of gradients, and of parameters during their update."""
+        """PartitionSpecs of gradients, and of parameters while they are updated."""
         return unflatten({path: target.spec for path, target in self.trainable_params.items()})
 
     @cached_property
     def specs(self) -> dict[str, Tree]:
-        """Specs of the state's trees."""
+        """PartitionSpecs of the optimizer-state trees."""
         return self._map_state(lambda _, path, one: self.trainable_params[path].spec_of(one))
 
     def update(
@@ -366,12 +367,12 @@ class Optimizer:
         """Return (parameters, state) after the update, or unchanged if `taken` is false.
 
         Args:
-            gradients: gradients of trainable parameters, as a tree like them.
+            gradients: gradients of the trainable parameters, with the same tree structure.
             state: state before the update.
             params: trainable parameters.
             norm: norm of the full gradient, if known.
             taken: `False` skips the update.
-            draw: whether to round as configured; otherwise round to nearest.
+            draw: whether to round as configured. False: round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
         slopes, given = flatten(gradients), flatten(params)
@@ -380,7 +381,7 @@ class Optimizer:
         moved: dict[KeyPath, Array] = {}
         found: dict[KeyPath, Array] = {}
         for path in self._matrices:
-            # From here on, Muon's direction, which is float32, replaces the gradient.
+            # From here on, Muon's float32 direction replaces the gradient.
             slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
             have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
             dtype = slopes[path].dtype
@@ -404,9 +405,7 @@ class Optimizer:
     def is_finite_after_update(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
     ) -> Bool[Array, ""]:
-        """Compute an elementwise update layer by layer without storing it; return if all is
-        finite.
-        """
+        """Compute an elementwise update layer by layer; return whether all values are finite."""
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
@@ -425,7 +424,9 @@ class Optimizer:
         return finite
 
     def max_abs(self, tree: Tree) -> Float[Array, ""]:
-        """Return the largest absolute value in a state tree, computed layer by layer."""
+        """Return the largest absolute value in a state tree of first moments, computed layer by
+        layer.
+        """
         largest = jnp.zeros(())
         for path, x in flatten(tree).items():
 
@@ -439,9 +440,9 @@ class Optimizer:
     def map_layers(
         self, path: KeyPath, run: Callable[[LayerSlice, Arrays], Arrays], have: Arrays
     ) -> Arrays:
-        """Apply `run` to a parameter and its arrays: at once, or layer by layer if offloaded.
+        """Apply `run` to a parameter and its arrays, layer by layer if the state is offloaded.
 
-        Layers that mesh axes shard, such as those of different stages, are computed together.
+        Layers along a sharded dim, such as those of different stages, are computed together.
         """
         if not self.config.offload_state:
             return run(ALL_LAYERS, have)
@@ -465,9 +466,7 @@ class Optimizer:
     def _update_moments(
         self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """Return the direction, in place of the gradient of this dtype, and the new state
-        arrays.
-        """
+        """Return the direction under the gradient's key, and the new state arrays."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
         found, new = self._direction(path, slope, old, now.updates, now.corrections, now.is_applied)
@@ -481,7 +480,7 @@ class Optimizer:
     def _update_param(
         self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """Return the updated parameter and its state, given the gradient or Muon's direction."""
+        """Return the updated parameter and state arrays, given the gradient or Muon's direction."""
         target, new = self.trainable_params[path], {_GRADIENT: have[_GRADIENT]}
         if path not in self._matrices:
             new = self._update_moments(path, now, have[_GRADIENT].dtype, layer, have)
@@ -501,16 +500,16 @@ class Optimizer:
         return new
 
     def _names(self, path: KeyPath) -> Iterator[str]:
-        """Yield the names of the state arrays that a parameter's update reads."""
+        """Yield the names of the state arrays that a parameter's update uses."""
         return (name for name, those in self.state_arrays.items() if path in those and name != EMA)
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """Return the same clipping as optax, bitwise; `norm` is computed if it is None.
+        """Return a function that clips bitwise like optax; compute `norm` if it is None.
 
-        Clipping depends on `taken`: both moments read the clipped gradients, so XLA may store them.
-        It must not do so while the step checks the result of the update.
+        Both moments use the clipped gradients, so XLA may store them. Clipping depends on `taken`,
+        so that XLA cannot store them before the update has been checked.
         """
         limit = self.config.clip_norm
         if not limit:
@@ -531,9 +530,7 @@ class Optimizer:
         by: BiasCorrections,
         taken: Taken,
     ) -> tuple[Array, Arrays]:
-        """Return a parameter's direction, before weight decay and rate, and its new state
-        arrays.
-        """
+        """Return a parameter's direction, before weight decay, and its new state arrays."""
         config, target = self.config, self.trainable_params[path]
         if is_orthogonalised(config, target.param):
             return momentum(config, gradient, old, taken)
@@ -541,7 +538,8 @@ class Optimizer:
             return lion(config, gradient, old, taken)
         if config.name != "adafactor":
             return adam(config, gradient, old, by, taken)
-        # Means over sharded dims: their result sharding is ambiguous in explicit mode.
+        # Adafactor averages over sharded dims, whose output sharding is ambiguous with explicit
+        # axes.
         specs = {name: target.spec_of(self.state_arrays[name][path]) for name in old}
         sides = factored_dims(
             matrix_dims(target.param), target.param.shape, target.num_stacked_dims
@@ -554,7 +552,7 @@ class Optimizer:
 
     @cached_property
     def _matrices(self) -> dict[KeyPath, muon.Matrices]:
-        """Parameters that Muon orthogonalizes."""
+        """Parameters that Muon orthogonalizes, keyed by path."""
         declared: dict[KeyPath, muon.Matrices] = {}
         for path, target in self.trainable_params.items():
             if is_orthogonalised(self.config, target.param):
@@ -575,7 +573,7 @@ class Optimizer:
         now: _UpdateContext,
         layer: LayerSlice,
     ) -> Array:
-        """Return the array in the dtype in which it is stored."""
+        """Return the array in its storage dtype."""
         if not (
             now.rounds_stochastically
             and one.dtype == "bfloat16"
@@ -590,5 +588,5 @@ class Optimizer:
         drawn = partial(
             random_bits, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
-        # The bits depend on positions only, so their sharding is ambiguous in explicit mode.
+        # The bits depend only on positions, so their sharding is ambiguous with explicit axes.
         return round_stochastically(x, auto_sharded(drawn, target.spec_of(one))())

@@ -1,4 +1,4 @@
-"""Bounds on the size of parameters after an update, computed without the update itself."""
+"""Bounds on the absolute values of parameters after an update, without computing the update."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from maxpipe.optim import muon
 from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 
 _ROUNDING_FACTOR = 1.05
-"""Bound on the growth by rounding: several bfloat16 roundings, each at most 1/256."""
+"""Upper bound on the growth caused by several bfloat16 roundings of at most 1/256 each."""
 
 MOMENTUM = "mu"
-"""Name of the averaged gradients, whose size bounds the next update."""
+"""Name of the first moments, whose magnitude bounds the next update."""
 
 
 def bound_update(
@@ -34,18 +34,18 @@ def bound_update(
 
     Args:
         config: config of the optimizer.
-        reach: bounds on any parameter and any first moment before the update, float32.
+        reach: float32 bounds on any parameter and any first moment before the update.
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
         decay: largest weight decay.
         largest: `max_direction` of all parameters.
 
     Returns:
-        The same bounds after the update; infinite if a value might not stay finite. The bounds are
-        very loose, because the root of a second moment may be 0: they only exclude overflow.
+        The same bounds after the update, infinite if a value might overflow. The bounds are very
+        loose, because the root of a second moment may be 0; they only rule out overflow.
 
-    No entry of the gradient exceeds the norm, and first moments are averages of such entries.
-    Second moments are averages of squares whose sum did not overflow in the norm.
+    No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
+    moments are averages of squared entries, which are finite because the norm is finite.
     """
     params, moment = reach
     gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
@@ -61,7 +61,7 @@ def bound_update(
     after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
-    # Smaller values may be rounded to 0, as divisors or when added to 1.
+    # With smaller values, a divisor may be rounded to 0.
     is_bounded = not divides or config.epsilon > 1e-30
     is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
@@ -69,7 +69,7 @@ def bound_update(
 
 
 def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
-    """Return the decay of each type of first moment."""
+    """Return the decay of each first moment that the optimizer uses."""
     match config.name:
         case "adamw":
             return (config.beta1,)
@@ -82,7 +82,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Return a bound on directions that no second moment divides, without weight decay."""
+    """Return a bound on update directions that are not divided by a second moment."""
     found = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):

@@ -1,4 +1,4 @@
-"""Check of an update's result before the update is applied: see `optim.guard`."""
+"""Check of an update's result before the update is applied; see `optim.guard`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def check_update(
     state: OptState,
     before: Float[jax.Array, " 2"],
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
-    """Return whether the update keeps parameters and moments finite, and their bounds after it.
+    """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound nearly always decides. If it cannot, the update is computed once more to check
-    its values, which reads all parameters and state.
+    The cheap bound is nearly always sufficient. Otherwise, the update is computed once more to
+    check its values, which requires a pass over all parameters and state.
 
     Args:
         optimizer: the optimizer.
-        gradients: a device's shards of the gradients; parameters and state are shards too.
+        gradients: a device's shards of the gradients. `params` and `state` are also shards.
         norm: norm of the full gradient.
         rate: learning rate.
         params: parameters before the update.
@@ -54,7 +54,7 @@ def check_update(
 
 
 def _largest(tree: Tree) -> Float[jax.Array, ""]:
-    """Return the largest absolute value in all arrays; 0 without arrays."""
+    """Return the largest absolute value across all arrays, or 0 if there are no arrays."""
     found = [jnp.abs(leaf).max().astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
     return jnp.stack(found).max() if found else jnp.zeros(())
 
@@ -69,14 +69,15 @@ def _is_finite_after_update(
     """Compute the update without storing it, and return whether all results are finite.
 
     The barrier separates this computation from the update itself and keeps it in its branch, where
-    it is fused into a reduction. Shared or hoisted, parts of it would need memory.
+    it is fused into a reduction. If XLA shared or hoisted parts of the computation, their results
+    would be stored in memory.
     """
     if optimizer.config.offload_state:
         return optimizer.is_finite_after_update(gradients, norm, params, state)
     given = jax.lax.optimization_barrier((gradients, norm, params, state))
     gradients, norm, params, state = given
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)
-    # One expression for all three trees: with separate reductions XLA would store shared values.
+    # Use one expression for all trees; with separate reductions, XLA would store shared values.
     finite = jax.tree.map(
         lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
         params,

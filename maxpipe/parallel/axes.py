@@ -1,8 +1,8 @@
 """Names of the mesh axes, and the table that maps logical axes to mesh axes.
 
-Model code names the meaning of a dim ("heads", "mlp"). The table defines the mesh axes over which
-such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives jax partition
-specs from it, and `plan` computes memory with it. This module does not import jax.
+Model code gives dims logical names ("heads", "mlp"). The table defines the mesh axes over which
+such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives JAX partition
+specs from the table, and `plan` uses it to compute memory. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
     *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
 )
-"""Names that model code gives to the dims of its arrays."""
+"""Logical names that model code gives to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-"""Axes of the device mesh, from the slowest interconnect to the fastest."""
+"""Axes of the device mesh, ordered from the slowest to the fastest interconnect."""
 
 DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -53,13 +53,13 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp": ((), ("tensor",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
-"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch."""
+"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch axes."""
 
 
 def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
-    """Whether attention over the context axis exchanges heads, by `mesh.context_attention`.
+    """Whether attention over the context axis exchanges heads (see `mesh.context_attention`).
 
-    `auto` does if context x tensor divides the numbers of heads and of key/value heads.
+    `auto` exchanges heads if context x tensor divides the numbers of heads and key/value heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "heads" or (method == "auto" and divide)
@@ -68,16 +68,16 @@ def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor
 def find_zero1_dim(
     dims: Sequence[tuple[int, str]], over: Sequence[Sequence[str]], axes: Mapping[str, int]
 ) -> int | None:
-    """Return the dim of a parameter over which ZeRO-1 shards the optimizer state, if there is one.
+    """Return the dim of a parameter along which ZeRO-1 shards the optimizer state, or None.
 
     Args:
         dims: (size, logical axis) of each dim of the parameter.
         over: mesh axes that already shard each dim.
-        axes: number of devices of each mesh axis.
+        axes: number of devices along each mesh axis.
 
     Returns:
         The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped,
-        and so is the vocabulary, whose padding differs between forms. None: every device holds the
+        and also the vocabulary, whose padding differs between forms. None: every device holds the
         full state.
     """
     if axes["data"] == 1:
@@ -91,19 +91,19 @@ def find_zero1_dim(
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the table from logical axis to mesh axes, with `mesh.axis_rules` applied."""
+    """Return the table from logical axes to mesh axes, with `mesh.axis_rules` applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
 def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the same table with the axes that shard tokens between a layer's matmuls."""
+    """Return `axis_table` with the axes that shard tokens between a layer's matmuls."""
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
 def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
-    """Return the mesh config with -1 replaced by the remaining slices, or devices of a slice.
+    """Replace each -1 in the mesh config by the remaining slices (dcn) or devices (ici).
 
-    The product of the sizes may differ from the number of devices: the caller checks it.
+    The product of the sizes may differ from the number of devices; the caller checks this.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())
@@ -125,17 +125,20 @@ class MeshConfig:
     """
 
     ici_data: int = 1
-    """Number of replicas of the parameters inside a slice. Each gets its own part of the batch."""
+    """Number of replicas of the parameters inside a slice. Each replica processes a different part
+    of the batch."""
     ici_fsdp: int = 1
-    """Number of shards of the parameters inside a slice. Each gets its own part of the batch."""
+    """Number of shards of the parameters inside a slice. The devices of each shard process a
+    different part of the batch."""
     ici_stage: int = 1
     """Number of pipeline stages inside a slice."""
     ici_tensor: int = 1
-    """Number of shards of heads and MLP inside a slice."""
+    """Number of shards of attention heads and MLP weights inside a slice."""
     ici_context: int = 1
     """Number of shards of each sequence inside a slice."""
     ici_expert: int = 1
-    """Number of shards of the experts inside a slice. Each gets its own part of the batch."""
+    """Number of shards of the experts inside a slice. The devices of each shard process a different
+    part of the batch."""
     dcn_data: int = 1
     """Number of replicas of the parameters across slices."""
     dcn_fsdp: int = 1
@@ -143,20 +146,22 @@ class MeshConfig:
     dcn_stage: int = 1
     """Number of pipeline stages across slices."""
     dcn_tensor: int = 1
-    """Number of shards of heads and MLP across slices."""
+    """Number of shards of attention heads and MLP weights across slices."""
     dcn_context: int = 1
     """Number of shards of each sequence across slices."""
     dcn_expert: int = 1
-    """Number of shards of the experts across slices. Each gets its own part of the batch."""
+    """Number of shards of the experts across slices. The devices of each shard process a different
+    part of the batch."""
     context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
     """Communication of attention over the context axis. `gather`: each device gathers the keys and
-    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each has full
-    sequences of some heads; context x tensor must divide the numbers of heads and key/value heads.
-    `ring`: keys and values circulate, so no device holds all of them; requires
-    `pipeline.idle=compute`, or one stage. `auto`: `heads` if that rule holds, else `gather`."""
+    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each device
+    has full sequences of some heads; context x tensor must divide the numbers of heads and
+    key/value heads. `ring`: keys and values are sent around a ring, so no device holds those of
+    full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `heads` if the sizes
+    allow it, else `gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
-    program's inputs and outputs. `explicit`: array types carry the shardings over all axes but
+    program's inputs and outputs. `explicit`: array types carry the shardings over all axes except
     tensor, and an ambiguous operation is an error. Results are the same. Generation and scoring
     always use `auto`."""
     cpu_devices: int = 1
@@ -167,19 +172,19 @@ class MeshConfig:
     reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
     """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
-    consume or produce them. Each becomes a ring of messages and smaller matmuls. Ignored unless
-    `mesh.sequence_parallel` is set."""
+    consume or produce them. Each collective is replaced by a ring of messages and smaller matmuls.
+    Ignored unless `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
-    """Changes to the table from logical axis to mesh axes, e.g. `{mlp: [tensor]}`.
+    """Changes to the table from logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """Size limit in bytes of a parameter, all layers of a stage together, that is replicated over
-    the fsdp, expert and context axes. Larger parameters are an error unless an axis rule `[]`
-    replicates them; such parameters are reported. 0: no limit."""
+    """Maximum size in bytes of a parameter, across all layers of a stage, that is replicated over
+    the fsdp, expert and context axes. Larger parameters are an error, unless an axis rule `[]`
+    replicates them explicitly; such parameters are reported. 0: no limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Block size with `model.matmul_scales=block`: number of values of a dim that share a scale. If it
-does not divide the dim, the largest power of two that divides both is used."""
+"""Block size with `model.matmul_scales=block`: number of values along a dim that share a scale. If
+the block size does not divide the dim, the largest power of two that divides both is used."""

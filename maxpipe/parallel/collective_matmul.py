@@ -1,9 +1,10 @@
 """Collective matmuls: all-gather or reduce-scatter overlapped with the matmul.
 
-Moving arrays are sharded over tokens (dim 1), stationary arrays over features, both over the same
-axis. Shards travel around the ring in both directions and are multiplied as they arrive, while the
-next shard is in transit. Partial sums travel in the opposite direction, and every device adds one
-product. In shapes, t is T divided by the axis size, and dims of weights are those of this device.
+Moving arrays are sharded over tokens (dim 1) and stationary arrays over features, both over the
+same mesh axis. Shards are sent around the ring in both directions and multiplied as they arrive,
+overlapped with the transfer of the next shard. Partial sums are sent around the ring in the same
+way, and every device adds one matmul. In shapes, t is T divided by the axis size, and weights have
+this device's dims.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -21,7 +22,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 TOKEN_DIM = 1
-"""Dim of tokens."""
+"""Index of the token dim."""
 
 
 Tree = Any
@@ -33,7 +34,7 @@ def all_gather_matmul(
     axis: str,
     multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
-    """Return the gathered `x` times each weight; one ring of messages serves all weights."""
+    """Return the gathered `x` times each weight, using a single ring of messages."""
     found: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
@@ -54,16 +55,17 @@ def matmul_reduce_scatter(
     axis: str,
     dtype: Any,
 ) -> Float[Array, "B t D"]:
-    """Return this device's tokens of the sum of all products, over devices and arrays.
+    """Return this device's tokens of the sum of all matmuls, over devices and arrays.
 
-    `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function of `multiplies` multiplies
-    one with this device's weights, in float32. Sums are float32 on a device and `dtype` in transit.
+    `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function in `multiplies` multiplies
+    the corresponding array by this device's weights in float32. Sums are float32 on a device, and
+    are sent in `dtype`.
     """
     size, mine = lax.axis_size(axis), lax.axis_index(axis)
     length = jax.tree.leaves(arrays)[0].shape[TOKEN_DIM] // size
 
     def part(place: Array) -> Array:
-        """Return this device's contribution to the tokens of the device at `place`."""
+        """Return this device's contribution to the tokens of the device at index `place`."""
         start = place % size * length
         cut = partial(
             lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=TOKEN_DIM
@@ -76,7 +78,7 @@ def matmul_reduce_scatter(
 
     total = part(mine)
     for step, hops in _ring_directions(size):
-        # The sum that arrives here started on the device `hops` positions earlier.
+        # The partial sum that arrives here started on the device `hops` positions earlier.
         found: Array | None = None
         for hop in range(hops, 0, -1):
             added = part(mine + step * hop)
@@ -88,10 +90,10 @@ def matmul_reduce_scatter(
 
 
 def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
-    """Gather all shards for a sum over tokens; the transfers overlap with other matmuls.
+    """Gather all shards for a sum over tokens, overlapping the transfers with other matmuls.
 
-    Multiplying each shard on arrival would read and write the full float32 sum every time. For the
-    gradient of a weight that takes longer than the matmul.
+    Multiplying each shard on arrival would read and write the full float32 sum for every shard. For
+    weight gradients, this would be slower than the matmul itself.
     """
     rows, length, width = x.shape
     whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)
@@ -108,18 +110,18 @@ def matmul(array: Array, weight: Array, dtype: Any) -> Array:
 
 
 def outer_product(one: Array, other: Array) -> Array:
-    """Contract sequences and tokens, with accumulation in float32."""
+    """Contract the sequence and token dims, with accumulation in float32."""
     dims = (((0, TOKEN_DIM), (0, TOKEN_DIM)), ((), ()))
     return lax.dot_general(one, other, dims, preferred_element_type=jnp.float32)
 
 
 def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (step, hops) of both directions, which together reach every other device."""
+    """Return (step, hops) for both directions, which together reach all other devices."""
     return (1, size // 2), (-1, (size - 1) // 2)
 
 
 def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
-    """Yield (source device's position, shard), starting with this device's shard."""
+    """Yield (source device's index, shard), starting with this device's shard."""
     size, mine = lax.axis_size(axis), lax.axis_index(axis)
     yield mine, x
     moving = {step: x for step, _ in _ring_directions(size)}

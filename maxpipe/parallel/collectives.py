@@ -1,7 +1,7 @@
 """Collectives over the manual axes of the per-device program, and related helpers.
 
-Axes with a single device are left out of the program: their collectives would be no-ops, and some
-compilers fail on them. Callers name axes and do not depend on their sizes.
+Axes with a single device are omitted from the program, because their collectives would be no-ops
+and some compilers fail on them. Callers name axes and do not depend on their sizes.
 
 `with_layout` fixes the memory layout of an array on TPUs.
 """
@@ -26,14 +26,14 @@ from maxpipe.parallel.sharding import auto_axes, restrict_spec
 def mark_varying(tree: Any) -> Any:
     """Mark every leaf as varying over all manual axes.
 
-    Inside the per-device program jax tracks the axes over which a value is replicated. Autodiff
+    Inside the per-device program, JAX tracks the axes over which a value is replicated. Autodiff
     would sum the gradient of a replicated value over devices, and a conditional on the stage index
-    would silently give wrong results (jax#40823). Values marked as varying avoid both.
+    would silently give wrong results (jax#40823). Marking values as varying avoids both problems.
     """
 
     def mark(leaf: jax.Array) -> jax.Array:
         kind: Any = jax.typeof(leaf)
-        # jax 0.10 has `vma`; later releases renamed it.
+        # JAX 0.10 has `vma`; later releases renamed the attribute.
         known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
         manual = jax.sharding.get_abstract_mesh().manual_axes
         missing = tuple(a for a in MANUAL_AXES if a in manual and a not in known)
@@ -45,12 +45,13 @@ def mark_varying(tree: Any) -> Any:
 def map_shards(
     run: Callable[..., Any], in_specs: Any, out_specs: Any, *, states_types: bool = False
 ) -> Callable[..., Any]:
-    """Return `run` mapped over shards of all axes that are not yet manual; specs name those axes.
+    """Return `run` mapped over the shards of all axes that are not yet manual.
 
-    Kernels need this: a Mosaic call requires all axes to be manual, including those of size 1. It
-    declares no varying axes, so type checks are off inside, and results are marked as varying. The
-    returned function must not be differentiated, because the marks would become sums over devices.
-    `states_types`: `run` declares varying axes, and its gradient rules check them.
+    The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
+    to be manual, including axes of size 1. A kernel declares no varying axes, so type checks are
+    disabled inside, and results are marked as varying. The returned function must not be
+    differentiated, because the marks would become sums over devices. `states_types` enables the
+    checks, for a `run` that declares varying axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rest = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -63,9 +64,10 @@ def map_shards(
 
 
 def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
-    """Call `run(rows, shared)` on each device's sequences of the batch; `shared` is replicated.
+    """Call `run(rows, shared)` on each device's shard of the sequences; `shared` is replicated.
 
-    Sequences are the first dim. Inside the pipeline's program arrays are already per device.
+    Sequences are the first dim. Inside the pipeline's program, arrays are already per-device
+    shards.
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in auto_axes())
     if not axes:
@@ -77,9 +79,9 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the devices that hold other tokens, without a gradient.
+    """Return a count summed over the axes that shard tokens, without a gradient.
 
-    In a fully automatic program a count already covers all sequences.
+    If all axes are auto axes, the count already covers all sequences.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis in manual)
@@ -88,11 +90,11 @@ def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
 
 
 LANES = 128
-"""Number of lanes of a TPU register: elements of the last dim."""
+"""Number of lanes of a TPU register, which hold elements of the last dim."""
 
 
 def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes over which the program is written per device."""
+    """Return the manual axes of the per-device program."""
     return tuple(axis for axis in MANUAL_AXES if mesh.shape[axis] > 1)
 
 
@@ -105,11 +107,12 @@ def _manual_axes(axes: str | Sequence[str]) -> tuple[str, ...]:
 def map_auto_axes(
     run: Callable[[jax.Array], jax.Array], entries: Sequence[Any]
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return `run` mapped over the shards of the automatic axes as well.
+    """Return `run` mapped over the shards of the auto axes as well.
 
-    `entries` name the automatic axes of each dim, as a PartitionSpec does. Through sums and
-    permutes XLA's partitioner keeps such a dim sharded. Before a gather or scatter of another dim
-    it gathers that dim first; with tensor 4 this is four times the traffic and memory.
+    `entries` name the auto axes of each dim, in the format of a PartitionSpec. XLA's partitioner
+    keeps such a dim sharded in all-reduces and permutes. However, it gathers the dim before an
+    all-gather or reduce-scatter of another dim. With a tensor axis of size 4, this needs four times
+    the traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -121,7 +124,7 @@ def map_auto_axes(
 
 
 def axis_index(axis: str) -> jax.Array:
-    """Return this device's position on the axis."""
+    """Return this device's index along the axis."""
     return lax.axis_index(axis) if _manual_axes(axis) else jnp.int32(0)
 
 
@@ -132,13 +135,13 @@ def axis_size(axes: str | Sequence[str]) -> int:
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Return the sum over all devices of these axes, replicated."""
+    """Return the replicated sum over all devices along these axes."""
     present = _manual_axes(axes)
     return _sum_in_float32(lambda x: lax.psum(x, present), x) if present else x
 
 
 def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Add in float32 on CPUs: XLA for CPU aborts on bfloat16 sums next to an automatic axis."""
+    """Add in float32 on CPU, where XLA aborts on bfloat16 sums if there is an auto axis."""
     if x.dtype != jnp.bfloat16:
         return add(x)
     wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
@@ -146,13 +149,13 @@ def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.
 
 
 def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Return the maximum over all devices of these axes, replicated."""
+    """Return the replicated maximum over all devices along these axes."""
     present = _manual_axes(axes)
     return lax.pmax(x, present) if present else x
 
 
 def broadcast_from(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
-    """Return the value of the device at `position` on all devices of the axis."""
+    """Return the value of the device at `position` on all devices along the axis."""
     return sum_over(jnp.where(axis_index(axis) == position, x, 0), axis)
 
 
@@ -163,14 +166,14 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
         return x
     if not dim or not _is_cpu_program():
         return lax.all_gather(x, present, axis=dim, tiled=True)
-    # XLA for CPU gathers along the first dim, and transposes the result for other dims.
+    # XLA for CPU gathers along the first dim and transposes the result for other dims.
     found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
     return jnp.moveaxis(found, 0, dim)
 
 
 def _is_cpu_program() -> bool:
-    """Whether the traced program is for CPUs. A choice at trace time leaves nothing in programs for
-    other devices, unlike `lax.platform_dependent`.
+    """Whether the traced program is for CPUs. Unlike `lax.platform_dependent`, a choice at trace
+    time adds nothing to programs for other devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "cpu"
@@ -186,8 +189,8 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
         first = jnp.moveaxis(x, dim, 0)
         return jnp.moveaxis(_sum_in_float32(partial(add, scatter_dimension=0), first), 0, dim)
     # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic. This affects
-    # arrays with dims of size 1 or several leading dims, and a last dim whose shards are not
-    # multiples of a register.
+    # arrays with dims of size 1, with several leading dims, or with a last dim whose shards are not
+    # a multiple of a register's lanes.
     size = x.shape[dim] // axis_size(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     after = [size for size in x.shape[dim + 1 :] if size > 1]
@@ -202,20 +205,22 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
 
 
 def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
-    """Send each device its part along `split`; concatenate the received parts along `join`."""
+    """Send each device its chunk along `split`; concatenate received chunks along `join`."""
     present = _manual_axes(axes)
     return lax.all_to_all(x, present, split, join, tiled=True) if present else x
 
 
 def ring_shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
-    """Return the value of the device `step` positions earlier on the ring of `size` devices."""
+    """Return the value of the device that is `step` positions earlier in the ring of `size`
+    devices.
+    """
     if not _manual_axes(axis):
         return x
     return lax.ppermute(x, axis, [(place, (place + step) % size) for place in range(size)])
 
 
 def with_layout(value: Array, order: Sequence[int]) -> Array:
-    """Return the value, on TPUs with its dims in this order in memory, from major to minor."""
+    """Return the value; on TPUs, fix the order of its dims in memory, from major to minor."""
     layout = Layout(tuple(order))
     return lax.platform_dependent(
         value, tpu=lambda value: with_layout_constraint(value, layout), default=lambda value: value

@@ -1,9 +1,8 @@
 """Sequences whose tokens are sharded over the context axis.
 
-A sequence is divided into twice as many pieces as the axis has devices, C. Device c holds the
-pieces
-c and 2C - 1 - c. Tokens attend to all earlier tokens, so this zig-zag order balances the work
-(as in Llama 3's training, arXiv:2407.21783).
+A sequence is divided into 2C chunks, where C is the number of devices along the axis. Device c
+holds the chunks c and 2C - 1 - c. Tokens attend to all earlier tokens, so this zig-zag order
+balances the work (as in Llama 3, arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from maxpipe.parallel.collectives import all_gather, axis_index, axis_size, mark
 from maxpipe.parallel.mesh import CONTEXT
 
 FULL_SEGMENT_IDS = "row_segment_ids"
-"""Key of the microbatch array `[B, S]` with the segment ids of full sequences, if tokens are
-sharded."""
+"""Key of the microbatch array `[B, S]` with the segment ids of the full sequences, which is present
+if tokens are sharded."""
 _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 """Batch arrays without a token dim."""
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return this device's tokens of a batch of full sequences, and the full segment ids.
+    """Return this device's tokens of a batch of full sequences, and add the full segment ids.
 
-    Arrays named in `by_row` have no token dim either.
+    `by_row` names further arrays without a token dim.
     """
     if axis_size(CONTEXT) == 1:
         return batch
@@ -38,35 +37,33 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
 
 
 def local_positions(tokens: int) -> Int[Array, " T"]:
-    """Return the positions of this device's `tokens` tokens in their sequence."""
+    """Return the positions in the sequence of the `tokens` tokens that this device holds."""
     return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
 
 
 def contiguous_length(tokens: int) -> int:
-    """Return the number of contiguous tokens in each piece that this device holds."""
+    """Return the number of tokens in each contiguous chunk that this device holds."""
     return tokens if axis_size(CONTEXT) == 1 else tokens // 2
 
 
 def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Return the start positions of this device's two pieces, which have `tokens` tokens in
-    total.
-    """
+    """Return the start positions of this device's two chunks, which hold `tokens` tokens."""
     return shard_starts(axis_index(CONTEXT), tokens)
 
 
 def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Return the start positions of the two pieces of any device of the axis."""
+    """Return the start positions of the two chunks of a given device of the axis."""
     run = contiguous_length(tokens)
     return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
 
 
 def full_sequence_length(inputs: Mapping[str, Any]) -> int:
-    """Return the number of tokens of full sequences (S), from a microbatch's arrays."""
+    """Return the number of tokens (S) of a full sequence, given a microbatch's arrays."""
     return inputs.get(FULL_SEGMENT_IDS, inputs["positions"]).shape[1]
 
 
 def gather_sequences(x: Array, dim: int) -> Array:
-    """Gather all tokens of the sequences along `dim`, in order."""
+    """Gather all tokens of the sequences along `dim`, in sequence order."""
     return undo_zigzag(all_gather(x, CONTEXT, dim), dim)
 
 
@@ -91,7 +88,7 @@ def apply_zigzag(x: Array, dim: int) -> Array:
 
 
 def local_shard(rows: Array, dim: int) -> Array:
-    """Return this device's two pieces of full sequences."""
+    """Return this device's two chunks of full sequences."""
     size, place = axis_size(CONTEXT), axis_index(CONTEXT)
     if size == 1:
         return rows

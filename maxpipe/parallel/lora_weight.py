@@ -1,7 +1,7 @@
 """Frozen weights with a low-rank update (LoRA, DoRA), as operands of a layer's matmuls.
 
-`SequenceParallel` multiplies with both: `x @ W + scale * (x @ A) @ B`. No matmul creates a matrix
-of the size of W, forward or backward, and W has no gradient. With DoRA, each column of the result
+`SequenceParallel` computes `x @ W + scale * (x @ A) @ B`. Neither the forward nor the backward pass
+creates another matrix of the size of W, and W has no gradient. With DoRA, each column of the result
 is multiplied by its magnitude divided by the norm of the updated column; no gradient flows through
 the norm (arXiv:2402.09353, section 4.3).
 
@@ -27,9 +27,9 @@ from maxpipe.parallel.quantized_matmul import QuantizedWeight
 def dropout(
     x: Float[Array, "B T *dims"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
 ) -> Float[Array, "B T *dims"]:
-    """Set a fraction `rate` of `x` to zero; `keys` are per example, `places` are token positions.
+    """Apply dropout to `x`. `keys` has one key per example, and `places` are token positions.
 
-    One key per example and token makes the mask independent of microbatches and sharding.
+    The mask depends only on the example's key and the position, not on microbatches or sharding.
     """
 
     def kept(key: Key[Array, ""], place: Int[Array, ""]) -> Array:
@@ -54,14 +54,14 @@ class LoraWeight:
     up: Float[Array, "... N"]
     """Shape `[r, *N]`."""
     magnitudes: Float[Array, "*N"] | None
-    """DoRA magnitudes of the columns, float32."""
+    """Float32 DoRA magnitudes of the columns. None: plain LoRA."""
     dropout_keys: Key[Array, " B"] | None
     """Dropout key of each sequence. None: no dropout."""
     scale: float
     dropout_rate: float
     """Dropout rate."""
     contracted_dims: int
-    """Number of dims `*K`."""
+    """Number of dims in `*K`."""
 
     @property
     def ndim(self) -> int:
@@ -74,16 +74,16 @@ class LoraWeight:
         return self.weight.shape
 
     def astype(self, dtype: Any) -> LoraWeight:
-        """Cast the weight and its update; magnitudes stay in float32."""
+        """Cast the weight and its update; magnitudes remain float32."""
         weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
-        """Return some of the columns: `[..., part of the last dim]`."""
+        """Return a slice of the columns: `[..., slice of the last dim]`."""
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
-        """Return the weight with `change` applied to the last dim of every array with columns."""
+        """Apply `change` to the last dim of every array that has the columns."""
         lengths = None if self.magnitudes is None else change(self.magnitudes)
         return replace(self, weight=change(self.weight), up=change(self.up), magnitudes=lengths)
 
@@ -96,7 +96,7 @@ class LoraWeight:
     def combine(
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
-        """Combine the outputs of the weight and of its low-rank update."""
+        """Combine the outputs of the frozen weight and of its low-rank update."""
         found = product + (change * self.scale).astype(product.dtype)
         return found if self.magnitudes is None else _scale_columns(found, self._column_scale())
 
@@ -111,7 +111,7 @@ class LoraWeight:
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
     def merge(self) -> Float[Array, "*K *N"]:
-        """Return one equivalent weight, without dropout."""
+        """Return a single equivalent weight, without dropout."""
         found = self._unscaled_merge()
         found = found if self.magnitudes is None else found * self._column_scale()
         return found.astype(self.weight.dtype)
@@ -125,9 +125,9 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Compute both gradients together, so that a split backward computes the magnitudes' first.
+    """Compute both gradients together, so that a split backward does not defer `by`'s gradient.
 
-    Deferred, that gradient would repeat the matmul with the weight and store its inputs.
+    A deferred gradient of `by` would repeat the matmul with the weight and store its inputs.
     """
     x, by = saved
     both = cotangent * by, cotangent.astype(jnp.float32) * x
@@ -139,7 +139,7 @@ _scale_columns.defvjp(lambda x, by: (_scale_columns(x, by), (x, by)), _scale_col
 
 
 def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N"]:
-    """Return the norms over the first `summed` dims, float32."""
+    """Return the float32 norms over the first `summed` dims."""
     return jnp.sqrt(jnp.square(weight.astype(jnp.float32)).sum(tuple(range(summed))))
 
 

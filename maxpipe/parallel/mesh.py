@@ -22,22 +22,23 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
-"""Mesh axes, outermost first: neighbours on the last axis are closest."""
+"""Mesh axes, outermost first. Neighbours along the last axis have the fastest links."""
 
 MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
-"""Axes over which the pipeline's program is written per device; the others are automatic."""
+"""Manual axes of the pipeline's per-device program. All other axes are auto axes."""
 
 AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
 
 BATCH_AXES = (DATA, FSDP, EXPERT)
-"""Axes whose devices hold different sequences of the batch."""
+"""Axes along which devices hold different sequences of the batch."""
 
 TOKEN_AXES = (*BATCH_AXES, CONTEXT)
-"""Axes whose devices hold different tokens, and therefore partial sums of losses and gradients."""
+"""Axes along which devices hold different tokens, and therefore partial sums of losses and
+gradients."""
 
 
 class Device(Protocol):
-    """Attributes of a jax device that this module uses."""
+    """Attributes of a JAX device that this module uses."""
 
     @property
     def platform(self) -> str: ...
@@ -47,7 +48,7 @@ class Device(Protocol):
 
 
 def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
-    """Replace each -1 by the number of remaining devices.
+    """Replace each -1 in the mesh config by the number of remaining devices.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
@@ -87,7 +88,7 @@ _ICI_KEYS = tuple(f"ici_{axis}" for axis in AXES)
 def _remainder_error(
     given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
 ) -> ConfigError:
-    """Return the error for a -1 if the other sizes do not divide the number of devices."""
+    """Return the error for a -1 when the other sizes do not divide the number of devices."""
     count, kind = len(devices), devices[0].platform
     inside = {key: size for key in _ICI_KEYS if (size := getattr(given, key)) > 1}
     fixed = math.prod(inside.values()) * slices
@@ -123,12 +124,12 @@ def partition_devices(
 ) -> tuple[list[Device], list[Device]]:
     """Split off the last `count` devices; for 0, both parts contain all devices.
 
-    Every process keeps some devices and contributes the same number, so both parts span all
-    processes.
+    Every process contributes the same number of devices and keeps at least one, so both parts span
+    all processes.
 
     Raises:
-        ConfigError: no devices would remain, or the count is uneven; `key` is the count's config
-        key.
+        ConfigError: no devices would remain, or the processes cannot contribute equally. `key` is
+            the config key of `count`.
     """
     if not count:
         return list(devices), list(devices)
@@ -156,8 +157,8 @@ def partition_devices(
 
 
 def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
-    # The pipeline's program is manual over the explicit axes. Axes of size 1 are left out of the
-    # program, and tensor is automatic in it.
+    # The pipeline's program is manual over the explicit axes. Axes of size 1 are omitted from the
+    # program, and `tensor` is an auto axis.
     explicit = config.shard_mode == "explicit" and axis in MANUAL_AXES and size > 1
     return AxisType.Explicit if explicit else AxisType.Auto
 
@@ -173,7 +174,7 @@ def _num_slices(devices: Sequence[Device]) -> int:
 
 
 def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
-    # A TPU mesh must match the slices; on other devices ici axes may cross slice boundaries.
+    # A TPU mesh must match the slices. On other devices, ici axes may cross slice boundaries.
     allowed = {slices} if kind == "tpu" else {1, slices}
     total = math.prod(dcn)
     if slices > 1 and total not in allowed:
@@ -190,7 +191,7 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
     if math.prod(dcn) == 1:
         try:
             return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
-        except AssertionError:  # a slice's devices that are not adjacent
+        except AssertionError:  # the devices of the slice are not adjacent
             return np.asarray(devices).reshape(ici)
     processes = {device.process_index for device in devices}
     by_process = _num_slices(devices) == 1 and len(processes) == math.prod(dcn)
@@ -198,7 +199,7 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
-    # One process without slices (virtual devices): treat consecutive devices as slices.
+    # A single process without slices has virtual devices: treat consecutive devices as slices.
     grid = np.asarray(devices).reshape(*dcn, *ici)
     order = [
         dim

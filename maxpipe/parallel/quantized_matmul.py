@@ -1,10 +1,10 @@
-"""Matmuls of activations with weights in 8 bits, and their gradients.
+"""Matmuls of activations and weights in 8 bits, and their gradients.
 
-Every token has its own scale, in the forward and in the backward, so results depend neither on
-other sequences of the batch nor on sharding. `channel` and `tensor` multiply 8-bit values and apply
+Every token has a separate scale in the forward and backward pass, so results depend neither on
+other sequences in the batch nor on sharding. `channel` and `tensor` multiply 8-bit values and apply
 the scales to the sums. `block` rounds blocks along the contracted dim to 8-bit values times a power
-of two. It multiplies the dequantized values in the dtype of the activations, which represents them
-exactly.
+of two. The dequantized values are then multiplied in the dtype of the activations, which represents
+them exactly.
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -28,9 +28,9 @@ from maxpipe.parallel.collectives import axis_size, mark_varying, max_over, with
 from maxpipe.parallel.mesh import CONTEXT
 
 MAX_UNROLLED_SEQUENCES = 4
-"""Number of sequences up to which matmuls are unrolled, so that XLA fuses their additions."""
+"""Maximum number of sequences for which matmuls are unrolled, so that XLA fuses their additions."""
 _MIN_SCALE = 1e-30
-"""Scale of values that are all 0 or may be rounded to 0."""
+"""Minimum scale, used for values that are all 0 or would be rounded to 0."""
 
 Dims = Sequence[int]
 
@@ -41,16 +41,14 @@ class MatmulQuantizer:
 
     format: Literal["int8", "fp8"]
     scales: Literal["channel", "tensor", "block"]
-    """Granularity of the scales of weights."""
+    """Granularity of weight scales."""
     weight_gradients: bool
-    """Whether matmuls that compute weight gradients are quantized."""
+    """Whether the matmuls that compute weight gradients are quantized."""
     attention: bool = True
-    """Whether the projections of attention are quantized."""
+    """Whether the attention projections are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Return the 8-bit dtype. In fp8, gradients need range more than precision, except in
-        blocks.
-        """
+        """Return the 8-bit dtype of operands, which is e5m2 for fp8 gradients without blocks."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
@@ -63,14 +61,17 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         gradient: bool = False,
     ) -> QuantizedArray:
-        """Quantize with one scale per token; `most` is the maximum absolute value, if known."""
+        """Quantize with one scale per token. `most` is the maximum absolute value of each token, if
+        known.
+        """
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
         found = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
         )
         if x.ndim > 3:
             return found
-        # XLA for TPU would move tokens to the last dim, as attention does, and copy in between.
+        # Otherwise XLA for TPU would choose the layout of attention, with tokens as the last dim,
+        # and add a copy.
         return found._replace(values=with_layout(found.values, (0, 1, 2)))
 
     def matmul(
@@ -82,10 +83,11 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Return the quantized matmul over the last `dims` dims of `x` and the first of `weight`.
+        """Return the quantized matmul over the last `dims` dims of `x` and first `dims` of
+        `weight`.
 
-        Mesh axes in `over` shard the contracted dims; mesh axes in `around` shard any dims of the
-        weight. The caller sums over `over`.
+        Mesh axes in `over` shard the contracted dims. Mesh axes in `around` shard any dims of the
+        weight. The caller must sum the result over the axes in `over`.
         """
         ndim = x.values.ndim if isinstance(x, QuantizedArray) else x.ndim
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
@@ -115,9 +117,9 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Return the gradient of `product` with respect to its first operand, as a matmul.
+        """Return the gradient of `matmul` with respect to its first operand, as a matmul.
 
-        `dims` is the number of dims of `K`. Mesh axes in `over` shard `N`; mesh axes in `around`
+        `dims` is the number of dims in `K`. Mesh axes in `over` shard `N`. Mesh axes in `around`
         shard `N` or `K`.
         """
         rest = tuple(range(dims, weight.ndim))
@@ -151,10 +153,10 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         divided: int | None = None,
     ) -> QuantizedWeight:
-        """Quantize a weight for its forward and its backward matmul.
+        """Quantize a weight for its forward and backward matmuls.
 
         The weight has `first` stacked dims, then `dims` contracted dims (`K`). Mesh axes in `over`
-        shard its dim `divided`.
+        shard the dim `divided`.
         """
         inside = range(first, first + dims)
         rest = range(first + dims, weight.ndim)
@@ -177,7 +179,9 @@ class MatmulQuantizer:
         back: bool = False,
         each: Dims = (),
     ) -> QuantizedArray:
-        """Quantize a weight for a matmul that contracts `summed`; dims `each` count matrices."""
+        """Quantize a weight for a matmul that contracts the dims `summed`. The dims `each` are
+        batch dims.
+        """
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
         if self.scales == "tensor":
@@ -188,9 +192,7 @@ class MatmulQuantizer:
     def quantize_dequantize(
         self, x: Array, dims: Dims, *, over: Sequence[str] = (), gradient: bool = False
     ) -> Array:
-        """Quantize with one scale for these dims, and return dequantized values in the dtype of
-        `x`.
-        """
+        """Quantize `x` with one scale over `dims`, and dequantize to the dtype of `x`."""
         kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
@@ -206,8 +208,8 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Array:
-        """Apply `rounded` to a weight that contracts the dims `inside`; dims `each` count
-        matrices.
+        """Quantize and dequantize a weight that contracts dims `inside`; dims `each` are batch
+        dims.
         """
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
@@ -224,12 +226,13 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         most: Float[Array, "B T 1"] | None = None,
     ) -> Float[Array, "*I *O"]:
-        """Return a weight gradient in float32: the sum over sequences and tokens.
+        """Return a float32 weight gradient, summed over sequences and tokens.
 
-        With `into`, the weight projects into a layer. The operand inside the layer (its cotangent
+        With `into`, the weight projects into a layer. The operand inside the layer (the cotangent
         with `into`, else `x`) reuses its 8-bit values with a scale per token; mesh axes in `over`
-        shard its width. The other operand is multiplied by these scales, and quantized with one
-        scale per sequence; `most` are the maximum absolute values of its tokens, if known.
+        shard its width. The other operand is multiplied by these scales and quantized with one
+        scale per sequence. `most` contains the maximum absolute value of each of its tokens, if
+        known.
         """
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
@@ -258,7 +261,7 @@ class MatmulQuantizer:
                 return _dot_general(first, second, ((0,), (0,)))
             scale = compute_scale(max_over((tokens * most).max(), moved), kind)
             theirs = _round_to_dtype(theirs.astype(jnp.float32) * (tokens / scale), kind)
-            # Without the barrier XLA would round again for each part of the matmul.
+            # Without the barrier, XLA would repeat the rounding for each part of the matmul.
             theirs = lax.optimization_barrier(theirs)
             first, second = (theirs, mine) if into else (mine, theirs)
             return _dot_general(first, second, ((0,), (0,))) * scale
@@ -273,7 +276,7 @@ class MatmulQuantizer:
 
 
 class QuantizedArray(NamedTuple):
-    """Values in 8 bits, and the float32 scales that multiply them."""
+    """8-bit values, and the float32 scales by which they are multiplied."""
 
     values: Array
     scales: Array
@@ -286,10 +289,10 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """Quantized weight for the gradient of the other operand; None if it equals `forward`."""
+    """Quantized weight for the gradient of the other operand. None: `forward` is used."""
     gradient: Array | None = None
-    """Zeros with the shape and dtype of the gradient; autodiff differentiates them, not the
-    weight."""
+    """Zeros with the shape and dtype of the gradient. Autodiff differentiates with respect to these
+    zeros instead of the weight."""
 
     @property
     def ndim(self) -> int:
@@ -302,7 +305,7 @@ class QuantizedWeight:
         return self.forward.values.shape
 
     def astype(self, dtype: Any) -> QuantizedWeight:
-        """Return the weight unchanged: its matmuls support any dtype."""
+        """Return the weight unchanged, because its matmuls support any dtype."""
         del dtype
         return self
 
@@ -316,7 +319,7 @@ Weight = Array | QuantizedWeight
 
 
 def is_quantized_weight(tree: Any) -> bool:
-    """Whether `tree` is an 8-bit weight, rather than an array."""
+    """Whether `tree` is an 8-bit weight instead of an array."""
     return isinstance(tree, QuantizedWeight)
 
 
@@ -325,11 +328,11 @@ class TokenOperand(NamedTuple):
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """Scales that multiply the result."""
+    """Scales by which the result is multiplied."""
 
 
 class ScaledMatmul(NamedTuple):
-    """A quantized matmul with known scales that has not been computed yet."""
+    """A quantized matmul with known scales that is not yet computed."""
 
     tokens: TokenOperand
     weight: Array
@@ -337,25 +340,24 @@ class ScaledMatmul(NamedTuple):
     contracted_dims: tuple[Dims, Dims]
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
-        """Multiply some of the tokens; the result is float32."""
+        """Compute the float32 result for some of the tokens."""
         found = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
             found = found if scale is None else found * scale
         return found
 
     def compute(self) -> Float[Array, ...]:
-        """Multiply all tokens; the result is float32."""
+        """Compute the float32 result for all tokens."""
         return self.compute_for(self.tokens)
 
 
 def quantize_array(
     x: Array, dims: Dims, dtype: Any, over: Sequence[str] = (), most: Array | None = None
 ) -> QuantizedArray:
-    """Return values of `dtype` and scales, of size 1 in `dims`, whose product approximates `x`.
+    """Return values of `dtype`, and scales of size 1 in `dims`, whose product approximates `x`.
 
-    A non-finite value makes its scale non-finite, and so every result computed from it. Devices
-    along the mesh axes `over` hold other values of the same dims. `most` is the maximum absolute
-    value, if known.
+    A non-finite value makes its scale non-finite, and therefore every result computed with that
+    scale. Mesh axes in `over` shard `dims`. `most` is the maximum absolute value, if known.
     """
     most = compute_max_abs(x, dims) if most is None else most
     scale = compute_scale(max_over(most, over), dtype)
@@ -363,17 +365,17 @@ def quantize_array(
 
 
 def compute_max_abs(x: Array, dims: Dims) -> Array:
-    """Return the maximum absolute value over `dims`, kept as dims of size 1, in float32."""
+    """Return the float32 maximum absolute value over `dims`, which are kept with size 1."""
     return jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
 
 
 def compute_scale(most: Array, dtype: Any) -> Array:
-    """Return the scale of values with this maximum absolute value."""
+    """Return the scale for values with this maximum absolute value."""
     return jnp.maximum(most / max_of_dtype(dtype), _MIN_SCALE)
 
 
 def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
-    """Round `x` to values of `dtype` times powers of two, one power for each block of `dims`.
+    """Round `x` to values of `dtype` times powers of two, with one power per block of `dims`.
 
     The result has the dtype of `x`, which represents the values exactly.
     """
@@ -398,7 +400,7 @@ def _next_power_of_two(x: Array) -> Array:
 
 
 def max_of_dtype(dtype: Any) -> float:
-    """Return the largest value of an 8-bit dtype."""
+    """Return the largest finite value of an 8-bit dtype."""
     return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
@@ -419,7 +421,7 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """Return one of `matmuls`."""
+    """Return the matmul of `matmuls` for a single weight."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 
@@ -431,7 +433,7 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """Return `MatmulQuantizer.product` with each weight, in the dtype of `x`.
+    """Return `MatmulQuantizer.matmul` with each weight, in the dtype of `x`.
 
     With `into`, the weights project into a layer. `most` is the maximum absolute value of each
     token, if known.
@@ -446,7 +448,7 @@ def _matmuls(
     mine: Array | QuantizedArray = x
     if how.scales != "block":
         mine = how.quantize_tokens(x, most)
-        # Several matmuls share one rounding; a single one may round as it reads its input.
+        # Several matmuls share the rounded input. A single matmul may fuse the rounding.
         mine = lax.optimization_barrier(mine) if into else mine
     return tuple(how.matmul(mine, each, dims).compute().astype(x.dtype) for each in weights)
 
@@ -468,8 +470,8 @@ def _matmuls_backward(
         if how.scales != "block":
             mine = how.quantize_tokens(cotangent, gradient=True)
             mine = lax.optimization_barrier(mine)
-        # Reductions over a token's full width, as in norms, would be fused into the matmul and slow
-        # it down.
+        # Without the barrier, reductions over a token's full width, as in norms, would be fused
+        # into the matmul and slow it down.
         d_x = how.input_grad(mine, weight.weight, dims).compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
         inside = mine if into and how.weight_gradients else cotangent
@@ -479,14 +481,14 @@ def _matmuls_backward(
 
 
 class WeightResidual(NamedTuple):
-    """A weight saved for the backward."""
+    """A weight saved for the backward pass."""
 
     weight: Weight
     trained: Any
-    """Not None if the weight has a gradient."""
+    """None if the weight has no gradient."""
 
     def gradient(self, make: Callable[[], Array], dtype: Any) -> Any:
-        """Return the gradient as a tree like the weight."""
+        """Return the gradient with the tree structure of the weight."""
         if self.trained is None:
             return None
         if not isinstance(self.weight, QuantizedWeight):
@@ -496,7 +498,7 @@ class WeightResidual(NamedTuple):
 
 
 def weight_residual(weight: Weight) -> WeightResidual:
-    """Return the residual of a matmul's weight."""
+    """Return the residual that a matmul saves for its weight."""
     if not isinstance(weight, QuantizedWeight):
         return WeightResidual(weight, ())
     return WeightResidual(replace(weight, gradient=None), None if weight.gradient is None else ())
@@ -514,7 +516,8 @@ def weight_grad(
     """Return a weight's gradient, quantized if `weight_gradients` is set."""
     if how.weight_gradients:
         return how.weight_grad(x, cotangent, into=into, over=over, most=most)
-    # XLA for TPU would fuse the producers of both operands, which other matmuls write anyway.
+    # Without the barrier, XLA for TPU would fuse the producers of both operands, although other
+    # matmuls already store the operands.
     x, cotangent = lax.optimization_barrier((x, cotangent))
     assert not isinstance(x, QuantizedArray) and not isinstance(cotangent, QuantizedArray)
     return _dot_general(x, cotangent, ((0, 1), (0, 1)))
@@ -523,15 +526,14 @@ def weight_grad(
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
-# Several matrices at once: dequantized values, multiplied in the compute dtype.
+# Batched matrices: dequantized values are multiplied in the compute dtype.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def quantized_einsum(form: str, x: Array, weight: Array, how: MatmulQuantizer) -> Array:
-    """Compute `jnp.einsum` with both operands rounded; for the gradient of `x` the cotangent is
-    too.
+    """Compute `jnp.einsum` of quantized operands; the gradient of `x` uses a quantized cotangent.
 
-    The letter e, for experts, counts the weight's matrices.
+    The letter `e`, for experts, is the batch dim of the weight.
     """
     dims = _EinsumDims.from_equation(form)
     x = how.quantize_dequantize(x, dims.contracted_of_x)
@@ -565,13 +567,13 @@ quantized_einsum.defvjp(
 
 
 class _EinsumDims(NamedTuple):
-    """Dims of the operands and of the result of an einsum."""
+    """Dims of the operands and the result of an einsum."""
 
     contracted_of_x: Dims
     contracted_of_weight: Dims
     """Contracted dims of the weight."""
     batch_of_weight: Dims
-    """Dims of the weight that count its matrices."""
+    """Batch dims of the weight."""
     contracted_of_result: Dims
     """Dims of the result that the gradient of `x` contracts."""
 

@@ -1,13 +1,13 @@
-"""Named scopes that annotate operations for readers of the compiled program.
+"""Named scopes that annotate operations, for tools that analyze the compiled program.
 
 XLA has no cost estimate for custom kernels, and no trip count for data-dependent loops. The author
-of such an operation knows its cost and states it in a scope. The scope stays in every `op_name`
-through differentiation, partitioning and optimization.
+of such an operation declares its cost in a scope. Every `op_name` keeps the scope through
+differentiation, partitioning and optimization.
 
     with jax.named_scope(scopes.flops(4 * pairs * head_dim)):
         kernel(query, key, value)
 
-Other scopes name the parts of the per-device program. This module does not import jax.
+Other scopes name parts of the per-device program. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 
 
 def flops(count: float, backward: float = 0.0) -> str:
-    """Return the scope of one kernel with this number of operations; a multiply-add counts as 2.
+    """Return the scope of a kernel with `count` operations; a multiply-add counts as 2.
 
-    `backward` is the count of the kernel that replaces it when jax transposes it.
+    `backward` is the number of operations of the kernel that computes its transpose.
     """
     return f"flops_{round(count)}_{round(backward)}" if backward else f"flops_{round(count)}"
 
 
 def trips(mean: float) -> str:
-    """Return the scope of a loop with this mean trip count."""
+    """Return the scope of a loop with the mean trip count `mean`."""
     return f"trips_{mean:.4f}"
 
 
 def parse_flops(op_name: str) -> float | None:
-    """Return the operations of one execution of a kernel, from the innermost scope."""
+    """Return the number of operations of one kernel execution, from the innermost scope."""
     found = _FLOPS.findall(op_name)
     if not found:
         return None
@@ -41,14 +41,14 @@ def parse_flops(op_name: str) -> float | None:
 
 
 def parse_trips(op_name: str) -> float | None:
-    """Return the mean trip count of a loop, from the scope directly around it."""
+    """Return the mean trip count of a loop, from the innermost scope around it."""
     found = _TRIPS.search(op_name)
     return float(found.group(1)) if found else None
 
 
 _PART = re.compile(r"\bpart_(\w+?)\b")
 ROTARY = "rotary"
-"""Part of attention that rotates queries and keys (RoPE)."""
+"""Part of a layer that applies rotary position embeddings (RoPE) to queries and keys."""
 
 
 def part(name: str) -> str:
@@ -57,7 +57,7 @@ def part(name: str) -> str:
 
 
 def parse_part(op_name: str) -> str:
-    """Return the innermost part that contains an operation; empty outside layers."""
+    """Return the innermost layer part that contains an operation, or an empty string."""
     found = _PART.findall(op_name)
     return found[-1] if found else ""
 
@@ -68,7 +68,7 @@ WINDOW_SWITCH = "windows"
 
 
 def window(size: int) -> str:
-    """Return the scope of the branch for this window size."""
+    """Return the scope of the branch for a window size."""
     return f"window_{size}"
 
 
@@ -78,7 +78,7 @@ def is_window_switch(op_name: str) -> bool:
 
 
 def parse_window(op_name: str) -> int | None:
-    """Return the window size of an operation's branch."""
+    """Return the window size of the branch that contains an operation, or None."""
     found = _WINDOW.findall(op_name)
     return int(found[-1]) if found else None
 
@@ -86,7 +86,7 @@ def parse_window(op_name: str) -> int | None:
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_GRAD, WEIGHT_GRAD = "input_grad", "weight_grad"
 RECOMPUTE = "recompute"
-"""Scope of a chunk's forward that is recomputed in a backward."""
+"""Scope of a chunk's forward pass that is recomputed in the backward pass."""
 EMBED, EMBED_GRAD, HEAD = "embed", "embed_grad", "head"
 MTP = "ahead"
 """Scope of the MTP heads, inside the loss head."""
@@ -94,11 +94,12 @@ SEND = "send"
 PROLOGUE = "outside"
 """Scope of the prologue layers."""
 GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
-"""Scopes between two gathers of `visit`: the next gather, reductions that are due, and ticks."""
+"""Scopes of the weight prefetch loop (`pipeline.weight_gather=visit`): gathers of chunks, gradient
+reductions, and ticks."""
 UPDATE = "update"
 """Scope of the optimizer update, outside the per-device program."""
 
 
 def layer_type(kind: str) -> str:
-    """Return the scope of one layer type, if there are several types."""
+    """Return the scope of a layer type, used if there are several types."""
     return f"kind_{kind}"

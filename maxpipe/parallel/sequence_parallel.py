@@ -1,10 +1,10 @@
 """Sequence parallelism: activations between a layer's matmuls are sharded over tokens.
 
-The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls all
-devices would compute the same, so each device gets some of the tokens. A projection into the layer
-gathers the tokens, and a projection out of it reduces and scatters them. Gradients of tokens and of
-weights are separate equations, so that a split backward can defer weight gradients. Tokens are
-saved as shards and gathered again for the backward.
+The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls, all
+devices would repeat the same computation, so each device processes a shard of the tokens. A
+column-parallel projection gathers the tokens, and a row-parallel projection reduce-scatters them.
+Gradients of activations and of weights are separate equations, so that a split backward can defer
+weight gradients. Activations are saved as shards and gathered again in the backward pass.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """
@@ -37,19 +37,19 @@ LogicalAxes = Sequence[str | None]
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Matmuls of a layer, with tokens sharded between them if an axis is set."""
+    """Matmuls of a layer; activations between them are sharded over tokens if `axis` is set."""
 
     rules: AxisRules
     axis: str = ""
-    """The mesh axis; empty if every device has all tokens."""
+    """Mesh axis that shards the tokens; empty if every device has all tokens."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of matmuls with weights. None: they use the compute dtype."""
+    """Quantizer of matmuls with weights. None: matmuls use the compute dtype."""
 
     @classmethod
     def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
-        """Return the setting of the axis table for per-device programs.
+        """Return the settings of the axis rules for the current program.
 
-        In fully automatic programs tokens are not sharded: sequences may have any length, even 1.
+        If all axes are auto axes, tokens are not sharded, because sequences may have any length.
         """
         automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
@@ -66,11 +66,11 @@ class SequenceParallel:
         return _gather_tokens(x, self.axis) if self.axis else x
 
     def reduce_scatter_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Reduce-scatter partial sums over tokens: the transpose of `whole`."""
+        """Reduce-scatter partial sums over tokens: the transpose of `gather_tokens`."""
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
     def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
-        """Whether the caller may quantize the input once for its matmuls with these weights."""
+        """Whether the caller may quantize the input once for matmuls with all these weights."""
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
         return not any(isinstance(each, LoraWeight) for each in weights)
@@ -82,9 +82,9 @@ class SequenceParallel:
         axes: Sequence[LogicalAxes],
         largest: Float[Array, "B T 1"] | None = None,
     ) -> list[Float[Array, "B T *dims"]]:
-        """Multiply by each of the weights, with a single gather of the tokens.
+        """Multiply by each weight, gathering the tokens only once.
 
-        `largest` is the maximum absolute value of each token, if known.
+        `largest` is the maximum absolute value of each token's activations, if known.
         """
         found = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
@@ -111,7 +111,7 @@ class SequenceParallel:
         found = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
-        # Replicated weights are multiplied with each device's own tokens.
+        # Replicated weights multiply each device's own tokens.
         return [
             found[number] if number in found else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
@@ -120,7 +120,7 @@ class SequenceParallel:
     def row_parallel(
         self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
-        """Multiply by the weight, and sum over the devices, which each hold a part of `dims`."""
+        """Multiply by the weight, whose `dims` are sharded, and sum over the devices."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
         how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
@@ -130,9 +130,7 @@ class SequenceParallel:
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
     ) -> Float[Array, "B T *N"]:
-        """Multiply each token by a weight in the compute dtype, contracting the first `dims`
-        dims.
-        """
+        """Multiply each token by a weight in the compute dtype; contract its first `dims` dims."""
         if not isinstance(weight, LoraWeight):
             return jnp.tensordot(x, weight, dims)
         inner = jnp.tensordot(weight.apply_dropout(x), weight.down, dims)
@@ -159,13 +157,12 @@ class SequenceParallel:
         into: bool,
         most: Array | None = None,
     ) -> list[Array]:
-        """Return the products of unsharded tokens, or of tokens sharded by the compiler."""
+        """Return the matmuls for tokens that are unsharded or sharded by the compiler."""
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
         assert len(arrays) == len(weights)
-        # To flatten sharded tokens into one dim with sequences, devices would have to exchange
-        # them.
+        # Flattening sequences and sharded tokens into one dim would require communication.
         divided = self.axis or CONTEXT in auto_axes()
         if self.rules.flattens_tokens and not divided:
             return _flattened_matmuls(x, arrays, dims)
@@ -178,11 +175,12 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Return matmuls over the weights' first `summed` dims, with sequences and tokens flattened.
+    """Return matmuls that contract the weights' first `summed` dims, with tokens flattened.
 
-    The gradients of the weights sum over that dim. With two dims, XLA for CPU first transposes an
-    operand of this sum, fused with its producer, and the strided access is slow. XLA for TPU orders
-    both dims freely, and needs 3 to 11% more cycles if they are flattened.
+    Sequences and tokens become one dim, over which weight gradients are summed. With two dims, the
+    CPU backend first transposes an operand, fused with its producer, and the strided access is
+    slow. The TPU backend chooses the order of both dims, and needs 3 to 11% more cycles if they are
+    flattened.
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
@@ -199,10 +197,10 @@ def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array
 def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Compute gradients of matrices as products over inner dims, the fastest form on XLA for CPU.
+    """Compute weight gradients as matmuls over inner dims, the fastest form on CPU.
 
-    The narrower operand of each matrix is transposed, once for all matrices. Barriers keep XLA from
-    merging the transpose and the product.
+    For each matrix, the narrower operand is transposed; `x` is transposed once for all matrices.
+    Barriers prevent XLA from merging the transpose and the matmul.
     """
     x, matrices = saved
     parts = [c @ matrix.T for c, matrix in zip(cotangents, matrices, strict=True)]
@@ -257,26 +255,25 @@ class _ShardedMatmul:
     axis: str
     collective_matmul: bool
     specs: tuple[PartitionSpec, ...]
-    """Specs of the weights over that axis."""
+    """PartitionSpecs of the weights over the axis."""
     quantizer: MatmulQuantizer | None = None
 
     @property
     def token_spec(self) -> PartitionSpec:
-        """Spec of activations between matmuls."""
+        """PartitionSpec of activations between layers' matmuls, sharded over tokens."""
         return PartitionSpec(None, self.axis, None)
 
     def hidden_spec(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
-        """Return the spec of activations `[B, T, *dims]` for a weight `[D, *dims]` or
-        `[*dims, D]`.
-        """
+        """Return the spec of activations `[B, T, *dims]`, sharded like the `dims` of the weight."""
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
     def all_gather_matmul(
         self, x: Array, weights: Sequence[Array], *, gradient: bool = False
     ) -> list[Array]:
-        """Return products over the weights' unsharded dim, on one device.
+        """Return matmuls over the unsharded dim of the weights, on one device.
 
-        That dim is a weight's first. With `gradient`, `x` is a cotangent and it is the last.
+        The contracted dim is the first dim of a weight. With `gradient`, `x` is a cotangent, and
+        the contracted dim is the last one.
         """
 
         def multiply(x: Array, weight: Array) -> Array:
@@ -295,10 +292,10 @@ class _ShardedMatmul:
     def matmul_reduce_scatter(
         self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
     ) -> Array:
-        """Return the product over the weights' sharded dims, on one device.
+        """Return the sum of matmuls over the sharded dims of the weights, on one device.
 
-        These are all dims of a weight but the last. With `gradient`, `arrays` are cotangents and
-        these are all dims but the first.
+        The contracted dims are all dims of a weight except the last. With `gradient`, `arrays` are
+        cotangents, and the contracted dims are all dims except the first.
         """
         dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
         if self.quantizer is not None:
@@ -333,8 +330,8 @@ class _ShardedMatmul:
     def all_gather_weight_grad(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
-        """Return weight gradients on one device; `moving` are inputs if `first`, else
-        cotangents.
+        """Return weight gradients on one device; `moving` is the input if `first`, else a
+        cotangent.
         """
         moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
         if self.quantizer is not None:
@@ -351,9 +348,9 @@ class _ShardedMatmul:
 
 
 def _psum_scatter_tokens(x: Array, axis: str) -> Array:
-    """Return this device's tokens of the sum over the axis.
+    """Return this device's tokens of the sum over the axis, by reduce-scatter.
 
-    XLA for TPU scatters matrices, but uses an all-reduce for arrays with the dims of `x`.
+    XLA for TPU lowers this to a reduce-scatter for matrices, but to an all-reduce for 3D arrays.
     """
     rows, tokens, width = x.shape
     matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)

@@ -1,12 +1,12 @@
 """Partition specs and batch sharding, derived from the table of logical axes in `axes`.
 
-Model code names the meaning of a dim ("heads", "mlp"). `axes` defines the mesh axes over which such
-a dim is sharded, and this module alone converts that to jax partition specs.
+Model code gives dims logical names ("heads", "mlp"). `axes` defines the mesh axes over which such a
+dim is sharded. Only this module converts logical names to JAX partition specs.
 
-With `mesh.shard_mode=explicit`, array types carry shardings: jax knows at trace time how each array
-is sharded, and ambiguous operations are errors. Functions of this module resolve the ambiguity, and
-do nothing on an automatic mesh. Inside the pipeline's per-device program all explicit axes are
-manual, so nothing changes there.
+With `mesh.shard_mode=explicit`, array types carry shardings: JAX tracks at trace time how each
+array is sharded, and ambiguous operations are errors. Functions in this module resolve the
+ambiguity, and have no effect on a mesh with auto axes. Inside the pipeline's per-device program,
+all explicit axes become manual, so the mode has no effect there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Tree = Any
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """Return the explicit axes of the mesh of the traced program."""
+    """Return the explicit axes of the current abstract mesh."""
     return tuple(jax.sharding.get_abstract_mesh().explicit_axes)
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """Return `run` with shardings chosen by the compiler, except for those of its results.
+    """Return `run` with shardings chosen by the compiler, except for the output shardings.
 
-    For operations whose result sharding is ambiguous in types: reshapes, indexing and newly created
-    arrays. `specs` are the specs of unsharded results, as a tree like the results or a prefix of
-    it.
+    This is needed for operations whose output sharding is ambiguous with explicit axes: reshapes,
+    indexing and newly created arrays. `specs` is a tree of output PartitionSpecs, or a prefix of
+    that tree.
     """
     axes = explicit_axes()
     if not axes:
@@ -46,7 +46,7 @@ def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
 
 
 def reshard_explicit(tree: Tree, specs: Tree) -> Tree:
-    """Reshard arrays over the explicit axes to the specs of a tree of the same structure."""
+    """Reshard arrays over the explicit axes, given a tree of specs with the same structure."""
     if not (axes := explicit_axes()):
         return tree
     return jax.tree.map(
@@ -55,7 +55,7 @@ def reshard_explicit(tree: Tree, specs: Tree) -> Tree:
 
 
 def reshard(tree: Tree, specs: Tree) -> Tree:
-    """Reshard arrays to the specs of a tree of the same structure, whatever the axis types."""
+    """Reshard arrays over axes of any type, given a tree of specs with the same structure."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1:
         return tree
@@ -72,8 +72,8 @@ def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return `run`, traced for this mesh. From the arguments of a jitted function alone, jax could
-    not choose the mesh of a result.
+    """Return `run`, traced under this mesh. Without arguments on the mesh, JAX could not infer the
+    mesh of the outputs.
     """
 
     def traced(*arguments: Any) -> Tree:
@@ -84,14 +84,14 @@ def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """Return a mesh of the same devices with automatic axes, which leaves all shardings to jax."""
+    """Return a mesh of the same devices with auto axes, where the compiler chooses shardings."""
     if not mesh.abstract_mesh.explicit_axes:
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def rebind_mesh(mesh: Mesh, tree: Tree) -> Tree:
-    """Return the same arrays, without a copy, on another mesh of the same devices."""
+    """Return the same arrays on another mesh of the same devices, without copying."""
 
     def seen(array: jax.Array) -> jax.Array:
         assert isinstance(array.sharding, NamedSharding)
@@ -105,7 +105,7 @@ def rebind_mesh(mesh: Mesh, tree: Tree) -> Tree:
 
 
 def with_shardings(abstract: Tree, shardings: Tree) -> Tree:
-    """Combine shapes and dtypes with shardings."""
+    """Return `ShapeDtypeStruct`s with these shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -129,18 +129,18 @@ class AxisRules:
     context_attention: str = "auto"
     """Communication of attention over the context axis: `mesh.context_attention`."""
     collective_matmul: bool = False
-    """Whether all-gathers and reduce-scatters of tokens are overlapped with matmuls (ring)."""
+    """Whether all-gathers and reduce-scatters of tokens overlap with matmuls, in a ring."""
     flattens_tokens: bool = False
     """Whether matmuls flatten sequences and tokens into one dim."""
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
-        """Return the default table with the changes of `mesh.axis_rules`."""
+        """Return the rules of a mesh config, including the changes of `mesh.axis_rules`."""
         table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
     def for_platform(self, platform: str) -> AxisRules:
-        """Return the rules for training on a platform, by its jax name."""
+        """Return the rules for training on a platform, such as `cpu` or `tpu`."""
         return replace(self, flattens_tokens=platform == "cpu")
 
     def spec(self, logical: Sequence[str | None], where: str = "a tensor") -> PartitionSpec:
@@ -173,28 +173,29 @@ def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes of one dim of a spec."""
+    """Return the mesh axes in the spec entry of one dim."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def restrict_spec(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Return the spec restricted to these mesh axes."""
+    """Return the spec with only these mesh axes."""
     return PartitionSpec(
         *(_spec_entry([axis for axis in entry_axes(entry) if axis in axes]) for entry in spec)
     )
 
 
 def fsdp_dim(spec: PartitionSpec) -> int | None:
-    """Return the dim that is sharded over fsdp, possibly together with other axes, if any."""
+    """Return the dim that is sharded over fsdp, possibly with other axes, or None."""
     return next((dim for dim, entry in enumerate(spec) if FSDP in entry_axes(entry)), None)
 
 
 BATCH_SPEC = PartitionSpec(BATCH_AXES)
-"""Spec of every batch array: sequences are sharded over the batch axes; all stages get the same."""
+"""PartitionSpec of every batch array: sequences are sharded over the batch axes and replicated on
+all stages."""
 
 
 def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
-    """Return the indices of the batch sequences that each process' devices hold, ascending."""
+    """Return, for each process, the sorted indices of the sequences that its devices hold."""
     found: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
         found.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
@@ -202,7 +203,7 @@ def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np
 
 
 def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
-    """Return the indices of the batch sequences that this process' devices hold, ascending."""
+    """Return the sorted indices of the batch sequences that this process's devices hold."""
     return sequences_by_process(sharding, num_rows)[jax.process_index()]
 
 
@@ -223,10 +224,10 @@ def make_global_batch(
 
 
 def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
-    """Move arrays `[B, ...]`, sharded over sequences only, to the mesh of `sharding`.
+    """Move arrays `[B, ...]` that are sharded over sequences only to the mesh of `sharding`.
 
-    Each process selects the sequences that its devices need from those that they hold, which must
-    include all of them. With several processes the arrays are copied through host memory.
+    A process's devices must already hold all sequences that they need. With several processes, the
+    arrays are copied through host memory.
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
@@ -241,11 +242,11 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
-    """Constrain an array to the table's sharding over the automatic axes, if there are any.
+    """Constrain an array over the auto axes, if any, to the sharding in the table.
 
-    Inside the pipeline's per-device program the manual axes are fixed, so only the automatic ones
-    are constrained. In a fully automatic program, dims without a name stay unconstrained, because
-    sequences are sharded over the batch axes.
+    Inside the pipeline's per-device program, only the auto axes are constrained. If the batch axes
+    are auto axes, dims without a name remain unconstrained, because sequences are sharded over the
+    batch axes.
     """
     automatic = auto_axes()
     if not automatic:
@@ -260,11 +261,11 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
 
 
 def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
-    """Reshard embeddings `[B, T, D]` from sharded along D, like the table, to sharded along B.
+    """Reshard embeddings `[B, T, D]` from dim D, as in the table, to dim B.
 
-    The sharding moves from D to B for the batch axes and is removed for context. XLA would
-    replicate the array to do both at once; two constraints give an all-to-all and an all-gather.
-    A no-op except in fully automatic programs with such axes.
+    The batch axes move from D to B, and the context axis is removed. XLA would replicate the array
+    to do both at once; two constraints result in an all-to-all and an all-gather. This is a no-op
+    unless such axes are auto axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
     rest = tuple(axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES)
@@ -276,6 +277,6 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
 
 
 def auto_axes() -> set[str]:
-    """Return the mesh axes with several devices that are left to the compiler here."""
+    """Return the auto axes of the current mesh that have several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}

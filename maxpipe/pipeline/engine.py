@@ -1,8 +1,8 @@
 """Run a schedule: the layer stack as a ring of stages in one jitted SPMD program.
 
-The program is written per device: every mesh axis is manual except tensor, which stays automatic.
-One loop runs the ticks of the schedule table, which is an argument of the program. The table
-contains both forward and backward, so JAX never differentiates this program.
+The program is written for one device: every mesh axis is manual except `tensor`, which is an auto
+axis. One loop runs the ticks of the schedule table, which is an argument of the program. The table
+contains both forward and backward slots, so JAX never differentiates this program.
 
 The engine receives functions and stacked parameters, never a model class or a config.
 """
@@ -43,53 +43,56 @@ class PerSourceSums(NamedTuple):
     """Sums over the sequences of each data source."""
 
     nats: Float[Array, " sources"]
-    """The objective's loss, summed."""
+    """Sum of the objective's loss, in nats for cross entropy."""
     targets: Float[Array, " sources"]
     """Number of target tokens, the denominator of the mean loss."""
 
 
 class StepGradients(NamedTuple):
-    """Results of a step. The step minimizes `loss` plus the weighted sum of `losses`."""
+    """Results of a training step, which minimizes `loss` plus the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
     """Mean of the objective. For cross entropy: nats, averaged over all target tokens."""
     reports: dict[str, Float[Array, ""]]
-    """Means of the objective's reports."""
+    """Means of the objective's reports, keyed by name."""
     losses: dict[str, Float[Array, ""]]
     """Unweighted auxiliary losses of the layers and MTP heads, divided by the number of target
     tokens."""
     gradients: Tree
-    """Gradients of the minimized loss, float32, a tree like the parameters without frozen ones."""
+    """Float32 gradients of the minimized loss, with the tree structure of the trainable
+    parameters."""
     statistics: dict[str, Tree]
-    """Statistics of the layers, summed over all sequences. By layer type: `[R, P, L, ...]` under
-    `layers` and `[layers, ...]` under `outside`; MTP layers: `[heads, ...]` under `ahead`."""
+    """Statistics of the layers, summed over all sequences. `layers` contains `[R, P, L, ...]` and
+    `outside` contains `[layers, ...]`, both keyed by layer type. `ahead` contains `[heads,
+    ...]`."""
     by_source: PerSourceSums | None = None
-    """Sums for each data source, if the batch has several sources."""
+    """Sums for each data source. None: all sequences have one source."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Builds the functions that run a network on a mesh according to a schedule."""
+    """Build the functions that run a network on a mesh according to a schedule."""
 
     network: Network
     layout: LayerLayout
     mesh: Mesh
     specs: Tree
-    """PartitionSpec of every parameter, stacked dims included."""
+    """PartitionSpec of every parameter, including stacked dims."""
     weight_gather: GatherMode
     remat_policy: RematPolicy
     idle: Idle
     trainable: Tree = None
-    """Whether each parameter has a gradient. None: all have one."""
+    """Whether each parameter has a gradient. None: all parameters have gradients."""
     has_own_dtype: Tree = None
-    """Whether each parameter is used in its stored dtype. None: none is."""
+    """Whether each parameter is used in its stored dtype. None: all use the compute dtype."""
     contracted_dims: Tree = None
-    """Number of leading dims of each parameter that its matmul contracts, if the parameter is
-    quantized to 8 bits; 0 if it is not. None: no parameter is quantized."""
+    """Number of leading dims that the matmul of each parameter contracts, for parameters that are
+    quantized to 8 bits; 0 for other parameters. None: no parameter is quantized."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of these parameters."""
+    """Quantizer of the parameters with `contracted_dims`."""
     gradient_specs: Tree = None
-    """PartitionSpec of the gradient of each trainable parameter. None: those of the parameters."""
+    """PartitionSpec of the gradient of each trainable parameter. None: the specs of the
+    parameters."""
     reduce_dtype: str = "float32"
     """Dtype in which gradients are communicated when they are summed over devices."""
 
@@ -97,7 +100,7 @@ class Engine:
         """Return the training step: (params, batch, key) -> `StepGradients`.
 
         `batch` is a dict of global arrays `[sequences, ...]` with `tokens`, `targets`, `loss_mask`
-        and every array that the layers read. Sequences are sharded over the batch axes.
+        and every array that the layers use. Sequences are sharded over the batch axes.
         """
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | (
@@ -117,21 +120,21 @@ class Engine:
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return the forward-only loss: (params, batch, None) -> (sums, number of target tokens).
 
-        The sums `[R]` are the loss and the reports. With several data sources the shapes are
-        `[R, sources]` and `[sources]`.
+        The sums `[R]` contain the loss and the reports. With several data sources, the two shapes
+        are `[R, sources]` and `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
     def read_outputs(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
         """Return a forward-only function: (params, batch, None) -> the reader's output.
 
-        The output consists of arrays `[sequences, ...]`, sharded like the batch. Readers are
-        `LossHead.scores`, and `LossHead.top` with its two arguments bound.
+        The output consists of arrays `[sequences, ...]`, sharded like the batch. The reader is
+        `LossHead.scores`, or `LossHead.top_log_probs` with its keyword arguments bound.
         """
         return self._shard_map(partial(_read_outputs, reader=reader), schedule, BATCH_SPEC)
 
     def buffer_shapes(self, schedule: Schedule, params: Tree, batch: Tree) -> dict[str, list[Any]]:
-        """Return the per-device shapes of all buffers that the tick loop carries, by buffer.
+        """Return the per-device shapes of the tick loop's buffers, keyed by buffer name.
 
         Nothing is compiled.
         """
@@ -165,7 +168,7 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree like the parameters with this value at every leaf."""
+        """Return a tree with the structure of the parameters and this value at every leaf."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:
@@ -219,7 +222,7 @@ def _run_on_local_tokens(
     key: jax.Array | None,
     table: TickTable,
 ) -> Any:
-    """Call `run` with this device's tokens of its sequences."""
+    """Call `run` with this device's context shard of the tokens."""
     return run(params, shard_tokens(batch, by_row), key, table)
 
 
@@ -291,7 +294,7 @@ def _read_outputs(
 
     def of_rows(found: jax.Array) -> jax.Array:
         found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
-        # A device has only its own tokens, but all segments of its sequences.
+        # A context device has only some tokens of its sequences, but all of their segments.
         if not plan.network.objective.segments_per_loss:
             assert found.shape[1] == num_tokens
             found = gather_sequences(found, 1)
@@ -301,9 +304,7 @@ def _read_outputs(
 
 
 def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
-    """Return the loss denominator of this device's sequences, for each source if there are
-    several.
-    """
+    """Return the loss denominator of this device's sequences, per data source if several."""
     objective, sources = plan.network.objective, plan.network.num_sources
     counts = batch[objective.normaliser].astype(jnp.float32)
     counts = mask_other_devices(counts) if objective.segments_per_loss else counts
@@ -311,12 +312,10 @@ def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
 
 
 def _sum_sources(sums: jax.Array) -> jax.Array:
-    """Return the sum over all sources, if there are several."""
+    """Return the sum over all data sources; scalars are returned unchanged."""
     return sums.sum() if sums.ndim else sums
 
 
 def _from_first_stage(loss: jax.Array) -> jax.Array:
-    """Return the loss of this device's sequences. All stages computed the same value; use stage
-    0's.
-    """
+    """Return the loss of this device's sequences as computed on stage 0; all stages agree."""
     return broadcast_from(loss, STAGE, 0)

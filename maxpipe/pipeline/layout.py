@@ -1,9 +1,9 @@
 """Map layers between network order (checkpoints) and stacks `[R, P, L]` (train state).
 
-A layer partition divides the network's layers into chunks of consecutive layers; the ring defines
-which stage holds which chunk. Every layer type has its own stacks. Chunks may differ in length and
-in layer types; shorter stacks are padded with unused zeros, which the engine skips. The network's
-first layers may form a prologue outside the ring, which every stage holds.
+A layer partition divides the network's layers into chunks of consecutive layers; the ring assigns
+chunks to stages. Every layer type has its own stacks. Chunks may differ in length and layer types.
+Shorter stacks are padded with zeros, which the engine skips. The network's first layers may form a
+prologue outside the ring, replicated on every stage.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ Tree = Any
 
 
 SINGLE_LAYER_TYPE = "layer"
-"""The layer type of networks with only one type."""
+"""Name of the layer type in networks with only one type."""
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Partition of the layers into chunks and placement of the chunks on the ring.
+    """Partition of the layers into chunks, and placement of the chunks on the ring.
 
-    Parameters and other per-layer arrays are stacked by layer type, so memory is the sum over the
-    types. Tables give the type of each layer of a chunk and its index in the stack of that type.
+    Parameters and other per-layer arrays are stacked separately for each layer type, so their total
+    memory is the sum over the types. Tables map each layer of a chunk to its type and its index in
+    the stack of that type.
     """
 
     ring: Ring
     layer_partition: tuple[int, ...]
     """Number of layers of each chunk, in network order."""
     num_prologue_layers: int = 0
-    """Number of prologue layers: layers before the first chunk, which every stage holds."""
+    """Number of prologue layers, which precede the first chunk and are replicated on every
+    stage."""
     layer_types: tuple[str, ...] = ()
     """Type of each layer of the network, in order. Empty: all layers have the same type."""
 
@@ -59,7 +61,7 @@ class LayerLayout:
 
     @cached_property
     def stacks(self) -> dict[str, LayerTypeStack]:
-        """Positions of the layers of each type; types are in order of first appearance."""
+        """Stack of each layer type, in order of first appearance in the network."""
         return {
             kind: LayerTypeStack.from_layout(self, kind)
             for kind in dict.fromkeys(self.type_of_layer)
@@ -67,7 +69,7 @@ class LayerLayout:
 
     @property
     def ring_layer_types(self) -> tuple[str, ...]:
-        """Layer types of the chunks, in the order in which tables number them."""
+        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
         return tuple(kind for kind, stack in self.stacks.items() if stack.max_layers_per_chunk)
 
     @property
@@ -114,7 +116,7 @@ class LayerLayout:
 
     @cached_property
     def layer_type_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: index of each layer's type in `in_ring`, -1 for padding."""
+        """int32 `[R, P, L]`: index of each layer's type in `ring_layer_types`, -1 for padding."""
         numbers = np.array([[*self.stacks].index(kind) for kind in self.type_of_layer], np.int32)
         ring = {
             [*self.stacks].index(kind): number for number, kind in enumerate(self.ring_layer_types)
@@ -130,9 +132,9 @@ class LayerLayout:
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers `{type: [n, ...]}` that are in network order. Types may be missing.
+        """Stack layers `{type: [n, ...]}`, given in network order. Types may be missing.
 
-        Returns the chunks' `{type: [R, P, L, ...]}` and the prologue's `{type: [n, ...]}`.
+        Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
         ring = {
             kind: jax.tree.map(self.stacks[kind].stack, layers[kind])
@@ -149,7 +151,7 @@ class LayerLayout:
         return ring, front
 
     def unstack(self, ring: Tree, front: Tree) -> Tree:
-        """Invert `stack`: return `{type: [n, ...]}` in network order, without padding.
+        """Return `{type: [n, ...]}` in network order, without padding: the inverse of `stack`.
 
         Types that are missing from both trees are missing from the result.
         """
@@ -165,14 +167,14 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class LayerTypeStack:
-    """Positions of the layers of one type: in the stacks of the ring, and in the prologue."""
+    """Positions of the layers of one type in the ring's stacks and in the prologue."""
 
     layers: tuple[int, ...]
-    """Positions in the network of all layers of this type, in order."""
+    """Network positions of all layers of this type, in order."""
     num_prologue_layers: int
-    """Number of these layers that are in the prologue."""
+    """Number of layers of this type that are in the prologue."""
     shape: tuple[int, int, int]
-    """Leading dims of a stacked parameter, `(R, P, L)`; L is the largest count in one chunk."""
+    """Leading dims `(R, P, L)` of a stacked parameter; L is the largest count in one chunk."""
     layer_at: np.ndarray
     """int32 `[R * P * L]`: network position of the layer in each stack entry, -1 for padding."""
 
@@ -207,19 +209,19 @@ class LayerTypeStack:
 
     @cached_property
     def _number_at(self) -> np.ndarray:
-        """int `[R * P * L]`: index of each layer among the ring's layers of its type, -1 for
-        padding.
-        """
+        """int `[R * P * L]`: index of each layer among the ring layers of this type, or -1."""
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
 
     @property
     def _is_network_order(self) -> bool:
-        """Whether stacked order is network order: no padding, and repeats that all run forward."""
+        """Whether the stacks are in network order, without padding."""
         return bool((self._number_at == np.arange(self._number_at.size)).all())
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """Return the ring's `[R, P, L, ...]` of layers `[n, ...]` in network order, zero-padded."""
+        """Return the ring's layers as zero-padded `[R, P, L, ...]`, given `[n, ...]` in network
+        order.
+        """
         ring = layers[self.num_prologue_layers :]
         if not self._is_network_order:
             padded = jnp.concatenate([ring, jnp.zeros_like(ring[:1])])
@@ -227,7 +229,7 @@ class LayerTypeStack:
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
-        """Return `[n, ...]` in network order from `[R, P, L, ...]`, without padding.
+        """Return `[n, ...]` in network order, without padding, given `[R, P, L, ...]`.
 
         `outside` contains the prologue layers of this type, if there are any.
         """
@@ -239,7 +241,7 @@ class LayerTypeStack:
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:
-    """Append zeros along `dim` up to `size`, so that the shards divide the vocabulary evenly."""
+    """Pad `dim` with zeros to `size`, so that the vocabulary divides evenly into shards."""
     widths = [(0, 0)] * table.ndim
     widths[dim] = (0, size - table.shape[dim])
     return jnp.pad(table, widths) if size > table.shape[dim] else table

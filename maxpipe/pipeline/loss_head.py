@@ -1,9 +1,9 @@
 """The loss head with the vocabulary sharded over the stages.
 
 Each stage holds V / P columns of the projection and computes their logits. Small reductions over
-the stage axis combine the partial results, so every stage does an equal share of the work. Forward
-and backward are explicit. Autodiff is applied only to the objective, which is a function of a few
-values per token.
+the stage axis combine the partial results, so every stage does an equal share of the work. The
+forward and backward passes are written by hand. Autodiff is applied only to the objective, which is
+a function of a few values per token.
 
 Logits can be computed for one block of tokens at a time, which limits their memory.
 
@@ -42,7 +42,7 @@ from maxpipe.pipeline.objective import (
 
 Tree = Any
 TokenFn = Callable[..., tuple[Tree, Tree]]
-"""(activations, loss mask, more arrays) -> (sums over tokens, arrays `[B, T, ...]`)."""
+"""(activations, loss mask, other arrays) -> (sums over tokens, arrays `[B, T, ...]`)."""
 
 
 def map_token_blocks(
@@ -52,12 +52,12 @@ def map_token_blocks(
     mask: Float[Array, "B T"],
     more: Tree,
 ) -> tuple[Tree, Tree]:
-    """Call `run` on blocks of at most `size` tokens; 0 uses a single block.
+    """Call `run` on blocks of at most `size` tokens. A `size` of 0 uses a single block.
 
     `more` is a tree of arrays `[B, T, ...]`.
 
-    All blocks have the same size. If it does not divide the number of tokens, the last block
-    overlaps the previous one, and the overlapping tokens are masked. Sums are in float32.
+    All blocks have the same size. If the block size does not divide the number of tokens, the last
+    block overlaps the previous block, and the overlapping tokens are masked. Sums are in float32.
     """
     rows, length = mask.shape
     total = rows * length
@@ -96,31 +96,31 @@ def map_token_blocks(
 
 
 _COTANGENTS = "cotangents"
-"""Key of the cotangents of each token's scores, added to the microbatch's arrays if known."""
+"""Key of the precomputed cotangents of the per-token scores, if they are among the token arrays."""
 
 TokenArrays = Mapping[str, Any]
-"""Arrays `[B, T, ...]` that the objective reads, and the data source of each token."""
+"""Arrays `[B, T, ...]` that the objective uses, and the data source of each token."""
 CotangentFn = Callable[[Scores, Array, TokenArrays], tuple[Array | None, Scores]]
 """(scores, loss mask, per-token arrays) -> (sums, cotangents of the scores).
 
-The sums are None if they were computed earlier."""
+The sums are None if they have already been computed."""
 
 
 class LossGradients(NamedTuple):
-    """Summed losses of one microbatch and their gradients."""
+    """Summed losses of one microbatch, and their gradients."""
 
     sums: Float[Array, "*sums"]
-    """The loss and the objective's reports `[R]`, or `[R, sources]` with several sources;
-    float32."""
+    """Float32 sums of the loss and the objective's reports: `[R]`, or `[R, sources]` with several
+    sources."""
     output: Float[Array, "B T D"]
     """Cotangent of the last layer's output."""
     norm: Any
     head: Float[Array, "D v"]
-    """Gradient of this stage's columns, summed over the microbatch, float32."""
+    """Float32 gradient of this stage's columns, summed over the microbatch."""
 
 
 class _Logits(NamedTuple):
-    """Logits of this stage's columns, float32."""
+    """Float32 logits for this stage's columns of the vocabulary."""
 
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None
@@ -130,7 +130,7 @@ class _Logits(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """exp(logits - maximum) of this stage's columns, and its sum over the full vocabulary."""
+    """exp(logits - maximum) for this stage's columns, and its sum over the full vocabulary."""
 
     exponent: Float[Array, "B T v"]
     normaliser: Float[Array, "B T"]
@@ -143,7 +143,7 @@ class LossHead(NamedTuple):
     last_stage: int
     """Stage that holds the network's last chunk."""
     vocab_size: int
-    """Size of the vocabulary without padding. Padding columns get zero probability."""
+    """Size of the vocabulary without padding. Padding columns have zero probability."""
     objective: Objective
     logit_scale: float = 1.0
     """Factor applied to the logits."""
@@ -152,7 +152,7 @@ class LossHead(NamedTuple):
     block_tokens: int = 0
     """Number of tokens whose logits are in memory at once. 0: all tokens of a microbatch."""
     num_sources: int = 0
-    """Number of data sources with separate sums. 0: a single sum."""
+    """Number of data sources with separate sums. 0: one sum over all sequences."""
 
     # Forward only.
 
@@ -163,7 +163,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Float[Array, "*sums"]:
-        """Return the weighted sums of the loss and of the reports over the microbatch."""
+        """Return the weighted sums of the loss and the reports over the microbatch."""
         if self.objective.segments_per_loss:
             scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
             return self._segment_losses(scores, inputs, None)[0]
@@ -182,7 +182,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Scores:
-        """Return the inputs of the objective: per-token scores, or segment sums `[B, S]`."""
+        """Return the objective's inputs: per-token scores, or sums over segments `[B, S]`."""
         found = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
         return self._sum_by_segment(found, inputs) if self.objective.segments_per_loss else found
 
@@ -196,15 +196,15 @@ class LossHead(NamedTuple):
         count: int,
         temperature: float,
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """Return the largest log-probabilities of each token, in descending order, and their
-        ids.
+        """Return the `count` largest log-probabilities for each token, in descending order, and
+        their ids.
         """
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
-            # Among equal logits, smaller ids come first, independently of how columns are sharded.
+            # Ties are broken by the smaller id, independently of how the columns are sharded.
             mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
             all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
@@ -225,11 +225,11 @@ class LossHead(NamedTuple):
         scale: Float[Array, ""],
         ahead: Callable[..., Any] | None = None,
     ) -> tuple[LossGradients, Any]:
-        """Return the loss, and the gradients of `scale` times the loss.
+        """Return the loss and the gradients of `scale` times the loss.
 
         `output` is read from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads add to both gradients; their other results are returned
-        second (see `MtpLossHeads.add`).
+        microbatch's arrays. MTP heads (`ahead`) add to both gradients. Their other results are the
+        second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -237,7 +237,8 @@ class LossHead(NamedTuple):
         if self.objective.segments_per_loss and not 0 < self.block_tokens < mask.size:
             cotangents_of = lambda scores, *_: self._segment_losses(scores, inputs, scale)  # noqa: E731
         elif self.objective.segments_per_loss:
-            # All sums are needed before the first cotangent, so each block's logits are recomputed.
+            # The cotangents depend on sums over all blocks, so the logits of each block are
+            # computed twice.
             scores = self._all_scores(norm_params, head, output, mask, given)
             of_segments, known = self._segment_losses(scores, inputs, scale)
             given, cotangents_of = given | {_COTANGENTS: known}, _known_cotangents
@@ -249,13 +250,14 @@ class LossHead(NamedTuple):
             )
             sums = None
             if ahead is not None:
-                score = partial(self._cross_entropy, head)  # over all sequences together
+                score = partial(self._cross_entropy, head)  # summed over all sequences
                 d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
             d_hidden = mark_varying(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
             d_norm, d_output = norm_vjp(d_hidden)
             return (total, d_norm, d_head, sums), d_output
 
-        # MTP heads read tokens of other blocks, so only their logits are computed in blocks.
+        # MTP heads use tokens from other blocks, so the final norm runs on all tokens at once. Only
+        # the logits are computed in blocks.
         size = self.block_tokens if ahead is None else 0
         (total, d_norm, d_head, sums), d_output = map_token_blocks(
             of_block, size, output, mask, given
@@ -271,7 +273,7 @@ class LossHead(NamedTuple):
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Return the cross entropy of an MTP head, and its gradients."""
+        """Return the cross entropy of an MTP head and its gradients."""
         objective, given = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._loss_gradients(
             objective.log_prob_specs,
@@ -293,7 +295,9 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"] | None, Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Return the sums, and this stage's gradients of `hidden` and of the head's columns."""
+        """Return the sums, and this stage's gradients with respect to `hidden` and the head
+        columns.
+        """
 
         def of_block(hidden: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
             logits = self._logits(hidden, head)
@@ -346,7 +350,9 @@ class LossHead(NamedTuple):
     def _log_probs(
         self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
-        """Return the log-probabilities that `reads` names, and the softmax of each."""
+        """Return the log-probabilities listed in `reads`, and the softmax that each was computed
+        from.
+        """
         scores, softmaxes, known = [], [], {}
         for read in reads:
             if read.temperature not in known:
@@ -368,7 +374,7 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> Scores:
-        """Return the per-token scores that the objective reads."""
+        """Return the per-token scores that the objective uses."""
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
@@ -378,7 +384,7 @@ class LossHead(NamedTuple):
         return map_token_blocks(of_block, self.block_tokens, output, mask, given)[1]
 
     def _sum_by_segment(self, scores: Scores, inputs: Any) -> Scores:
-        """Return sums over the tokens of each segment `[B, S]`, over all devices that hold them."""
+        """Return the sums over each segment's tokens `[B, S]`, across all context devices."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
         of_rows = (segment_sums(each * mask, ids, count) for each in scores)
@@ -392,14 +398,14 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Return the sums, and the scores' cotangents for `scale` times the loss."""
+        """Return the sums, and the cotangents of the scores for `scale` times the loss."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
         return self._weighted_sums((lost, *reports), mask, given.get("source_ids")), cotangents
 
     def _segment_losses(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Return the same as `_of_tokens` for an objective by segment; needs all tokens' scores."""
+        """Like `_token_losses`, for a per-segment objective; `scores` must cover all tokens."""
         weight, rows = inputs[self.objective.normaliser], self._sum_by_segment(scores, inputs)
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
@@ -419,13 +425,13 @@ class LossHead(NamedTuple):
 
 
 def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
-    """Return the precomputed cotangents of a block, 0 for masked tokens."""
+    """Return the precomputed cotangents of a block, with zeros for masked tokens."""
     del scores
     return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """Return per-sequence values on the first context device, and 0 on the others."""
+    """Return the values on the first context device, and zeros on the others."""
     if axis_size(CONTEXT) == 1:
         return values
     return jnp.where(axis_index(CONTEXT) == 0, values, 0)
@@ -438,7 +444,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the cotangents of the scores (none without `scale`) and the reports."""
+    """Return the losses, the cotangents of the scores (empty without `scale`) and the reports."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)
@@ -446,7 +452,7 @@ def _value_and_grad(
     if scale is None:
         lost, reports = run(scores)
         return lost, (), reports
-    # If scores were typed as replicated, jax would sum their cotangents over these devices.
+    # If the scores were marked as replicated, JAX would sum their cotangents over the devices.
     lost, vjp, reports = jax.vjp(run, mark_varying(scores), has_aux=True)
     return lost, vjp(weight * scale)[0], reports
 
@@ -454,7 +460,7 @@ def _value_and_grad(
 def _softmax(
     values: Float[Array, "B T v"],
 ) -> tuple[_Softmax, Float[Array, "B T"]]:
-    """Return the softmax, and the log-sum-exp over the full vocabulary."""
+    """Return the softmax and the log-sum-exp over the full vocabulary."""
     largest = max_over(values.max(axis=-1), STAGE)
     exponent = jnp.exp(values - largest[..., None])
     normaliser = sum_over(exponent.sum(axis=-1), STAGE)
@@ -466,7 +472,7 @@ def _apply_temperature(values: Array, temperature: float) -> Array:
 
 
 def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
-    """Return the logits of these ids, which are spread over the stages."""
+    """Return the logits of these ids, summed over the stages that hold them."""
     if ids.ndim == 2:
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
@@ -476,7 +482,7 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
-    """Return each id's index among this stage's columns, and whether this stage holds it."""
+    """Return each id's index among this stage's columns, and whether this stage holds the id."""
     place = ids - logits.token_ids[0]
     return place, (place >= 0) & (place < logits.token_ids.shape[0])
 
@@ -495,7 +501,7 @@ def _logits_cotangent(
         is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
     place, mine = _local_columns(logits, ids)
-    place = jnp.where(mine, place, logits.token_ids.shape[0])  # out of range: dropped
+    place = jnp.where(mine, place, logits.token_ids.shape[0])  # dropped as out of range
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place
@@ -505,14 +511,16 @@ def _logits_cotangent(
 def sum_by_source(
     values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
 ) -> Float[Array, " sources"]:
-    """Return the sum over the tokens of each source."""
-    # One sum per source: a scatter-add would add in a device-dependent order.
+    """Return the sum over the tokens of each data source."""
+    # One sum per source, because a scatter-add would add in a device-dependent order.
     mine = sources == jnp.arange(num_sources)[:, None, None]
     return jnp.where(mine, values, 0.0).sum((1, 2))
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the einsum with float32 accumulation. XLA for CPU lacks some bfloat16 matmuls."""
+    """Return the einsum with float32 accumulation. The CPU backend lacks some bfloat16 matmuls, so
+    inputs are cast there.
+    """
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     if a.dtype != jnp.bfloat16:
         return multiply(a, b)

@@ -1,12 +1,12 @@
 """Multi-token prediction (MTP) heads, which run in the loss slot on the leaving microbatch.
 
-Every stage computes all heads, as it computes the final norm, but propagates only the gradient of
-the vocabulary columns that it holds. The backward is linear, so one sum over the stages combines
-all gradients. Control flow is the same on all stages. Rationale:
+Like the final norm, all heads are computed on every stage. Each stage propagates only the gradient
+of the vocabulary columns that it holds. The backward pass is linear, so one sum over the stages
+combines all gradients. Control flow is the same on all stages. Rationale:
 docs/decisions/0021-multi-token-prediction.md.
 
-Heads are either projections of the final norm's output, or full layers. Each layer reads the output
-of the layer before it and the embeddings of later tokens.
+Heads are either projections of the final norm's output or full layers. The input of each layer is
+the output of the previous layer and the embeddings of later tokens.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from maxpipe.pipeline.weights import LayerWeights
 Tree = Any
 
 MTP = "ahead"
-"""Key of the MTP layers' statistics, next to those of other layers."""
+"""Key under which the statistics of the MTP layers are reported."""
 
 ScoreFn = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
 """(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
-activations, gradient of the columns), both for this stage's columns only."""
+activations, gradient of the head columns). Both gradients cover this stage's columns only."""
 
 
 class MtpProjectionFns(NamedTuple):
-    """Heads that each project a small function of the final norm's output."""
+    """Heads that apply a small function to the final norm's output and project the result."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
     """(one head's parameters, the final norm's output) -> activations to project."""
     loss_weights: dict[str, float]
-    """Weight of each head's loss in the objective, by the name of the loss."""
+    """Weight of each head's loss in the objective, keyed by the name of the loss."""
 
 
 class MtpLayerFns(NamedTuple):
-    """Heads that each have one layer, in sequence; the first reads the final norm's output."""
+    """Heads with one layer each, in sequence; the first input is the final norm's output."""
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
     """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->
     (output, losses, statistics).
 
-    The output is projected and is the next layer's input. Losses and statistics are those of a
-    `LayerFn`."""
+    The output is projected to logits and is the next layer's input. Losses and statistics have the
+    format of `LayerFn`."""
     loss_weights: dict[str, float]
     """Same as in `MtpProjectionFns`."""
 
@@ -66,19 +66,19 @@ MtpFns = MtpProjectionFns | MtpLayerFns
 
 
 class MtpResults(NamedTuple):
-    """Losses and reports of MTP heads, summed over microbatches; identical on all stages."""
+    """Losses and reports of MTP heads, summed over microbatches and identical on all stages."""
 
     losses: Float[Array, " heads"]
-    """Cross entropy of each head, in nats, float32."""
+    """Float32 cross entropy of each head, in nats."""
     reports: Reports | None
-    """Losses and statistics of the layers; statistics are `[heads, ...]` under `ahead`."""
+    """Losses and statistics of the layers. Statistics are `[heads, ...]` under the key `ahead`."""
 
     def with_loss(self, number: Array, loss: Array) -> MtpResults:
-        """Return the results with the loss of a head added."""
+        """Add the loss of a head to the results."""
         return self._replace(losses=self.losses.at[number].add(loss))
 
     def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
-        """Return the results with the losses and statistics of a head's layer added."""
+        """Add the losses and statistics of a head's layer to the results."""
         reports = self.reports
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
@@ -94,9 +94,9 @@ class MtpTotals(NamedTuple):
 
     results: MtpResults
     gradients: Tree
-    """Gradients of the heads' parameters, float32, stacked like the parameters."""
+    """Float32 gradients of the heads' parameters, stacked like the parameters."""
     embedding: Float[Array, "v d"] | None
-    """Accumulated gradient of the embedding table, if layers read the table and it is trainable."""
+    """Accumulated gradient of the embedding table; None unless the heads use a trainable table."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class MtpLossHeads:
     functions: MtpFns
     weights: LayerWeights
     local_weights: Tree
-    """Tree that the heads' parameters are read from."""
+    """Tree from which the heads' parameters are read."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table that `embedding` reads."""
+    """Embedding table for `embedding`."""
     key: Array | None
     """Random key of the step."""
     seeds: dict[str, Array]
@@ -117,7 +117,7 @@ class MtpLossHeads:
 
     @property
     def num_heads(self) -> int:
-        """Number of MTP heads, without the ordinary head."""
+        """Number of MTP heads, excluding the ordinary head."""
         return len(self.functions.loss_weights)
 
     @property
@@ -128,11 +128,13 @@ class MtpLossHeads:
     # Start and end of a step.
 
     def zeros(self) -> Tree:
-        """Return empty gradient accumulators."""
+        """Return zero gradient accumulators."""
         return self.weights.zeros(self.local_weights)
 
     def empty_results(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
-        """Return zero results; `like` is an activation, `inputs` are a microbatch's arrays."""
+        """Return zero results. `like` is an activation, and `inputs` are the arrays of a
+        microbatch.
+        """
         losses = mark_varying(jnp.zeros(self.num_heads, jnp.float32))
         if not isinstance(self.functions, MtpLayerFns):
             return MtpResults(losses, None)
@@ -150,9 +152,7 @@ class MtpLossHeads:
         )
 
     def finish(self, gradients: Tree) -> Tree:
-        """Return gradients summed over devices; each stage holds those of its vocabulary
-        columns.
-        """
+        """Return the gradients of the heads' parameters, summed over all devices and stages."""
         found = self.weights.finish(gradients)
         return jax.tree.map(lambda leaf: sum_over(leaf, STAGE), found)
 
@@ -169,10 +169,11 @@ class MtpLossHeads:
         d_hidden: Float[Array, "B T D"],
         d_head: Float[Array, "D v"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MtpTotals]:
-        """Add the heads' results one head at a time, so that only one head's logits are in memory.
+        """Add the results of all heads, one head at a time to keep only one head's logits in
+        memory.
 
-        `hidden` is the final norm's output. `d_hidden` and `d_head` are the cotangents that the
-        ordinary head computed. `trips` is the number of heads as a traced value.
+        `hidden` is the final norm's output. `d_hidden` and `d_head` are the gradients computed by
+        the ordinary head. `trips` is the number of heads as a traced value.
         """
         with jax.named_scope(scopes.MTP):
             if isinstance(self.functions, MtpLayerFns):
@@ -221,12 +222,12 @@ class MtpLossHeads:
         hidden: Array,
         state: tuple[Array, Array, MtpTotals],
     ) -> tuple[Array, Array, MtpTotals]:
-        """Run three loops: all layers forward, then all logits, then all layers backward.
+        """Run three loops: the forward pass of all layers, all logits, and the backward pass.
 
-        Only the layers' outputs are kept between the loops. Memory therefore never holds
-        activations
-        of two layers, nor activations together with logits. The trip count is a traced value: XLA
-        would unroll loops of one iteration and merge duplicate computations.
+        Only the layers' outputs are kept between the loops. Therefore, the activations of two
+        layers are never in memory at once, nor are activations and logits. The trip count is a
+        traced value; otherwise XLA would unroll one-iteration loops and merge duplicate
+        computations.
         """
         d_hidden, d_head, sums = state
         embedded = mark_varying(self.embedding.lookup(self.table, inputs["tokens"]))
@@ -275,8 +276,8 @@ class MtpLossHeads:
         return d_hidden + d_input.astype(d_hidden.dtype), d_head, MtpTotals(found, gradients, table)
 
     def _own_seeds(self) -> dict[str, Array]:
-        """Return the layers' loss cotangents on stage 0 and zeros elsewhere: all stages compute the
-        same losses, and only one may propagate them.
+        """Return the cotangents of the layers' losses on stage 0 and zeros on the other stages. All
+        stages compute the same losses, and only one stage may propagate them.
         """
         counts = axis_index(STAGE) == 0
         return {name: mark_varying(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
@@ -284,7 +285,7 @@ class MtpLossHeads:
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """Run a head's layer; only tokens with a target for this head count in its losses."""
+        """Run a head's layer. Its losses count only tokens that have a target for this head."""
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
@@ -293,7 +294,7 @@ class MtpLossHeads:
 
 
 def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
-    """Return the layers' reports, summed over stages, with the reports of MTP layers added."""
+    """Add the reports of the MTP layers to `reports`, which are already summed over stages."""
     if found is None or found.reports is None:
         return reports
     of_one = jax.tree.map(lambda leaf: broadcast_from(leaf, STAGE, 0), found.reports)
@@ -302,10 +303,10 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 
 
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Return the targets `distance` tokens after the ordinary ones, and their loss mask.
+    """Return the targets `distance` tokens after the ordinary targets, and their loss mask.
 
-    A shifted target counts if its token counts as an ordinary target and is in the same sequence
-    and segment.
+    A shifted target counts if the ordinary loss mask includes its token and the token is in the
+    same sequence and segment.
     """
     later = lambda name: jnp.roll(inputs[name], -distance, axis=1)  # noqa: E731
     return later("targets"), later("loss_mask") * _in_same_segment(inputs, distance)

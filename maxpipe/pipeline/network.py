@@ -1,4 +1,4 @@
-"""Inputs of the engine: a network, and its execution plan on a ring of stages."""
+"""Inputs of the engine: a network and its execution plan on a ring of stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Network:
 
     Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
     Without `head`, the embedding table is the head. Prologue layers are in `outside {type: ...}`,
-    stacked `[layers, ...]`. Parameters of MTP heads are in `ahead`, stacked `[heads, ...]`.
+    stacked `[layers, ...]`. MTP heads are in `ahead`, stacked `[heads, ...]`.
     """
 
     layers: dict[str, LayerFn]
@@ -37,27 +37,28 @@ class Network:
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weight of each of the layers' losses, which are added to the objective's loss."""
+    """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
     embed_scale: float = 1.0
-    """Factor applied to embeddings."""
+    """Factor applied to the embeddings."""
     logit_scale: float = 1.0
     """Factor applied to the logits."""
     final_logit_softcapping: float = 0.0
     """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
     loss_block_tokens: int = 0
-    """Number of tokens per device whose logits are in memory at once. 0: a microbatch's tokens."""
+    """Number of tokens per device whose logits are in memory at once. 0: all tokens of a
+    microbatch."""
     mtp: MtpFns | None = None
     """MTP heads, computed in training only."""
     num_sources: int = 0
-    """Number of data sources with separate losses. A batch's `source_ids` gives the source of each
-    sequence, -1 for none. 0: all sequences have one source."""
+    """Number of data sources with separate losses. `source_ids` in the batch contains the source of
+    each sequence (-1 for none). 0: all sequences have one source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
     """Objective that training minimizes."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Shape of the sums of loss and reports: `[R]`, or `[R, sources]` with several sources."""
+        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several sources."""
         sources = (self.num_sources,) if self.num_sources else ()
         return (1 + len(self.objective.report_names), *sources)
 

@@ -1,8 +1,8 @@
-"""Training objectives: losses of the log-probabilities that a network assigns to tokens.
+"""Training objectives: loss functions of the log-probabilities that a network assigns to tokens.
 
-An objective declares which log-probabilities it reads for each token, and is a plain function of
-them. The loss head computes them with a sharded vocabulary and propagates their cotangents to the
-logits. Objectives therefore do not depend on stages or shards.
+An objective declares the log-probabilities that it uses for each token, and is a plain function of
+them. The loss head computes the log-probabilities with a sharded vocabulary and propagates their
+cotangents to the logits. Objectives therefore do not depend on stages or shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Scores = tuple[Array, ...]
 
 
 class LogProbSpec(NamedTuple):
-    """Log-probabilities of tokens, `log softmax(logits / temperature)`, float32."""
+    """Float32 log-probabilities of tokens: `log softmax(logits / temperature)`."""
 
     ids: str
     """Name of the batch array with the token ids, int `[B, T]` or `[B, T, K]`."""
@@ -28,26 +28,27 @@ class LogProbSpec(NamedTuple):
 
 
 class BatchArraySpec(NamedTuple):
-    """A batch array that an objective needs in addition to those of every batch."""
+    """A batch array that an objective needs in addition to the standard batch arrays."""
 
     shape: tuple[int, ...]
-    """Shape per token, or per sequence if `by_row` is set."""
+    """Shape per token, or per sequence if `per_sequence` is set."""
     dtype: Any
     per_sequence: bool = False
 
 
 class Objective(ABC):
-    """A loss per token or per segment.
+    """A loss function per token or per segment.
 
-    A per-token objective receives scores with the shape of the ids and returns losses `[B, T]`,
-    which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of each
-    segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is `by_segment` times
-    N; segment s of a sequence consists of the tokens with segment id s + 1. Reports have the shape
-    of the losses. The step divides sums by the sum of `normaliser` over the batch.
+    A per-token objective receives scores with the same shape as the ids and returns losses `[B,
+    T]`, which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
+    each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
+    `segments_per_loss` times N, and segment s contains the tokens with segment id s + 1. Reports
+    have the same shape as the losses. The step divides sums by the sum of `normaliser` over the
+    batch.
     """
 
     segments_per_loss: ClassVar[int] = 0
-    """Number of segments of one loss. 0: losses are per token."""
+    """Number of segments that each loss depends on. 0: losses are per token."""
     normaliser: ClassVar[str] = "loss_mask"
     """Name of the batch array with the weight of each loss, `[B, T]` or `[B, N]`."""
     report_names: ClassVar[tuple[str, ...]] = ()
@@ -55,22 +56,24 @@ class Objective(ABC):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Log-probabilities that the objective reads for each token."""
+        """Log-probabilities that the objective uses for each token."""
         return (LogProbSpec("targets"),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Batch arrays that the objective needs, by name."""
+        """Batch arrays that the objective needs, keyed by name."""
         return {}
 
     @property
     def eval_objective(self) -> Objective:
-        """Objective used to evaluate documents."""
+        """Objective used for evaluation on held-out documents."""
         return self
 
     @abstractmethod
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return (losses, reports) of the scores; `inputs` has `arrays` and the ids in `reads`."""
+        """Return (losses, reports). `inputs` contains `batch_arrays` and the ids of
+        `log_prob_specs`.
+        """
 
 
 class CrossEntropy(Objective):
@@ -92,7 +95,7 @@ def segment_sums(
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return for each token the value of its segment, or 0 without one; transpose of
+    """Return the value of each token's segment, or 0 for other tokens: the transpose of
     `segment_sums`.
     """
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))
@@ -105,9 +108,7 @@ def _segment_one_hot(segment_ids: Int[Array, "B T"], count: int) -> Float[Array,
 def reference_loss(
     objective: Objective, logits: Float[Array, "B T V"], batch: Mapping[str, Array]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return the mean loss and reports, given unsharded logits; the reference for pipelined
-    runs.
-    """
+    """Return the mean loss and reports for unsharded logits, as a reference for pipelined runs."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
     scores = tuple(

@@ -45,12 +45,12 @@ from maxpipe.schedule.table import Schedule
 
 Tree = Any
 OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
-"""(loss head, final norm, this stage's columns of the head, last layer's output, microbatch) ->
+"""(loss head, final norm, this stage's head columns, the last layer's output, microbatch) ->
 arrays `[B, ...]`."""
 
 
 class StepProgram:
-    """Runs one step on one device."""
+    """Run one step on one device."""
 
     def __init__(
         self,
@@ -65,10 +65,9 @@ class StepProgram:
     ):
         """Set up the step.
 
-        `scale` multiplies the gradients of the objective. `by_token` multiplies those of the
-        layers'
-        losses, which are sums over tokens. Forward-only programs need neither. In a forward-only
-        program a `reader` returns per-sequence arrays instead of losses.
+        `scale` multiplies the gradients of the objective. `by_token` multiplies the gradients of
+        the layers' losses, which are sums over tokens. Forward-only programs need neither argument.
+        In a forward-only program, a `reader` returns per-sequence arrays instead of losses.
         """
         self.scale, self.reader = scale, reader
         self.seeds = (
@@ -81,8 +80,8 @@ class StepProgram:
         self.batch = jax.tree.map(
             partial(_split_microbatches, schedule.num_microbatches), mark_varying(batch)
         )
-        # If the prefetch window can hold all chunks, no chunk is ever evicted: gather once per
-        # step.
+        # If the prefetch window can hold all chunks, chunks are never evicted, so weights are
+        # gathered once per step.
         self.uses_weight_window = (
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
         )
@@ -106,7 +105,7 @@ class StepProgram:
         head, of_head = (
             (table.T, of_table.transposed) if self.tied else (params["head"], divisions["head"])
         )
-        # A stack with a single entry.
+        # Add a stacked dim of size 1.
         self.head_weights = LayerWeights(self.plan.prologue_gather_mode, of_head, dtype)
         self.head = self.head_weights.prepare(head[None])
         last_stage = self.schedule.ring.last_stage
@@ -202,7 +201,7 @@ class StepProgram:
         }
 
     def _activation(self) -> jax.Array:
-        """Return an uninitialized message `[B, T, D]`."""
+        """Return an uninitialized activation `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
         return mark_varying(lax.empty(like.shape, like.dtype))
 
@@ -255,7 +254,7 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Return the ports whose output the next tick still needs."""
+        """Return the ports whose output is carried to the next tick."""
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -271,10 +270,9 @@ class StepProgram:
     def _typed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
         """Run the forward slot, the loss head and the backward slot.
 
-        The cotangent sent in the previous tick is in transit while the forward slot computes; the
-        activation is in transit while the loss head and the backward slot compute. In delayed
-        schedules
-        both are in transit for the full tick.
+        The transfer of the previous tick's cotangent overlaps with the forward slot. The transfer
+        of the activation overlaps with the loss head and the backward slot. In delayed schedules,
+        both transfers overlap with the full tick.
         """
         delayed, trains = self.schedule.delayed, self.schedule.trains
         travelling = self._send(carry.sent)
@@ -297,8 +295,8 @@ class StepProgram:
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
     def _mixed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """Run one action of any kind. All communication between stages happens before or after
-        it.
+        """Run one action of any kind; all communication between stages is before or after the
+        action.
         """
         delayed = self.schedule.delayed
         travelling = self._send(carry.sent) if delayed else {}
@@ -316,7 +314,7 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Return the messages in transit, by index of the arrival."""
+        """Send outputs to neighboring stages; return received messages, keyed by arrival index."""
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
@@ -328,7 +326,7 @@ class StepProgram:
             }
 
     def _local_messages(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Return the messages that a stage sends to itself."""
+        """Return the messages that a stage sends to itself, keyed by arrival index."""
         return {
             number: outputs[way.port]
             for number, way in enumerate(self.schedule.arrivals)
@@ -338,7 +336,7 @@ class StepProgram:
     def _receive(
         self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: str
     ) -> Buffers:
-        """Write the messages of these ports to the inbox."""
+        """Write the messages from these ports to the inbox."""
         inbox = carry.inbox
         for number, message in messages.items():
             if self.schedule.arrivals[number].port in ports:
@@ -354,7 +352,7 @@ class StepProgram:
         return carry.window if self.uses_weight_window else self.local_weights
 
     def _forward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """Run a chunk's forward and save the activations that the backward slot needs."""
+        """Run a chunk's forward pass and save the activations that the backward slot needs."""
         x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._current_weights(carry)
         with jax.named_scope(scopes.FORWARD):
@@ -416,10 +414,10 @@ class StepProgram:
             return carry._replace(partial=totals)
         return carry._replace(gradients=carry.gradients._replace(layers=totals))
 
-    # The two ends of the network.
+    # Embedding, prologue and loss head.
 
     def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
-        """Return `x`, or on the first chunk the embedded microbatch that enters the network."""
+        """Return `x`, or for the first chunk, the embedded microbatch that enters the network."""
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.prologue is not None:
             assert carry.outside is not None
@@ -435,7 +433,7 @@ class StepProgram:
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: TickRow, d_input: jax.Array) -> Buffers:
-        """Add the gradients of the embedding and the prologue."""
+        """Accumulate the gradients of the embedding and the prologue."""
         gradients = carry.gradients
         assert gradients is not None
         if self.prologue is not None:
@@ -473,7 +471,7 @@ class StepProgram:
     def _read_outputs(
         self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
     ) -> Tree:
-        """Return the per-sequence arrays with the reader's output for the leaving microbatch."""
+        """Write the reader's output for the leaving microbatch to the per-sequence arrays."""
 
         def work(rows: Tree) -> Tree:
             found = reader(self.loss_head, *self._head_inputs(row.loss, output))
@@ -509,7 +507,7 @@ class StepProgram:
                 trips = jnp.where(row.loss >= 0, self.mtp.num_heads, 0)
                 add = partial(self.mtp.add, given[-1], scale, trips, sums)
             found, sums = self.loss_head.loss_and_grad(*given, scale, add)
-            # Nothing reads the gradients of frozen parameters, so XLA does not compute them.
+            # The gradients of frozen parameters are unused, so XLA does not compute them.
             norm = jax.tree.map(
                 jnp.add, norm, select_trainable(found.norm, self.plan.trainable["final_norm"])
             )
@@ -543,10 +541,10 @@ class StepProgram:
         table = gradients.embedding if self.mtp.reads_embedding else None
         return mtp.MtpTotals(carry.ahead, gradients.mtp, table)
 
-    # Ticks in order.
+    # The full step.
 
     def run(self, table: TickTable) -> Buffers:
-        """Run all ticks."""
+        """Run all ticks and return the final buffers."""
         table = table.local_columns()
         if self.uses_weight_window:
             return run_weight_windows(self, table)
@@ -557,12 +555,12 @@ class StepProgram:
         return lax.scan(body, self.buffers(), table.rows)[0]
 
     def finish(self, gradients: Gradients) -> Tree:
-        """Sum gradients over devices; return a tree like the trainable parameters."""
+        """Sum gradients over devices; return a tree of the trainable parameters' gradients."""
         layers = {
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
         }
-        # Every stage computed the same gradient of the final norm; use stage 0's.
+        # Every stage computed the same gradient of the final norm; use the one from stage 0.
         divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
             lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
@@ -583,11 +581,11 @@ class StepProgram:
         return jax.tree.map(zero1_shard, select_trainable(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
-        """Return losses summed over layers and sequences, and statistics of each layer.
+        """Return losses summed over layers and sequences, and the statistics of each layer.
 
-        Statistics are sums over all sequences: `[R, 1, L, ...]` of the ring under `layers`,
-        `[layers, ...]` of the prologue under `outside`, and `[heads, ...]` of MTP layers under
-        `ahead`.
+        Statistics are sums over all sequences, keyed by place: `layers` for the ring, `[R, 1, L,
+        ...]`; `outside` for the prologue, `[layers, ...]`; and `ahead` for MTP layers, `[heads,
+        ...]`.
         """
         assert carry.reports is not None
         losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}
@@ -614,9 +612,7 @@ class StepProgram:
 
 
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
-    """Return the shardings of one layer's weights from those of weights with `num_stacked` leading
-    dims.
-    """
+    """Return the shardings without the `num_stacked` leading dims, for the weights of one layer."""
     return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
 
 

@@ -3,19 +3,19 @@
 Prologue layers are the network's first layers. All stages run them, each on a different microbatch.
 They run forward for a round of P microbatches, one per stage, when the round's first microbatch
 enters the ring. Each stage keeps the output of its microbatch until that microbatch enters, and
-later receives its cotangent. When the round's last microbatch has returned, the layers run backward
-on all stages. Every stage holds the same weights, as replicas do in data parallelism. Control flow
-is the same on all stages.
+later receives its cotangent. When the round's last microbatch has returned, all stages run the
+backward pass of the layers. Every stage holds a replica of the weights, as in data parallelism.
+Control flow is the same on all stages.
 
 The embedding's vocabulary is sharded over the stages. Each stage holds V / P rows of the table and
-looks up the tokens among them; one small sum over the stage axis combines the results. So every
-stage does an equal share of work that would otherwise be on the first stage. Forward and backward
-are explicit, and their control flow is the same on all stages.
+looks up the tokens in those rows. One small sum over the stage axis combines the results. Every
+stage thus does an equal share of work that would otherwise fall on the first stage. The forward and
+backward passes are written by hand, and their control flow is the same on all stages.
 
-The table's columns stay sharded over fsdp, expert and context. Tokens are sent to all shards and
-activations are returned, which is less traffic than a gather of the table. In shapes, `v` is V / P,
-this stage's part of the padded vocabulary, and `d` is the number of table columns that a device
-holds, which is D or its shard.
+The table's columns remain sharded over fsdp, expert and context. Tokens are sent to all shards and
+activations are returned, which needs less traffic than gathering the table. In shapes, `v` is V /
+P, this stage's share of the padded vocabulary. `d` is the number of table columns that a device
+holds: D, or a shard of D.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 """
@@ -62,15 +62,17 @@ class Embedding(NamedTuple):
     weight_sharding: WeightSharding
     """Sharding of the table."""
     scale: float = 1.0
-    """Factor applied to embeddings, rounded to their dtype."""
+    """Factor applied to the embeddings; it is rounded to their dtype."""
 
     @property
     def is_column_sharded(self) -> bool:
-        """Whether the table's columns stay sharded and devices exchange tokens and activations."""
+        """Whether the table's columns remain sharded, and devices exchange tokens and
+        activations.
+        """
         return self.weight_sharding.dim == 1
 
     def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
-        """Return the part of the table that `lookup` reads."""
+        """Return the part of the table that `lookup` uses."""
         return (
             mark_varying(shard.astype(dtype))
             if self.is_column_sharded
@@ -80,13 +82,13 @@ class Embedding(NamedTuple):
     def lookup(
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Return the first layer's input, the same on every stage."""
+        """Return the first layer's input, identical on every stage."""
         return self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE))
 
     def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
-        """Return the first layer's input of each stage's own microbatch."""
+        """Return the first layer's input for this stage's microbatch, given all stages' tokens."""
         return self._to_rows(reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0])
 
     def accumulate(
@@ -95,7 +97,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add stage 0's cotangent to the gradient of this device's table, float32."""
+        """Add the cotangent from stage 0 to the float32 gradient of this device's table."""
         return self._add(
             total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
         )
@@ -106,7 +108,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the sum of all stages' partial cotangents."""
+        """Add the sum of the partial cotangents over all stages."""
         return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
 
     def accumulate_per_stage(
@@ -115,12 +117,14 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "P B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the cotangents of all stages' microbatches; `tokens` has those of all stages."""
+        """Add the cotangents of all stages' microbatches; `tokens` contains the tokens of all
+        stages.
+        """
         columns = self._to_columns(cotangent)[None]
         return self._add(total, tokens, all_gather(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
-        """Return the gradient summed over devices, as the shard that this device stores."""
+        """Return this device's shard of the gradient, summed over devices."""
         total = total if self.is_column_sharded else scatter_gradient(total, self.weight_sharding)
         return sum_gradient(total, self.weight_sharding)
 
@@ -166,7 +170,9 @@ Tree = Any
 
 
 class PrologueRow(NamedTuple):
-    """Prologue work of one tick, the same on all stages; columns of `table.PrologueRounds`."""
+    """Prologue work of one tick, from the columns of `table.PrologueRounds`; identical on all
+    stages.
+    """
 
     forward: Any
     forward_slot: Any
@@ -175,36 +181,37 @@ class PrologueRow(NamedTuple):
 
 
 class PrologueBuffers(NamedTuple):
-    """Arrays kept from the forward to the backward of each round."""
+    """Arrays kept between the forward and backward pass of each round."""
 
     waiting: Float[Array, "slots B T D"]
-    """Output of the layers until the microbatch enters the ring, later its cotangent."""
+    """Output of the layers until the microbatch enters the ring; later, the cotangent of that
+    output."""
     stash: Tree
-    """Saved activations of the layers, `[slots * layers, ...]` by layer type."""
+    """Saved activations of the layers, `[slots * layers, ...]`, keyed by layer type."""
     reports: Reports | None
     """Losses and statistics of the layers."""
 
 
 @dataclass(frozen=True)
 class PrologueLayers:
-    """Runs the prologue layers."""
+    """Run the prologue layers."""
 
     slots: LayerSlots
     local_weights: Tree
-    """Tree that the layers' weights are read from."""
+    """Tree from which the layers' weights are read."""
     schedule: Schedule
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     layer_vjps: Any
-    """The differentiated layers, by layer type; None in forward-only programs."""
+    """The differentiated layers, keyed by layer type; None in forward-only programs."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table that `embedding` reads."""
+    """Embedding table for `embedding`."""
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
-        """Return empty slots for rounds; `like` is one activation."""
+        """Return empty buffers for the rounds; `like` is an activation."""
         count = self.schedule.prologue.num_slots
         trains = self.schedule.trains
         stash = self.slots.empty_stash(self.layer_vjps, count, like) if trains else []
@@ -212,7 +219,7 @@ class PrologueLayers:
         return PrologueBuffers(empty_slots(count, like), stash, reports)
 
     def zeros(self) -> Tree:
-        """Return empty gradient accumulators of the layers."""
+        """Return zero gradient accumulators for the layers."""
         return {
             kind: each.zeros(self.local_weights[kind]) for kind, each in self.slots.weights.items()
         }
@@ -222,7 +229,7 @@ class PrologueLayers:
     ) -> tuple[Float[Array, "B T D"], PrologueBuffers]:
         """Run the round that starts in this tick, and return the microbatch that enters the ring.
 
-        `entering` is the index of the microbatch, or negative for none.
+        `entering` is the index of that microbatch, or negative if none enters.
         """
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
@@ -262,10 +269,11 @@ class PrologueLayers:
         totals: Tree,
         embedding: Float[Array, "v d"] | None,
     ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
-        """Store stage 0's cotangent of the returned microbatch; run the round that it completes.
+        """Store the returned microbatch's cotangent from stage 0; if it completes a round, run that
+        round backward.
 
-        `totals` and `embedding` are the accumulated gradients of the layers and of the embedding;
-        None if frozen.
+        `totals` and `embedding` are the accumulated gradients of the layers and the embedding.
+        `embedding` is None if the embedding is frozen.
         """
         with jax.named_scope(scopes.SEND):
             arrived = lax.cond(
@@ -298,20 +306,20 @@ class PrologueLayers:
         return buffers._replace(waiting=waiting), totals, embedding
 
     def finish(self, totals: Tree) -> Tree:
-        """Return gradients summed over devices, as a tree like the parameters."""
+        """Return gradients summed over devices, with the tree structure of the parameters."""
         found = {kind: each.finish(totals[kind]) for kind, each in self.slots.weights.items()}
         return jax.tree.map(lambda total: sum_over(total, STAGE), found)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:
-        """Return the stage that holds this microbatch in its round."""
+        """Return the stage that runs this microbatch in its round."""
         return jnp.maximum(microbatch, 0) % self.schedule.num_stages
 
     def _local_microbatch(self, number: jax.Array) -> jax.Array:
-        """Return this stage's microbatch of a round."""
+        """Return this stage's microbatch in a round."""
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
-        """int `[P]`: microbatches of a round; a short round repeats the last one."""
+        """Return the microbatches of a round, int `[P]`; short rounds repeat the last one."""
         first = jnp.maximum(number, 0) * self.schedule.num_stages
         members = first + jnp.arange(self.schedule.num_stages)
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
@@ -319,8 +327,8 @@ class PrologueLayers:
     def _work(self, number: jax.Array, slot: jax.Array) -> SlotWork:
         """Return the work of a round, which is the same on every stage.
 
-        The last round may be short: a stage without a microbatch repeats the last one and discards
-        the result.
+        The last round may be short. A stage without a microbatch then repeats the last microbatch
+        and discards the result.
         """
         own = jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
         exists = self._local_microbatch(number) < self.schedule.num_microbatches

@@ -1,17 +1,18 @@
 """Differentiate a layer once, and define its forward, backward and weight-gradient functions.
 
-A layer is traced into a forward that also returns the residuals of its backward, and a backward
-that is a function of the residuals. Weights, batch arrays and values
-computed from weights alone are never saved, because a backward slot has access to the weights and
-the batch. The data flow determines which values these are, not their shapes.
+A layer is traced into a forward function, which also returns residuals, and a backward function,
+which uses the residuals. Weights, batch arrays and values computed from weights alone are never
+saved, because a backward slot has access to the weights and the batch. Such values are identified
+by data flow, not by shape.
 
-A split backward cuts the traced program in two: input gradients first, weight gradients later. Both
-parts come from one program, so shared values are computed once, in the first part. Values that the
-second part needs are kept in between; a minimum cut of the data flow minimizes their bytes. Cheap
-elementwise operations may be repeated after the cut, matmuls never are.
+A split backward divides the traced program into two parts: input gradients first, weight gradients
+later. Both parts come from one program, so shared values are computed once, in the first part.
+Values that the second part needs are saved between the parts; a minimum cut of the data flow
+minimizes their size in bytes. Cheap elementwise operations may be recomputed in the second part;
+matmuls are never recomputed.
 
 Source: JaxPP partitions the backward's jaxpr for zero-bubble schedules (arXiv:2412.14374); the
-minimum cut is that of arXiv:2206.11719 for recomputation.
+minimum cut follows arXiv:2206.11719, which uses it for recomputation.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _CALL_PRIMITIVES = {
     "custom_jvp_call",
     "custom_vjp_call",
 }
-"""Primitives that only call a jaxpr; they are inlined so that the jaxpr can be cut."""
+"""Primitives that only call a jaxpr; they are inlined so that the jaxpr can be split."""
 
 _EXPENSIVE_PRIMITIVES = {
     "dot_general",
@@ -72,19 +73,19 @@ _EXPENSIVE_PRIMITIVES = {
     "reduce_scatter",
     "optimization_barrier",
 }
-"""Primitives that are never repeated: matmuls, loops, collectives, barriers and the like."""
+"""Primitives that are never recomputed: matmuls, loops, collectives, barriers and similar."""
 
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two parts; `kept` are the values passed from the first part to the second."""
+    """A program in two parts; `kept` values are passed from the first part to the second."""
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
     """All inputs -> (first outputs, kept)."""
     second: Callable[[Arrays, Arrays], list[Any]]
     """(kept, free inputs) -> the other outputs."""
     saved: tuple[Any, ...]
-    """Abstract value of each kept array."""
+    """Abstract values of the kept arrays."""
 
 
 def split_program(
@@ -92,7 +93,7 @@ def split_program(
 ) -> SplitProgram:
     """Split `program`: the first part computes `first_outputs`, the second all other outputs.
 
-    `free_inputs` are inputs of both parts, and keeping them costs nothing.
+    `free_inputs` are available to both parts, so keeping them costs no memory.
     """
     flat = FlatJaxpr(program)
     chosen = [flat.outputs[i] for i in first_outputs]
@@ -105,7 +106,7 @@ def split_program(
 
     def run_first(arguments: Arrays) -> tuple[list[Any], list[Any]]:
         env = flat.environment(flat.inputs, arguments)
-        # The first part computes all kept values, even those that only weight gradients need.
+        # The first part computes all kept values, including those that only weight gradients need.
         flat.run(sorted(flat.dependencies([*chosen, *kept])), env)
         return [env[v] for v in chosen], [env[v] for v in kept]
 
@@ -118,7 +119,7 @@ def split_program(
 
 
 class FlatJaxpr:
-    """A program with all calls inlined: equations over numbered values."""
+    """A program with all calls inlined, as equations over numbered values."""
 
     def __init__(self, program: jex.ClosedJaxpr):
         self.equations: list[tuple[jex.JaxprEqn, list[int], list[int]]] = []
@@ -168,9 +169,7 @@ class FlatJaxpr:
         return found
 
     def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
-        """Return, in order, the equations that compute the wanted values from the available
-        ones.
-        """
+        """Return the equations, in order, that compute the `wanted` values from those in `have`."""
         found: set[int] = set()
         stack = [value for value in wanted if value not in have]
         while stack:
@@ -181,7 +180,7 @@ class FlatJaxpr:
         return sorted(found)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value before all reshapes that lead to this value."""
+        """Return the value from which only reshapes lead to this value."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -190,14 +189,14 @@ class FlatJaxpr:
         return value
 
     def input_dependencies(self, value: int) -> set[int]:
-        """Return the inputs that a value depends on."""
+        """Return the program inputs that a value depends on."""
         read = {
             number for index in self.dependencies([value]) for number in self.equations[index][1]
         }
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Return values by number, including constants."""
+        """Return a dict from value numbers to values, including the constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
@@ -208,7 +207,7 @@ class FlatJaxpr:
                 env[outputs[0]] = env[inputs[0]]
                 continue
             parameters: Any = equation.primitive.get_bind_params(equation.params)
-            # Before jax 0.11, sub-functions were returned separately from the other parameters.
+            # Before JAX 0.11, sub-functions were returned separately from the other parameters.
             subfuns, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
             with equation.ctx.manager:
                 bound = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
@@ -218,14 +217,16 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Whether a value is already marked as varying between devices, as kept values are."""
+    """Whether a value is already marked as varying over the axes of `mark`, as kept values are."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
 
 
 def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
-    """Return (jaxpr, constants) that an equation calls with its own inputs, or None."""
+    """Return the (jaxpr, constants) that an equation calls with its inputs, or None if it is not a
+    call.
+    """
     if equation.primitive.name not in _CALL_PRIMITIVES:
         return None
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
@@ -243,11 +244,11 @@ _INFINITE_CAPACITY = 2**31 - 1
 def _min_cut(
     flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the values to keep between the parts, and the early equations to repeat.
+    """Return the values to keep between the parts, and the early equations to recompute.
 
-    Every value is an edge with its bytes as capacity; cutting the edge means keeping the value.
-    Values that cannot be recomputed are connected to the source, and values that the second part
-    reads are connected to the sink.
+    Every value is an edge whose capacity is its size in bytes; cutting the edge means keeping the
+    value. Values that must not be recomputed are connected to the source, and values that the
+    second part uses are connected to the sink.
     """
     known = {*flat.constants, *free}
     wanted = {v for e in late for v in flat.equations[e][1]} | set(outputs)
@@ -297,8 +298,8 @@ LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, j
 """(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
 
 Losses are scalars, summed over the target tokens of the sequences. They are added to the step's
-sums without a weight, and gradients flow through them. Statistics are arrays, summed over tokens,
-without gradients.
+sums without a weight, and gradients flow through them. Statistics are arrays summed over tokens; no
+gradients flow through them.
 """
 
 
@@ -306,16 +307,16 @@ without gradients.
 class RematPolicy:
     """Selection of the activations that forward slots save for backward slots.
 
-    `chunk` saves the input of each chunk, `full` the input of each layer; both recompute the rest.
-    `names` saves the input of each layer and the activations with these names. `none` saves all
-    residuals of the backward.
+    `chunk` saves the input of each chunk, and `full` the input of each layer; both recompute all
+    other activations. `names` saves the input of each layer and the activations listed in `names`.
+    `none` saves all residuals of the backward pass.
     """
 
     remat: Remat = "full"
     names: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
-    """Names of activations saved in host memory instead of device memory; they may also be in
-    `names`."""
+    """Names of activations saved in host memory instead of device memory. They may also be listed
+    in `names`."""
 
     def wrap(self, layer: LayerFn) -> LayerFn:
         """Return the layer wrapped in `jax.checkpoint` according to the policy."""
@@ -330,7 +331,8 @@ class RematPolicy:
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        # Forward and backward run in different loops, so XLA cannot merge their computations.
+        # The forward and backward passes run in different loops, so XLA cannot merge their
+        # computations.
         return jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
 
@@ -343,12 +345,12 @@ class SavedArray(NamedTuple):
 
     @classmethod
     def from_aval(cls, aval: Any) -> SavedArray:
-        """Return the description of arrays with this abstract value."""
+        """Return the `SavedArray` for an abstract value."""
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
 
 class LayerConstants(NamedTuple):
-    """Inputs of a layer other than its weights and activations. None of them has a gradient."""
+    """Inputs of a layer other than its weights and activations. They have no gradients."""
 
     inputs: Tree
     """Arrays of the microbatch."""
@@ -357,7 +359,7 @@ class LayerConstants(NamedTuple):
     key: jax.Array | None
     """Random key of the step."""
     seeds: Tree
-    """Cotangent of each of the layers' losses; a layer may return only some of the losses."""
+    """Cotangents of the losses of all layers; a layer may return only some of the losses."""
 
 
 @dataclass(frozen=True)
@@ -378,7 +380,7 @@ class LayerVJP:
     deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
     statistics: dict[str, tuple[int, ...]]
-    """Shapes of the statistics, by name."""
+    """Shapes of the statistics, keyed by name."""
 
 
 def differentiate_layer(
@@ -394,9 +396,9 @@ def differentiate_layer(
     """Trace and differentiate a layer for arguments with these shapes.
 
     `halves` adds `input_grad` and `weight_grad`. `trainable` is a tree of bools that selects the
-    weights with gradients; None selects all.
+    weights with gradients; None selects all weights.
     """
-    structure: list[Any] = []  # tree structure of the pullback, known after the forward's trace
+    structure: list[Any] = []  # tree structure of the pullback, set when `run` is traced
     wrapped = keep.wrap(layer)
     trainable = jax.tree.map(lambda _: True, weights) if trainable is None else trainable
 
@@ -420,7 +422,7 @@ def differentiate_layer(
     flat = FlatJaxpr(traced)
     sources = _ValueSources.from_program(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
-    # Reshaped copies of an array are saved once.
+    # An array and its reshaped copies are saved only once.
     stored = [v for v in dict.fromkeys(map(flat.undo_reshape, leaves)) if sources.must_be_saved(v)]
 
     def forward(
@@ -456,13 +458,15 @@ def differentiate_layer(
 
 
 def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
-    """Return the weight to differentiate; a quantized weight is replaced by zeros of its shape."""
+    """Return the weight to differentiate. A quantized weight is replaced by zeros of the same
+    shape.
+    """
     return mark_varying(jnp.zeros(weight.shape, dtype)) if is_quantized_weight(weight) else weight
 
 
 @dataclass(frozen=True)
 class _ValueSources:
-    """Origin of the values of a layer's forward, by their numbers in the flat program."""
+    """Numbers of a layer's weights, input and constants in the flat program."""
 
     flat: FlatJaxpr
     weights: list[int]
@@ -479,10 +483,9 @@ class _ValueSources:
 
         Inputs other than `x` are available in the backward slot. Values that depend on weights but
         not on `x` are always recomputed. They are identical in all slots, so saving them in every
-        slot would waste memory. Values without inputs, such as the zeros of a
-        mask,
-        are recomputed too. Values that depend on the microbatch's arrays alone are saved, because
-        they differ between slots.
+        slot would waste memory. Values that depend on no input, such as the zeros of a mask, are
+        also recomputed. Values that depend only on the microbatch's arrays are saved, because they
+        differ between slots.
         """
         sources = self.flat.input_dependencies(value)
         if self.x in sources:
@@ -497,7 +500,7 @@ def _split_backward(
     constants: LayerConstants,
     like: jax.Array,
 ) -> LayerVJP:
-    """Return the pieces with the backward split into input and weight gradients."""
+    """Return the functions with the backward split into input and weight gradients."""
     traced, (d_weights, _) = jax.make_jaxpr(pieces.backward, return_shape=True)(
         weights, saved, constants, like
     )

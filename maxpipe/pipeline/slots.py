@@ -1,8 +1,8 @@
 """Run the layers of one chunk in a slot of the schedule: forward, backward or weight gradients.
 
 The layers of a slot run in a loop whose trip count comes from the table: 0 when the stage is idle.
-So no conditional ever copies a buffer. With several layer types, every iteration contains one inner
-loop per type with a trip count of 0 or 1. Reads from a type's stacks are indexed by the inner
+This way, no conditional copies a buffer. With several layer types, every iteration contains one
+inner loop per type with a trip count of 0 or 1. Reads from a type's stacks are indexed by the inner
 counter; otherwise XLA would treat them as loop-invariant and copy them out of the loop. With
 `idle="compute"` every stage runs as many iterations as the busiest stage and discards unused
 results, so that control flow is identical on all stages.
@@ -35,7 +35,7 @@ from maxpipe.pipeline.remat import (
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
-"""Number of lanes of a TPU vector register; shorter minor dims are padded to it."""
+"""Number of lanes of a TPU vector register; shorter minor dims are padded to this size."""
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -56,12 +56,12 @@ def write_slot(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Arra
 
 
 def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
-    """Return the arrays of one microbatch; of microbatch 0 if the slot is idle."""
+    """Return the arrays of one microbatch, or of microbatch 0 if the slot is idle."""
     return jax.tree.map(lambda leaf: read_slot(leaf, jnp.maximum(index, 0)), batch)
 
 
 def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
-    """Return the contents of a slot of each buffer; `pinned` reads the layout that was written."""
+    """Return one slot of each buffer; `pinned` fixes the layout as in `write_slots`."""
     values = [read_slot(buffer, slot) for buffer in buffers]
     return [_pin_layout(value) for value in values] if pinned else values
 
@@ -84,7 +84,7 @@ def write_slots(
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
         if used is not None:
-            # Nothing is computed in host memory, so values are moved to the device and back.
+            # Arrays in host memory cannot be computed on, so they are moved to the device and back.
             space = jax.typeof(buffer).memory_space
             new, old = (jax.device_put(a, _DEVICE) for a in (value, read_slot(buffer, slot)))
             value = jax.device_put(jnp.where(used, new, old), space)
@@ -94,20 +94,18 @@ def write_slots(
 
 
 def _pin_layout(value: jax.Array) -> jax.Array:
-    """Return the value with a TPU layout that depends on its shape only; host arrays are
-    unchanged.
-    """
+    """Return the value with a TPU layout determined by its shape; return host arrays unchanged."""
     if value.ndim < 2 or jax.typeof(value).memory_space == _HOST:
         return value
     return with_layout(value, layout_order(value.shape))
 
 
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the dims from major to minor in an order that pads little on TPUs.
+    """Return the dims from major to minor, in an order that needs little padding on TPUs.
 
-    TPU tiles have 8 or 16 by 128 elements. The last dim is minor if it fills the lanes; otherwise
-    the longest dim is. The longest remaining dim comes second. For `[B, T, N, H]` the result is
-    `(B, N, T, H)`, the order in which attention multiplies.
+    TPU tiles have 8 or 16 by 128 elements. The last dim becomes the minor dim if it fills the
+    lanes; otherwise the longest dim does. The longest remaining dim becomes the second-minor dim.
+    For `[B, T, N, H]` the result is `(B, N, T, H)`, the order that the matmuls of attention use.
     """
 
     def longest(dims: Iterable[int]) -> int:
@@ -127,7 +125,7 @@ State = TypeVar("State")
 
 
 class SlotRow(NamedTuple):
-    """The columns of one slot kind, for one tick on one stage; entries are scalars."""
+    """Table columns of one slot kind, for one tick on one stage; all entries are scalars."""
 
     microbatch: jax.Array
     repeat: jax.Array
@@ -140,18 +138,17 @@ class SlotRow(NamedTuple):
     """Whether any stage works in this slot."""
     any_layer_type: Any = None
     """`[L, types]`: whether any stage has a layer of this type at this position of its chunk. Set
-    if
-    all stages run the same iterations and there are several layer types."""
+    only if all stages run the same iterations and there are several layer types."""
 
 
 class SlotWork(NamedTuple):
-    """Work of one slot, as scalars that differ between stages."""
+    """Work of one slot; the values differ between stages."""
 
     row: SlotRow
     chunk: jax.Array
-    """Index of the chunk among the weights that the stage holds."""
+    """Index of the chunk in the stage's weight stacks."""
     gradient: jax.Array
-    """Index of the chunk among the gradients that the stage holds."""
+    """Index of the chunk in the stage's gradient stacks."""
     first: jax.Array
     """Network position of the chunk's first layer."""
     size: jax.Array
@@ -159,32 +156,33 @@ class SlotWork(NamedTuple):
     num_iterations: jax.Array
     """Trip count of the layer loop."""
     inputs: Tree
-    """The microbatch's arrays."""
+    """Arrays of the microbatch."""
     layer_types: jax.Array
-    """`[L]`: type of each layer, as an index."""
+    """`[L]`: index of each layer's type."""
     indices_in_type: jax.Array
     """`[L]`: index of each layer among the chunk's layers of its type."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     exists: jax.Array | None = None
-    """Whether the microbatch belongs to the step, or only fills up a round. None: it belongs."""
+    """Whether the microbatch belongs to the step; false if it only fills up a prologue round. None:
+    always true."""
 
 
 class Reports(NamedTuple):
     """Losses and statistics that layers return in addition to their output, summed over a step."""
 
     losses: dict[str, jax.Array]
-    """Scalars, float32."""
+    """Float32 scalars, keyed by name."""
     statistics: dict[str, dict[str, jax.Array]]
-    """Arrays `[R * L, ...]` with one entry per layer, by layer type and name; float32."""
+    """Float32 arrays `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
 
 
 @dataclass(frozen=True)
 class LayerSlots:
-    """Runs the layers of a stage's chunks.
+    """Run the layers of a stage's chunks.
 
-    Trees of weights, gradients and saved arrays are dicts by layer type. The argument `held` of the
-    methods is the tree with the weights, either all of the stage or the prefetch window.
+    Trees of weights, gradients and saved arrays are dicts keyed by layer type. The argument `held`
+    of the methods is the tree of weights: all weights of the stage, or the prefetch window.
     """
 
     layers: dict[str, LayerFn]
@@ -194,11 +192,12 @@ class LayerSlots:
     idle: Idle
     key: jax.Array | None
     uses_weight_window: bool
-    """Index weights and gradients by the table's window columns instead of by repeat."""
+    """Whether weights and gradients are indexed by the table's window columns instead of by
+    repeat."""
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Layer types of the chunks, in the order in which tables number them."""
+        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
         return self.layout.ring_layer_types
 
     @property
@@ -207,7 +206,7 @@ class LayerSlots:
         return len(self.layer_types) > 1
 
     def max_layers_per_chunk(self, kind: str) -> int:
-        """Return the largest number of layers of a type in one chunk: the stride of per-layer
+        """Return the largest number of layers of a type in one chunk, the stride of per-layer
         arrays.
         """
         return self.layout.stacks[kind].max_layers_per_chunk
@@ -238,13 +237,13 @@ class LayerSlots:
         return found
 
     def empty_stash(self, pieces: dict[str, LayerVJP], count: int, like: jax.Array) -> Tree:
-        """Return buffers for the saved activations of `count` chunks."""
+        """Return empty buffers for the saved activations of `count` chunks."""
         if self.remat_policy.remat == "chunk":
             return [empty_slots(count, like)]
         return self._empty_arrays(count, {kind: pieces[kind].saved for kind in self.layer_types})
 
     def empty_deferred(self, pieces: dict[str, LayerVJP], count: int) -> Tree:
-        """Return buffers for the deferred inputs of weight gradients of `count` chunks."""
+        """Return empty buffers for the deferred weight-gradient inputs of `count` chunks."""
         return self._empty_arrays(count, {kind: pieces[kind].deferred for kind in self.layer_types})
 
     def _empty_arrays(self, count: int, kept: dict[str, tuple[SavedArray, ...]]) -> Tree:
@@ -273,7 +272,7 @@ class LayerSlots:
         )
 
     def work(self, row: SlotRow, batch: Tree, seeds: Tree) -> SlotWork:
-        """Return the work of this slot on this stage."""
+        """Return this stage's work in this slot."""
         mine = lambda table: read_slot(  # noqa: E731
             read_slot(mark_varying(jnp.asarray(table)), row.repeat), axis_index(STAGE)
         )
@@ -302,12 +301,11 @@ class LayerSlots:
         *,
         last_first: bool = False,
     ) -> State:
-        """Return the state after the last layer: `run(kind, step, place, used, state)` is called
-        for each.
+        """Call `run(kind, step, place, used, state)` for each layer, and return the final state.
 
-        `step` is the layer's position in its chunk, `place` its index among the chunk's layers of
-        its
-        type. `used` is whether the iteration counts; None if every iteration does.
+        `step` is the layer's position in its chunk, and `place` is its index among the chunk's
+        layers of the same type. `used` is whether the iteration's result is kept; None if every
+        result is kept.
         """
         computes = self.idle == "compute"
 
@@ -334,7 +332,7 @@ class LayerSlots:
         return lax.fori_loop(0, work.num_iterations, turn, state)
 
     def _stack_offsets(self, number: jax.Array) -> dict[str, jax.Array]:
-        """Return the index of the first entry of chunk `number` in the stacks of each type."""
+        """Return the index of chunk `number`'s first entry in the stacks of each type."""
         return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
@@ -349,9 +347,7 @@ class LayerSlots:
         found: Sequence[Tree],
         counts: jax.Array | None,
     ) -> Reports:
-        """Return the reports with one layer's losses and statistics added, unless `counts` is
-        false.
-        """
+        """Add one layer's losses and statistics to the reports, unless `counts` is false."""
         losses, statistics = found
         if not losses and not statistics:
             return reports
@@ -374,7 +370,7 @@ class LayerSlots:
     def forward(
         self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
-        """Return a chunk's output and the updated reports, without saving activations."""
+        """Run a chunk without saving activations; return its output and the updated reports."""
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -398,7 +394,7 @@ class LayerSlots:
         stash: Tree,
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
-        """Return a chunk's output, the stash with its saved activations, and the updated
+        """Run a chunk and save its activations; return its output, the stash and the updated
         reports.
         """
         if self.remat_policy.remat != "chunk":
@@ -419,7 +415,7 @@ class LayerSlots:
         stash_bases: dict[str, jax.Array],
         reports: Reports | None,
     ) -> tuple[jax.Array, Tree, Any]:
-        """Run the layers and save each one's activations at `stash[kind][...][base + place]`."""
+        """Run the layers and save their activations at `stash[kind][...][base + place]`."""
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -438,8 +434,8 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return the saved activations and each type's first index; `chunk` recomputes the
-        chunk.
+        """Return the saved activations and the first index of each type; recompute them for
+        `chunk`.
         """
         if self.remat_policy.remat != "chunk":
             return stash, self._stack_offsets(work.row.stash)
@@ -460,9 +456,7 @@ class LayerSlots:
         stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input and the updated totals; the last layer runs
-        first.
-        """
+        """Return the gradient of a chunk's input and the updated totals."""
         (kept, kept_bases), bases = (
             self._saved_activations(pieces, held, work, stash),
             self._stack_offsets(work.chunk),
@@ -489,9 +483,7 @@ class LayerSlots:
         stash: Tree,
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input and the deferred arrays with the chunk's
-        entries.
-        """
+        """Return the gradient of a chunk's input, and the deferred arrays including this chunk."""
         (kept, kept_bases), bases = (
             self._saved_activations(pieces, held, work, stash),
             self._stack_offsets(work.chunk),
@@ -513,9 +505,7 @@ class LayerSlots:
     def weight_grad(
         self, pieces: dict[str, LayerVJP], work: SlotWork, deferred: Tree, totals: Tree
     ) -> Tree:
-        """Return the totals with a chunk's weight gradients added, computed from the deferred
-        arrays.
-        """
+        """Add a chunk's weight gradients, computed from the deferred arrays, to the totals."""
         of_deferred, of_totals = (
             self._stack_offsets(work.row.deferred),
             self._stack_offsets(work.gradient),

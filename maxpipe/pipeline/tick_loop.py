@@ -27,7 +27,7 @@ Tree = Any
 
 
 class TickRow(NamedTuple):
-    """Columns of the table on one stage: for one tick, or for all ticks before the loop starts."""
+    """Table columns of one stage, for one tick or (before the loop starts) for all ticks."""
 
     forward: SlotRow
     backward: SlotRow
@@ -51,7 +51,7 @@ class TickTable(NamedTuple):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
-        """Return the columns of a schedule that the program reads."""
+        """Return the columns of a schedule that the program uses."""
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
@@ -75,22 +75,20 @@ class TickTable(NamedTuple):
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
 
     def specs(self) -> TickTable:
-        """Return the PartitionSpecs of the table: each stage gets its own columns."""
+        """Return the PartitionSpecs of the table, which give each stage its columns."""
         return jax.tree.map(
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )
 
     def local_columns(self) -> TickTable:
-        """Reshape this stage's columns from `[K, 1]`, its shard of `[K, P]`, to `[K]`."""
+        """Reshape this stage's columns from `[K, 1]` (its shard of `[K, P]`) to `[K]`."""
         return jax.tree.map(
             lambda column: column.reshape(len(column)) if column.ndim == 2 else column, self
         )
 
 
 def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
-    """bool `[K, L, types]`: whether any stage has a layer of a type at this position of its
-    chunk.
-    """
+    """bool `[K, L, types]`: whether any stage's chunk has a layer of this type at this position."""
     if len(layout.ring_layer_types) == 1:
         return None
     kinds = layout.layer_type_at[np.maximum(slots.repeat, 0), np.arange(layout.ring.num_stages)]
@@ -99,7 +97,7 @@ def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | Non
 
 
 class Gradients(NamedTuple):
-    """Float32 gradient accumulators of one device, for trainable parameters."""
+    """Float32 gradient accumulators of one device for the trainable parameters."""
 
     embedding: jax.Array | None
     layers: Tree
@@ -115,16 +113,17 @@ class Buffers(NamedTuple):
     inbox: jax.Array
     """Received messages that have not been read yet, `[slots, B, T, D]`."""
     stash: Tree
-    """Saved activations: arrays `[slots * L, ...]` by layer type, or the input of each chunk
+    """Saved activations: arrays `[slots * L, ...]` keyed by layer type, or the input of each chunk
     `[slots, B, T, D]`."""
     deferred: Tree
-    """Deferred inputs of weight gradients: arrays `[slots * L, ...]` by layer type."""
+    """Deferred inputs of weight gradients: arrays `[slots * L, ...]` keyed by layer type."""
     sent: dict[str, jax.Array]
-    """Outputs to send to other stages in the next tick, by port."""
+    """Outputs to send to other stages in the next tick, keyed by port."""
     window: Tree
-    """Gathered weights of the chunks in the prefetch window, `[slots * L, ...]` by layer type."""
+    """Gathered weights of the chunks in the prefetch window: `[slots * L, ...]` keyed by layer
+    type."""
     partial: Tree
-    """Gradients of these weights before their reduction."""
+    """Gradients of the weights in `window`, before they are reduced over devices."""
     outside: PrologueBuffers | None
     gradients: Gradients | None
     reports: Reports | None
@@ -132,7 +131,7 @@ class Buffers(NamedTuple):
     loss: jax.Array
     """Sums of the objective's loss and reports `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """Output of the reader instead of losses: per-sequence arrays `[M, B, ...]`."""
+    """Output of a reader: per-sequence arrays `[M, B, ...]`. None: the program computes losses."""
     ahead: MtpResults | None
     """Losses and reports of the MTP heads."""
 
@@ -144,7 +143,7 @@ class TickProgram(Protocol):
     slots: LayerSlots
     weights: dict[str, LayerWeights]
     local_weights: Tree
-    """Shards of the stage's weights, by layer type."""
+    """Shards of the stage's weights, keyed by layer type."""
 
     def buffers(self) -> Buffers: ...
 
@@ -152,13 +151,14 @@ class TickProgram(Protocol):
 
 
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
-    """Run all ticks of a program, from one gather to the next."""
+    """Run all ticks of a program, and gather weights into the prefetch window between them."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
-    # Iteration i runs the ticks between gathers i - 1 and i, while gather i is in flight. The first
-    # iteration has no ticks. The last iteration has no new gather, so it repeats the previous one.
+    # Iteration i runs the ticks between gathers i - 1 and i, overlapped with gather i. The first
+    # iteration has no ticks. The last iteration has no new gather, so it repeats the previous
+    # gather.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
-    # Number of reductions due before each iteration; the others run after the last iteration.
+    # Number of reductions due before each iteration. The remaining reductions run after the loop.
     due = np.searchsorted(visits.reduce_tick, starts, side="right")
 
     def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:

@@ -1,12 +1,11 @@
-"""Weights sharded over fsdp, expert and context: when they are gathered and gradients are reduced.
+"""Gather weights sharded over fsdp, expert and context, and reduce their gradients.
 
 This code runs inside the per-device program, where every collective is explicit and autodiff
-inserts
-none. Weights are gathered in the compute dtype. Gradients are accumulated in float32 and are not
-reduced over `data` until the end of the step.
+inserts no collectives. Weights are gathered in the compute dtype. Gradients are accumulated in
+float32 and are not reduced over `data` until the end of the step.
 
-Trees of gradients and of other per-gradient arrays are nested dicts like the parameters, without
-frozen parameters and without dicts that would be empty.
+Trees of gradients are nested dicts with the structure of the parameters, without frozen parameters
+and without dicts that would be empty.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the parts of a tree selected by a tree of bools; None for a single frozen leaf.
+    """Return the leaves of a tree selected by a tree of bools, or None for a single frozen leaf.
 
-    The tree may already lack frozen parts.
+    Frozen leaves may already be missing from the tree.
     """
     if not isinstance(is_trained, Mapping):
         return tree if is_trained else None
@@ -52,7 +51,7 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
     """Return the full tree with the leaves of a partial tree replaced.
 
-    An 8-bit weight is kept and gets the new leaf as its gradient.
+    An 8-bit weight is kept, and the new leaf is set as its `gradient`.
     """
     if not isinstance(part, Mapping):
         return replace(tree, gradient=part) if is_quantized_weight(tree) else part
@@ -75,25 +74,28 @@ class WeightSharding:
     dim: int
     """Dim whose shards are gathered before use, or `NOT_SHARDED`."""
     axes: tuple[str, ...] = ()
-    """Axes over which this dim is sharded, including fsdp."""
+    """Mesh axes over which this dim is sharded, including fsdp."""
     ungathered_axes: tuple[str, ...] = ()
-    """Axes over which another dim is sharded permanently: each device computes with its shard, for
-    the tokens of all devices of these axes."""
+    """Mesh axes over which another dim is sharded and never gathered. Each device uses its shard to
+    process the tokens of all devices along these axes."""
     auto_axes: tuple[Any, ...] = ()
-    """Automatic axes over which each dim is sharded, as in a PartitionSpec."""
+    """Auto axes over which each dim is sharded, in the format of a PartitionSpec."""
     trainable: bool = True
     """Whether the parameter has a gradient."""
     has_own_dtype: bool = False
-    """Whether the parameter is used in its stored dtype; it then has no gradient."""
+    """Whether the parameter is used in its stored dtype instead of the compute dtype. Such
+    parameters have no gradient."""
     zero1_dim: int = NOT_SHARDED
-    """Dim along which the devices of the data axis get disjoint parts of the gradient at the end of
-    a step. Stacked dims count. `NOT_SHARDED` if each device gets the full gradient."""
+    """Dim, including stacked dims, along which the gradient is reduce-scattered over the data axis
+    at the end of a step. `NOT_SHARDED` if each device receives the full gradient."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients are communicated when they are reduced."""
+    """Dtype in which gradients are communicated in reductions."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the weight, which is then gathered in 8 bits. None: it is not quantized."""
+    """Quantizer of the weight, which is then gathered in 8 bits. None: the weight is not
+    quantized."""
     contracted_dims: int = 0
-    """Number of leading dims that the matmul contracts, not counting the `stack` stacked dims."""
+    """Number of leading dims that the matmul contracts, not counting the `num_stacked` stacked
+    dims."""
     num_stacked: int = 0
 
     @classmethod
@@ -108,7 +110,7 @@ class WeightSharding:
         reduced: str = "float32",
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
-        """Return the sharding for the spec of a parameter, and of its gradient if it differs."""
+        """Return the sharding for the specs of a parameter and its gradient."""
         dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
@@ -121,22 +123,18 @@ class WeightSharding:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Axes over which partial gradients are summed by an all-reduce, because no reduce-scatter
-        sums over them.
-        """
+        """Axes over which partial gradients are all-reduced instead of reduce-scattered."""
         later = () if self.zero1_dim == NOT_SHARDED else (DATA,)
         return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.ungathered_axes, *later))
 
     def unstacked(self, num_stacked: int) -> WeightSharding:
-        """Return the sharding of one weight, given that of weights with `num_stacked` leading
-        dims.
-        """
+        """Return the sharding without the `num_stacked` leading dims, for a single weight."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim - num_stacked
         return replace(self, dim=dim, auto_axes=self.auto_axes[num_stacked:])
 
     @property
     def stacked(self) -> WeightSharding:
-        """Sharding of such weights stacked along a new first dim."""
+        """Sharding of weights of this kind stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)
@@ -150,7 +148,7 @@ class WeightSharding:
 
 
 REPLICATED = WeightSharding(NOT_SHARDED)
-"""Sharding of a parameter that every device holds in full."""
+"""Sharding of a replicated parameter."""
 
 
 def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
@@ -165,7 +163,7 @@ def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) 
 
 
 def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSharding) -> Tree:
-    """Gather an 8-bit weight, quantized with the scales of the full weight."""
+    """Gather a weight in 8 bits, quantized with the scales of the full weight."""
     dim, sharded = division.dim, division.dim != NOT_SHARDED
     over = division.axes if sharded else ()
     rounded = low.quantize_weight(shard, division.num_stacked, division.contracted_dims, over, dim)
@@ -184,8 +182,8 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
 
 
 def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Reduce-scatter a gradient over its shards' axes, and return this device's shard. Gradients of
-    unsharded parameters are returned unsummed.
+    """Reduce-scatter a gradient over the axes of its shards, and return this device's shard.
+    Gradients of unsharded parameters are returned unchanged.
     """
     if division.dim == NOT_SHARDED:
         return gradient
@@ -196,16 +194,16 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Access to one stage's layers, stacked `[R * L, ...]`, under a gather mode.
+    """Weights of one stage's layers, stacked `[R * L, ...]`, for a given gather mode.
 
-    `iteration` holds shards and gathers each layer when it is used. `step` holds all gathered
-    weights. `visit` holds a prefetch window of gathered chunks. Gradients of trainable weights are
-    accumulated with the same sharding as the weights that are held.
+    `iteration` stores shards and gathers each layer when it is used. `step` stores all weights
+    gathered. `visit` stores a prefetch window of gathered chunks. Gradients of trainable weights
+    are accumulated with the same sharding as the stored weights.
     """
 
     gather_mode: GatherMode
     weight_shardings: Tree
-    """The `WeightSharding` of one layer's weight, for each leaf."""
+    """Tree with the `WeightSharding` of each weight of one layer."""
     dtype: jnp.dtype
 
     @cached_property
@@ -219,7 +217,7 @@ class LayerWeights:
         return select_trainable(self.weight_shardings, self.trainable)
 
     def prepare(self, shards: Tree) -> Tree:
-        """Return the tree that the tick loop reads weights from; in `visit`, the shards to
+        """Return the tree from which the tick loop reads weights; with `visit`, the shards to
         gather.
         """
         if self.gather_mode != "step":
@@ -242,13 +240,13 @@ class LayerWeights:
         )
 
     def zeros(self, held: Tree) -> Tree:
-        """Return empty float32 accumulators with the sharding of the weights that are held."""
+        """Return zero float32 accumulators with the sharding of the stored weights."""
         mine = select_trainable(held, self.trainable)
         zeros = lambda leaf: mark_varying(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
         return jax.tree.map(zeros, mine, is_leaf=is_quantized_weight)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
-        """Add one layer's gradient in place."""
+        """Add one layer's gradient to the totals in place."""
 
         def add(total: jax.Array, part: jax.Array, division: WeightSharding) -> jax.Array:
             part = part.astype(jnp.float32)
@@ -271,10 +269,10 @@ class LayerWeights:
 
         return jax.tree.map(reduce, totals, self._trainable_shardings)
 
-    # Chunks of `length` layers in the prefetch window of `visit`.
+    # Prefetch window of `visit`: chunks of `length` layers.
 
     def empty_window(self, shards: Tree, num_layers: int) -> Tree:
-        """Return zeros for this many unsharded layers."""
+        """Return zero weights for `num_layers` unsharded layers."""
         found = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
 
         def held(whole: jax.Array, division: WeightSharding) -> Tree:
@@ -288,7 +286,7 @@ class LayerWeights:
         return jax.tree.map(held, found, self.weight_shardings)
 
     def empty_gradient_window(self, shards: Tree, num_layers: int) -> Tree:
-        """Return float32 zeros for the gradients of this many unsharded layers."""
+        """Return zero float32 gradients for `num_layers` unsharded layers."""
         mine = select_trainable(shards, self.trainable)
         return self._empty_layers(mine, self._trainable_shardings, num_layers, jnp.float32)
 
@@ -329,24 +327,21 @@ class LayerWeights:
 
 
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
-    """Add to one entry in place."""
+    """Add `part` to one entry in place."""
     # If the entry's first dim were dropped, XLA for TPU would not fuse this addition with the
-    # matmul,
-    # and would copy the entry first.
+    # matmul, and would copy the entry first.
     old = lax.dynamic_slice_in_dim(totals, index, 1)
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
 
 def sum_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Sum over the axes that `scatter_gradient` and `zero1_shard` do not reduce over."""
+    """Sum a gradient over the axes that `scatter_gradient` and `zero1_shard` do not reduce over."""
     sent = gradient.astype(division.reduce_dtype)
     return sum_over(sent, division.reduce_axes).astype(gradient.dtype)
 
 
 def zero1_shard(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Reduce-scatter a gradient over the data axis, and return the part that this device
-    updates.
-    """
+    """Reduce-scatter a gradient over the data axis; return the shard that this device updates."""
     if division.zero1_dim == NOT_SHARDED:
         return gradient
     run = partial(reduce_scatter, axes=(DATA,), dim=division.zero1_dim)

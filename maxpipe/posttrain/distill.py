@@ -1,7 +1,8 @@
 """Distillation teachers, and batches with online or stored teacher logits.
 
-A teacher is a model that runs forward only, on a separate mesh. It has its own model section, mesh
-and pipeline. Its only state are its parameters: teacher logits depend on the batch alone.
+A teacher is a model that runs only forward passes, on a separate mesh. The teacher has a separate
+model section, mesh and pipeline. Its only state is its parameters, so teacher logits depend only on
+the batch.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from maxpipe.step.step import Steps
 
 KEY, _LAYOUT_KEY = "distill.teacher", "distill.teacher_layout"
 _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東京, Привет 🙂"
-"""Text that tokenizers with different vocabularies encode to different ids."""
+"""Text that tokenizers with different vocabularies encode as different ids."""
 _LAYOUT_SECTIONS = ("mesh.", "pipeline.", "train.")
 
 TeacherLogits = dict[str, jax.Array]
-"""Arrays of `Distill.arrays` for a batch."""
+"""The arrays in `Distill.batch_arrays`, for one batch."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model on its mesh, and the number of top-k logits per token."""
+    """A teacher model on its mesh, and the settings of its top-k logits."""
 
     name: str
     steps: Steps
@@ -72,12 +73,12 @@ class Teacher:
 
     @property
     def mesh(self) -> str:
-        """Description of the mesh."""
+        """Description of the teacher's mesh."""
         return describe_mesh(self.steps.param_layout.mesh)
 
     @property
     def sharding(self) -> NamedSharding:
-        """Sharding of the teacher's batches."""
+        """Sharding of the batches on the teacher's mesh."""
         return self.steps.batch_sharding
 
     @cached_property
@@ -87,8 +88,8 @@ class Teacher:
     def compile(self, count: int, wanted: NamedSharding | None = None) -> None:
         """Compile the forward pass for batches of `count` sequences.
 
-        If the devices of any process need sequences in sharding `wanted` that its teacher devices
-        lack, the results are replicated on all teacher devices.
+        `wanted` is the sharding of the batch on the student's mesh. If a process needs sequences
+        that its teacher devices do not hold, the outputs are replicated on all teacher devices.
         """
         if count not in self._programs:
             ask = partial(LossHead.top_log_probs, count=self.top_k, temperature=self.temperature)
@@ -96,20 +97,18 @@ class Teacher:
             self._programs[count] = self.steps.compile_reader(ask, count, everywhere=everywhere)
 
     def _misses_rows(self, wanted: NamedSharding, count: int) -> bool:
-        """Whether the teacher's devices of any process lack sequences that the process needs."""
+        """Whether any process needs sequences that its teacher devices do not hold."""
         held = sequences_by_process(self.sharding, count)
         needed = sequences_by_process(wanted, count)
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
     def place_batch(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
-        """Return the teacher's inputs of a batch of `count` sequences; `host` has those in
-        `rows`.
-        """
+        """Return the teacher's inputs for a batch of `count` sequences; `host` holds its `rows`."""
         given = {name: host[name] for name in self._input_names}
         return make_global_batch(given, rows, count, self.sharding)
 
     def compute_logits(self, batch: Mapping[str, jax.Array]) -> TeacherLogits:
-        """Start to compute the teacher logits of a batch on the teacher's mesh."""
+        """Start computing the teacher logits of a batch on the teacher's mesh."""
         count = len(batch["tokens"])
         logprobs, ids = self._programs[count](self.params, batch)
         return {TEACHER_IDS: ids, TEACHER_LOGPROBS: logprobs}
@@ -119,10 +118,10 @@ class Teacher:
 
 
 def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
-    """Open the configured teacher, with its parameters on its devices.
+    """Open the configured teacher, and load its parameters onto its devices.
 
     Raises:
-        ConfigError: the model does not exist, or its vocabulary or layout does not fit.
+        ConfigError: the model does not exist, or its vocabulary or layout does not match.
         StorageError: the model is damaged.
     """
     config = loaded.config
@@ -140,9 +139,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
 
 def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedModel:
-    """Open the model with the student's batch shape, and mesh and pipeline of
-    `distill.teacher_layout`.
-    """
+    """Open the model with the student's batch shape and the layout in `distill.teacher_layout`."""
     config = loaded.config
 
     def section(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def _resolve_teacher(loaded: LoadedConfig, key: str, *, same: bool) -> OpenedMod
 
 
 def _layout(config: Config, *, same: bool) -> dict[str, Any]:
-    """Return the sections `mesh` and `pipeline` to which `distill.teacher_layout` is applied."""
+    """Return default `mesh` and `pipeline` sections; `distill.teacher_layout` overrides them."""
     mesh: dict[str, Any] = {"cpu_devices": config.mesh.cpu_devices}
     if config.distill.teacher_layout:
         return {"mesh": mesh}
@@ -173,10 +170,10 @@ def _layout(config: Config, *, same: bool) -> dict[str, Any]:
 
 
 def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
-    """Return the config with its mesh resolved for these devices.
+    """Return the config with the mesh resolved for these devices.
 
     Raises:
-        ConfigError: the devices do not fit the mesh or a rule that depends on it.
+        ConfigError: the devices do not match the mesh, or violate a rule that depends on the mesh.
     """
     try:
         mesh = resolve_mesh_config(loaded.config.mesh, devices)
@@ -189,9 +186,7 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """Return the error with problems of the teacher's layout attributed to
-    `distill.teacher_layout`.
-    """
+    """Attribute problems of the teacher's layout to `distill.teacher_layout`."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
@@ -204,7 +199,7 @@ def _layout_error(error: ConfigError) -> ConfigError:
 
 
 def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer) -> None:
-    """Raise ConfigError unless teacher and student use the same ids for the same tokens."""
+    """Raise ConfigError unless teacher and student have the same vocabulary and tokenizer."""
     mine, its = (each.config.model.vocab_size for each in (loaded, chosen.loaded))
     key = error_location(KEY, loaded.origins)
     if mine != its:
@@ -220,7 +215,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         return
     try:
         other = open_tokenizer(TokenizerConfig(kind="auto", path=folder))
-    except ConfigError:  # the folder has no tokenizer to compare
+    except ConfigError:  # the folder has no tokenizer to compare with
         return
     if not np.array_equal(other.encode(_PROBE), own.encode(_PROBE)):
         raise ConfigError.one(
@@ -232,13 +227,14 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
 
 
 ProgressStage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Shows these words while a slow operation runs."""
+"""Function that shows a description while a slow operation runs."""
 
 
 class TeacherLoader:
-    """Runs the teacher one batch ahead, so that teacher and student compute at the same time.
+    """Run the teacher one batch ahead, so that the teacher and the student compute concurrently.
 
-    Token batches are sent to the teacher's devices, and logits `[B, T, K]` to the student's.
+    Token batches are sent to the teacher's devices, and logits `[B, T, K]` to the student's
+    devices.
     """
 
     def __init__(self, teacher: Teacher, sharding: NamedSharding, phases: Phases):
@@ -247,11 +243,11 @@ class TeacherLoader:
         self._waited, self._bytes, self._count = 0.0, 0, 0
 
     def compile(self, count: int) -> None:
-        """Compile the teacher for batches of this many sequences."""
+        """Compile the teacher for batches of `count` sequences."""
         self.teacher.compile(count, self._sharding)
 
     def batches(self, loader: Loader, start: int, stop: int) -> contextlib.closing[Generator[Any]]:
-        """Return prefetched global batches of steps `start` to `stop - 1`, with teacher logits."""
+        """Return prefetched global batches with teacher logits for steps `start` to `stop - 1`."""
         held = self._sharding, self.teacher.sharding
         rows = {
             count: reduce(np.union1d, (local_sequences(each, count) for each in held))
@@ -276,15 +272,13 @@ class TeacherLoader:
                             yield self._with_logits(*before)
                 if asked is not None:
                     yield self._with_logits(*asked)
-            finally:  # Python may crash if it exits while devices compute
+            finally:  # Python may crash on exit while devices are computing
                 jax.block_until_ready(asked and asked[1])
 
         return contextlib.closing(taught())
 
     def _with_logits(self, batch: Any, answer: TeacherLogits, sent: int) -> Any:
-        """Return the batch with teacher logits; `sent` is the number of bytes sent to the
-        teacher.
-        """
+        """Add teacher logits to the batch; `sent` is the number of bytes sent to the teacher."""
         begin = time.perf_counter()
         with self._phases.enter(STEP):
             jax.block_until_ready(answer)
@@ -306,21 +300,21 @@ class TeacherLoader:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Source of teacher logits; empty without a teacher."""
+    """Source of teacher logits: a loader, stored logits, or neither."""
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
-    """Loader of an online teacher. Stored logits come with the sequences."""
+    """Loader of an online teacher. Stored logits are loaded with the sequences instead."""
     banner_lines: Sequence[tuple[str, str]] = ()
-    """Lines for the banner."""
+    """Banner lines that describe the teacher."""
 
     @property
     def state_dict(self) -> dict[str, Any]:
-        """Metadata for checkpoints."""
+        """Metadata of the teacher for checkpoints."""
         return {} if self.teacher is None else {"teacher": self.teacher}
 
     def compile(self, sizes: Iterable[int], stage: ProgressStage) -> None:
-        """Compile the teacher for batches of these sizes."""
+        """Compile the teacher for batches of the given sizes."""
         if self.teacher_loader is not None:
             with stage("compiling the teacher"):
                 for rows in sizes:
@@ -341,8 +335,8 @@ def open_teacher_source(
     """Return the configured source of teacher logits.
 
     Raises:
-        ConfigError: the teacher does not exist, or does not fit the run.
-        StorageError: its files are damaged or cannot be read.
+        ConfigError: the teacher does not exist, or does not match the run.
+        StorageError: the teacher's files are damaged or cannot be read.
     """
     config = loaded.config
     if config.train.objective != "distill":
@@ -363,7 +357,7 @@ def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
     """Attach stored teacher logits to the training sequences.
 
     Raises:
-        ConfigError: the folder is for other sequences or other settings.
+        ConfigError: the folder was written for other sequences or other settings.
         StorageError: the folder is damaged or cannot be read.
     """
     own = config.distill

@@ -1,7 +1,7 @@
 """`maxpipe distill prepare`: precompute the teacher's top-k logits for a dataset.
 
-Sequences are processed in batches of `train.batch_size`. Batches start at multiples of that size
-even after an interruption, so that the files are always bitwise equal.
+Sequences are processed in batches of `train.batch_size`. Even after an interruption, batches start
+at multiples of that size, so that the files are always bitwise equal.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.posttrain.distill import Teacher, TeacherLogits, open_teacher
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task, the finished amount, the total amount, and a remark about the rate."""
+"""Function that receives a task, the finished amount, the total amount, and a text about the
+rate."""
 
 
 def prepare_teacher_logits(
     loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
 ) -> str:
-    """Write the missing files of the folder, and return a line of summary.
+    """Write the missing files of the folder, and return a one-line summary.
 
     Raises:
-        ConfigError: the teacher or the documents cannot be used, or the folder has other content.
+        ConfigError: the teacher or the documents cannot be used, or the folder contains other
+            files.
         StorageError: the folder cannot be written.
         Preemption: the process received a stop request; UserInterrupt after Ctrl-C.
     """
@@ -84,7 +86,7 @@ def prepare_teacher_logits(
 
 
 def _describe_if_complete(folder: Path, spec: LogitsSpec) -> str:
-    """Return a line of summary if the folder is complete, else an empty string."""
+    """Return a one-line summary if the folder is complete, else an empty string."""
     if not (folder / MANIFEST).exists():
         return ""
     found = read_manifest(str(folder))
@@ -109,7 +111,7 @@ def _write_missing(
     batch_size: int,
     report: ProgressCallback,
 ) -> str:
-    """Write the missing part, as in `prepare_teacher_logits`."""
+    """Write the missing files; see `prepare_teacher_logits`."""
     folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(folder) as journal:
         if found := _describe_if_complete(folder, spec):  # completed by the previous lock holder
@@ -143,10 +145,11 @@ class _SequenceIndex(NamedTuple):
 def _compute_logits(
     spec: LogitsSpec, teacher: Teacher, loader: Loader, size: int, begun: int
 ) -> Iterator[tuple[LogitsBatch, int]]:
-    """Yield the teacher logits of the sequences from `begun` on, and the number of finished ones.
+    """Yield teacher logits of the sequences from index `begun`, and the number of finished
+    sequences.
 
     The teacher computes while the next batch is read. Closing the generator waits for the devices,
-    because Python may crash if it exits while they compute.
+    because Python may crash on exit while devices are computing.
     """
     parts = {part.name: number for number, part in enumerate(loader.stream.parts)}
     counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]
@@ -174,7 +177,7 @@ def _compute_logits(
 
 
 def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tuple[list[int], Batch]:
-    """Return checksums of the sequences, and the batch, filled up with copies of the last one."""
+    """Return sequence checksums, and a batch padded with copies of the last sequence."""
     rows = [loader.stream.read(*place) for place in places]
     digests = [sequence_digest(row) for row in rows]
     rows += rows[-1:] * (size - len(rows))
@@ -185,7 +188,9 @@ def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tupl
 def _select_missing(
     rows: range, digests: list[int], answer: TeacherLogits, begun: int
 ) -> tuple[LogitsBatch, int]:
-    """Return the logits of the sequences that are not finished yet, and the new count."""
+    """Return the logits of the unfinished sequences of a batch, and the new number of finished
+    ones.
+    """
     mine = slice(max(begun - rows.start, 0), len(rows))
     ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))
     return LogitsBatch(digests[mine], ids, logprobs), rows.stop
@@ -193,8 +198,8 @@ def _select_missing(
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of a received stop signal, or 0. The signal does not
-    interrupt the process.
+    """Yield a function that returns the number of a received stop signal, or 0. Inside the context,
+    the signal does not interrupt the process.
     """
     found = 0
 

@@ -1,7 +1,7 @@
 """Reference log-probabilities of pairs, computed with the initial weights of a run.
 
-The engine computes them once, forward only, and they are stored in the run's folder. Training
-therefore needs no second model in memory. An interrupted computation resumes where it stopped.
+The engine computes them once with forward passes, and they are stored in the run folder. Training
+therefore needs no second model in memory. An interrupted computation resumes from its last save.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _VERSION = 1
 _SAVE_SECONDS = 60.0
 
 Values = dict[str, np.ndarray]
-"""Values of the chosen and of the rejected response by source name, float32 [documents, 2]. NaN if
-not computed yet."""
+"""Values of the chosen and rejected responses, float32 `[documents, 2]`, keyed by source name.
+Values that are not computed yet are NaN."""
 
 
 class _ReferenceMetadata(TypedDict):
     version: int
     weights: str
-    """Checksum of the weights."""
+    """Checksum of the initial weights."""
     sources: list[tuple[str, str]]
-    """Name of each source, and checksum of its pairs."""
+    """(name, checksum of the pairs) for each source."""
 
 
 class _PairSequence(NamedTuple):
-    """Results of one sequence."""
+    """Log-probabilities of the pairs in one sequence."""
 
     source: str
     documents: list[int]
@@ -64,11 +64,11 @@ class StoredReferences:
 
     weights: str
     digests: Mapping[str, str]
-    """Checksum of the pairs of each source, by name."""
+    """Checksum of the pairs of each source, keyed by source name."""
     values: Values
 
     def for_source(self, name: str, documents: PairDocuments) -> np.ndarray | None:
-        """Return the values of a source if its pairs are unchanged."""
+        """Return the values of a source if its pairs are unchanged, else None."""
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
 
@@ -79,7 +79,7 @@ def needs_references(steps: Steps) -> bool:
 
 
 class PairReferences:
-    """Computes the reference log-probabilities of a run, or loads stored ones."""
+    """Compute the reference log-probabilities of a run, or load stored values."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PairReferences:
         link: ControlChannel,
         phases: Phases,
     ):
-        """Initialize the computation; `loaders` contain every pair once."""
+        """Initialize the computation; together, `loaders` contain every pair once."""
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._link, self._phases = console, link, phases
@@ -99,10 +99,10 @@ class PairReferences:
         self._weights = ""
 
     def attach(self, params: Any, *, is_new: bool) -> None:
-        """Attach references to the documents, computed with `params` if the run is new.
+        """Attach references to the documents; compute them with `params` if the run is new.
 
         Raises:
-            StorageError: references of a started run are missing, or the file cannot be written.
+            StorageError: references of a resumed run are missing, or the file cannot be written.
             DivergenceError: some values are not finite.
             Preemption: the run received a stop request.
         """
@@ -113,7 +113,7 @@ class PairReferences:
             stored = None
         for name, documents in self._documents.items():
             known = None if stored is None else stored.for_source(name, documents)
-            # Excluded pairs have no response and are in no sequence.
+            # Excluded pairs have no response and do not appear in any sequence.
             empty = np.where(documents.lengths > 0, np.nan, 0.0).astype(np.float32)
             self._values[name] = np.stack([empty, empty], 1) if known is None else known.copy()
         self._check_same_file()
@@ -167,7 +167,7 @@ class PairReferences:
             )
         words = f"computing reference log-probabilities of {pluralize(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
-        # From the first check on, a stop request no longer ends the process immediately.
+        # After the first check, a stop request no longer ends the process immediately.
         if self._link.should_stop():
             raise self._stop_error(total)
         saved = time.monotonic()
@@ -186,7 +186,7 @@ class PairReferences:
     def _score_batches(
         self, step: Callable[[Any, Any], Any], params: Any
     ) -> Iterator[list[_PairSequence]]:
-        """Yield the results of each batch with an unknown pair, by sequence."""
+        """Yield the results of each batch, starting at the first batch with missing values."""
         for loader in self._loaders:
             first = next(filter(self._has_missing(loader), range(loader.num_batches)), None)
             if first is None:
@@ -203,7 +203,7 @@ class PairReferences:
                     ]
 
     def _has_missing(self, loader: Loader) -> Callable[[int], bool]:
-        """Return a function that tests whether a batch has an unknown pair."""
+        """Return a function that tests whether a batch has a pair with missing values."""
         return lambda number: any(
             np.isnan(self._values[row.source][row.documents]).any()
             for row in loader.sequence_origins(number)
@@ -236,7 +236,7 @@ class PairReferences:
 
 
 def save_references(path: Path, stored: StoredReferences) -> None:
-    """Write the file atomically.
+    """Write a reference file atomically.
 
     Raises:
         StorageError: the file cannot be written.
@@ -261,7 +261,7 @@ def load_references(path: Path) -> StoredReferences | None:
         ValueError: the file is damaged, or is not a reference file.
     """
     try:
-        # Opened here because numpy does not close a damaged file.
+        # The file is opened here, because numpy does not close a damaged file.
         with (
             open(files.open_regular(path), "rb") as file,
             np.load(file, allow_pickle=False) as arrays,

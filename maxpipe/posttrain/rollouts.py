@@ -1,12 +1,12 @@
-"""Rollouts: completions of a step's prompts by the current parameters, and their rewards.
+"""Rollouts: completions of prompts, sampled with the current parameters, and their rewards.
 
-Sampling depends only on the seed, the sample's number and the position in the completion. The
-number determines step, prompt and group member. A resumed run, or one with another layout,
-therefore samples the same completions up to rounding.
+Random numbers depend only on the seed, the sample index and the position in the completion. The
+sample index determines the step, the prompt and the group member. A resumed run, or a run with
+another layout, therefore samples the same completions up to rounding.
 
 `ReferenceParams` holds the initial parameters of the run for the KL term. Frozen parameters are
-stored once for both. A checkpoint contains only a checksum of the reference; the reference itself
-is loaded again from the run's starting point.
+shared with the current model. A checkpoint contains only a checksum of the reference. A resumed run
+loads or initializes the reference again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from maxpipe.step.step import Steps
 
 
 class ReferenceParams:
-    """Copies of the trainable parameters, sharded like them.
+    """Copies of the initial trainable parameters, with the same sharding.
 
-    `saved_digest` is the checksum in the checkpoint of a resumed run.
+    `saved_digest` is the checksum from the checkpoint of a resumed run.
 
     Raises:
-        ConfigError: the parameters are not those with which the run started.
+        ConfigError: the parameters are not the initial parameters of the run.
     """
 
     def __init__(self, steps: Steps, params: Tree, saved_digest: str | None, where: str):
@@ -66,16 +66,16 @@ class ReferenceParams:
             )
 
     def merge(self, params: Tree) -> Tree:
-        """Return the reference parameters; `params` are the current ones."""
+        """Return all reference parameters. `params` are the current parameters."""
         return replace_subtree(params, self._copies)
 
 
 Tree = Any
 
 _STREAM = "rollouts"
-"""Name of the random stream; rollouts use a separate seed."""
+"""Name of the random stream from which the separate seed of rollouts is derived."""
 _NUM_ROW_IDS = 1 << 31
-"""Number of distinct sample ids, which are int32."""
+"""Number of distinct sample indices, which are int32."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class RewardedCompletion:
 
 
 class Rollouts:
-    """Samples, rewards and stores the completions of `updates_per_rollout` steps at a time.
+    """Sample, reward and store the completions for `updates_per_rollout` steps at a time.
 
-    A position is the number of a batch, as in `BadStepMonitor.offset`.
+    A position is the index of a batch, as in `BadStepMonitor.offset`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Rollouts:
         reference: ReferenceParams | None,
         same: Callable[[str, str], Mapping[str, Sequence[int]]],
     ):
-        """Set up decoding; `same` groups processes by value, see `ControlChannel.same`."""
+        """Set up decoding; `same` is `ControlChannel.compare_across_processes`."""
         self._config, self._steps, self._loader = grpo_config, steps, datasets.train
         self._tokenizer, self._reference, self._same = datasets.tokenizer, reference, same
         rows = datasets.train.sequences
@@ -136,20 +136,19 @@ class Rollouts:
         )
         self._scores = None
         self._first_position = -1
-        """Position of the newest rollout."""
+        """Position of the first batch of the latest rollout."""
         self._completions: list[list[RewardedCompletion]] = []
-        """Completions of each of its steps."""
+        """Completions for each step of the latest rollout."""
         self._batches: list[dict[str, Array]] = []
 
     def is_rollout_start(self, position: int) -> bool:
-        """Whether a batch is the first of a rollout, so that a run saved before it can resume."""
+        """Whether a rollout starts at this batch, so that a run saved before it can resume."""
         return position % self._config.updates_per_rollout == 0
 
     def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
-        """Sample the completions of the batches from `position` on; return False if `stops` is
-        true.
+        """Generate the rollout that starts at `position`; return False if `stops` returns true.
 
-        All processes of a run must call it together.
+        All processes of a run must call this method together.
 
         Raises:
             ConfigError: a completion cannot be rewarded.
@@ -177,11 +176,11 @@ class Rollouts:
         return True
 
     def batch(self, position: int) -> Mapping[str, Array]:
-        """Return the arrays of a batch of the newest rollout, on the devices."""
+        """Return the device arrays of a batch of the latest rollout."""
         return self._batches[position - self._first_position]
 
     def metrics(self, position: int) -> dict[str, float]:
-        """Return metrics of the completions of a batch."""
+        """Return metrics of the completions in a batch."""
         drawn = self._completions[position - self._first_position]
         rewards = np.array([each.reward for each in drawn])
         groups = rewards.reshape(-1, self._config.group_size)
@@ -194,7 +193,7 @@ class Rollouts:
         }
 
     def samples(self, position: int) -> list[Mapping[str, object]]:
-        """Return prompts, texts and rewards of the first group of a batch."""
+        """Return the prompts, texts and rewards of the first group in a batch."""
         drawn = self._completions[position - self._first_position]
         return [
             {
@@ -212,7 +211,7 @@ class Rollouts:
     def _complete_prompts(
         self, params: Tree, position: int, stops: Callable[[], bool]
     ) -> list[tuple[PromptRecord, Completion]]:
-        """Return a completion for each sequence of a batch."""
+        """Return the prompt and completion of each sequence in a batch."""
         count, _ = self._steps.shape
         records = [
             self._prompts[row.documents[0]] for row in self._loader.sequence_origins(position)
@@ -251,9 +250,7 @@ class Rollouts:
         ]
 
     def _check_same_rewards(self) -> None:
-        """Check that all processes computed the same rewards; otherwise they would train
-        differently.
-        """
+        """Check that all processes computed the same rewards, which training requires."""
         values = json.dumps([[each.reward for each in drawn] for drawn in self._completions])
         if len(self._same("rewards", hashlib.sha256(values.encode()).hexdigest())) > 1:
             raise ConfigError.one(
@@ -278,9 +275,9 @@ class Rollouts:
         return make_global_batch(local, rows, count, sharding)
 
     def _add_logprobs(self, params: Tree) -> None:
-        """Add log-probabilities that a step needs in addition to its own.
+        """Add the old and reference log-probabilities that the steps need.
 
-        The first step of a rollout uses the log-probabilities of its current parameters.
+        The first step of a rollout is on-policy, so it needs no old log-probabilities.
         """
         for number, batch in enumerate(self._batches):
             if number:
@@ -298,9 +295,9 @@ class Rollouts:
 def assemble_batch(
     drawn: Sequence[RewardedCompletion], length: int, pad_id: int, average: str
 ) -> Batch:
-    """Return arrays `[B, T]` with one sequence per prompt and its completion.
+    """Return arrays `[B, T]` in which each sequence is a prompt and its completion.
 
-    Only completion tokens are trained; `average` determines their weights.
+    Only completion tokens have a loss; `average` determines their weights.
     """
     shape = (len(drawn), length)
     tokens, targets = (np.full(shape, pad_id, np.int32) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Built-in rewards: pure functions of a completion and the record of its prompt.
+"""Built-in rewards: pure functions of a completion and its prompt record.
 
-This module imports no other module of maxpipe, so that the worker process starts fast.
+This module does not import other maxpipe modules, so that the worker process starts fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MAX_CHARACTERS = 1000
 """Maximum length of an expression or a number."""
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
 _IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
-"""Exponents are not allowed: `1e999999999` has a billion digits."""
+"""Number in an expression. Exponents are not allowed, because `1e999999999` has a billion
+digits."""
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -36,9 +37,10 @@ _SIGNS = str.maketrans("×÷−", "*/-")
 
 
 def builtin_reward(kind: str, field: str) -> Reward:
-    """Return the reward of this name, which reads a field: 1 for a correct answer, else 0.
+    """Return the reward function named `kind`, which returns 1 for a correct completion, else 0.
 
-    The reward raises ValueError for a record without the required fields.
+    `field` names the record field that the function uses. The function raises ValueError for a
+    record without the required fields.
     """
     field = field or FIELDS[kind]
     if kind == "exact":
@@ -68,7 +70,8 @@ def read_pattern(record: Record, field: str) -> re.Pattern[str]:
 def expected_value(record: Record, field: str) -> Fraction:
     """Return the value of the expression in a field of a record, or in its prompt.
 
-    Without the field, the expression is the text before the last `=` in its line of the prompt.
+    Without the field, the expression is the text before the last `=` of the prompt, on the same
+    line.
     """
     if field in record:
         return evaluate_expression(read_text(record, field))
@@ -79,7 +82,7 @@ def expected_value(record: Record, field: str) -> Fraction:
 
 
 def evaluate_expression(expression: str) -> Fraction:
-    """Return the exact value of an expression of numbers, `+ - * /` and parentheses."""
+    """Return the exact value of an expression with numbers, `+ - * /` and parentheses."""
     text = expression.strip().translate(_SIGNS)
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"its expression has more than {_MAX_CHARACTERS} characters")
@@ -99,7 +102,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
     if isinstance(node, ast.Constant):
         written = ast.get_source_segment(text, node) or ""
         if _IN_EXPRESSION.fullmatch(written):
-            return Fraction(written)  # 0.1 is a tenth
+            return Fraction(written)  # 0.1 is exactly 1/10
     raise ValueError(f"its expression {text[:40]!r} may contain only numbers, + - * / and ( )")
 
 

@@ -1,6 +1,6 @@
-"""Rewards of completions, computed in a separate process with a time limit for each.
+"""Rewards of completions, computed in a separate process with a time limit per completion.
 
-A reward function that hangs or crashes does not block training; the error names its record.
+If a reward function hangs or crashes, training does not block, and the error names the record.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAX_SHOWN = 60
 
 
 class _RewardReply(TypedDict, total=False):
-    """A response line of the process; the response to its settings is empty."""
+    """A response line of the process. The response to the settings line is empty."""
 
     reward: float
     error: str
 
 
 class RewardFunction:
-    """Computes the rewards of completions with the configured function."""
+    """Compute the rewards of completions with the configured function."""
 
     def __init__(self, config: GrpoConfig):
         assert config.allow_code or not config.reward_file, "a config rule requires allow_code"
@@ -44,7 +44,9 @@ class RewardFunction:
         self._process: WorkerProcess | None = None
 
     def fingerprint(self) -> str:
-        """Return the identity of the function; for a file it includes the file's checksum."""
+        """Return the identity of the function, which includes the file's checksum if it is in a
+        file.
+        """
         if not self._config.reward_file:
             return f"{self._config.reward} {self._config.reward_field}".strip()
         try:
@@ -55,7 +57,7 @@ class RewardFunction:
         return f"{self._function} of {hashlib.sha256(content).hexdigest()}"
 
     def compute(self, completion: str, record: Mapping[str, Any], where: str) -> float:
-        """Return the reward of a completion; `where` names the record of its prompt in errors.
+        """Return the reward of a completion. `where` names the prompt's record in errors.
 
         Raises:
             ConfigError: the function raises, exceeds the time limit, ends its process, or does not
@@ -84,7 +86,7 @@ class RewardFunction:
             self._process = None
 
     def start(self) -> WorkerProcess:
-        """Return the process, which is started on the first call.
+        """Return the process; start it on the first call.
 
         Raises:
             ConfigError: the file with the function cannot be loaded.
@@ -97,7 +99,7 @@ class RewardFunction:
             os.environ | {"PYTHONPATH": paths},
             most_answer_bytes=_MAX_REPLY_BYTES,
             shows_errors=True,
-            own_session=True,  # Ctrl-C reaches only the run, which stops this process
+            own_session=True,  # Ctrl-C reaches only the run, which then stops this process
         )
         config = self._config
         settings = {
@@ -141,11 +143,11 @@ class RewardFunction:
 
 
 class _RewardError(Exception):
-    """Description of a failure of the process or its function."""
+    """A failure of the process or of its reward function."""
 
 
 def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:
-    """Raise ValueError if the record lacks a field that a built-in reward reads."""
+    """Raise ValueError if the record lacks a field that the built-in reward requires."""
     if config.reward_file:
         return
     field = config.reward_field or builtin.FIELDS[config.reward]

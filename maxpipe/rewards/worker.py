@@ -1,7 +1,8 @@
-"""The worker process of rewards: one JSON request line on stdin, one response line on stdout.
+"""The worker process for rewards, which reads JSON requests from stdin and responds on stdout.
 
-The first line selects the function. Each further line contains a completion and the record of its
-prompt. The module imports only `builtin` from maxpipe, so that it starts fast.
+Each request and each response is one line. The first request selects the function; each
+further request contains a completion and its prompt record. This module imports only `builtin` from
+maxpipe, so that the process starts fast.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from maxpipe.rewards import builtin
 _MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""Delay after which this process stops itself, if its parent process has not stopped it."""
+"""Time after the limit at which this process ends, if its parent process has not ended it."""
 
 
 def main() -> None:
-    """Process requests until stdin ends."""
-    # Output of the function is for the user, and the function must not read requests.
+    """Process requests until the end of stdin."""
+    # Redirect the function's output to stderr, and prevent the function from reading requests.
     asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -81,7 +82,7 @@ def _number(found: Any) -> float:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Let the operating system end this process after the time limit, whatever it executes."""
+    """Let the operating system end this process after the time limit, whatever code is running."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds + _MARGIN_SECONDS)

@@ -1,6 +1,6 @@
-"""Catalog of schedules by name, and their construction.
+"""Catalog of the schedules, keyed by name, and their construction.
 
-A schedule consists of a generator of orders, the shape of its ring, and metadata. `make_schedule`
+A schedule consists of a generator of orders, the shape of the ring, and metadata. `make_schedule`
 places and verifies the orders, and the engine runs the resulting table.
 """
 
@@ -19,12 +19,13 @@ from maxpipe.schedule.table import Orders, Ring, Schedule
 from maxpipe.schedule.verify import verify
 
 FILE_PREFIX = "file:"
-"""Prefix of schedule names: `file:PATH` is the schedule in a CSV file."""
+"""Prefix of schedule names that refer to CSV files, such as `file:PATH`."""
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
-"""Schedules that messages and forecasts suggest: plain 1F1B, and two with any number of repeats."""
+"""Schedules that messages and forecasts suggest: plain 1F1B, and two schedules that support any
+number of repeats."""
 
 MAX_FORWARDS = 300_000
-"""Limit of stages x repeats x microbatches; placing that many takes about 30 s and 1 GiB."""
+"""Limit of stages x repeats x microbatches. At this limit, placement takes about 30 s and 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,19 @@ class ScheduleSpec:
     group: Literal["stages", "microbatches", "chosen"] = "microbatches"
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
-    """The only allowed number of repeats, if there is only one."""
+    """Required number of repeats. None: any number is allowed."""
     default_repeats: int | None = None
-    """Number of repeats that the name usually implies. With others it is an alias of
+    """Number of repeats that the name usually implies. With other numbers, the name is an alias of
     `interleaved`."""
     split: bool = False
-    """Whether backwards are split into I and W, so that slots are mixed."""
+    """Whether backward passes are split into I and W, so that slots are mixed."""
     dominated: bool = False
-    """Whether another schedule is as fast with less memory; if so, searches skip this one."""
+    """Whether another schedule is as fast with less memory. Searches skip dominated schedules."""
     supports_delay: bool = False
     """Whether the schedule supports delayed messages, which need two ticks."""
     idle: Callable[[int, int, int], float] | None = None
-    """Closed form of the idle fraction at (stages, repeats, microbatches), with F = I = W."""
+    """Closed form of the idle fraction as a function of (stages, repeats, microbatches), for F = I
+    = W."""
 
     @property
     def uses_group(self) -> bool:
@@ -181,7 +183,7 @@ def make_schedule(
 
 
 def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
-    """Return a forward sweep over the ring, for evaluation; allows any number of microbatches."""
+    """Return a forward-only schedule for evaluation, with any number of microbatches."""
     group = min(ring.num_stages, microbatches)
     order = orders.forward_sweep(ring, microbatches, group)
     largest = max(orders.group_sizes(microbatches, ring.num_stages, group))
@@ -238,6 +240,6 @@ def _check_sizes(
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Return the rule for schedules with a fixed number of repeats."""
+    """Return the text of the rule for schedules with a fixed number of repeats."""
     reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

@@ -1,9 +1,10 @@
-"""Schedules as CSV in the usual action notation: one line per stage, one action per cell.
+"""CSV format of schedules in the usual action notation: one line per stage, one action per cell.
 
-`2F0` is the forward of chunk 2 for microbatch 0. `B` is a full backward; `I` and `W` are the
-gradients of the chunk's input and weights. Empty cells are idle. Chunks are numbered in network
-order. The format is that of torch.distributed.pipelining, so schedules can be exchanged. A file
-defines only the order in which each stage computes; the ticks follow from the order.
+`2F0` is the forward pass of chunk 2 for microbatch 0. `B` is a full backward pass; `I` and `W` are
+the gradients of the chunk's input and weights. Empty cells are idle slots. Chunks are numbered in
+network order. The format is also used by torch.distributed.pipelining, so schedules can be
+exchanged. A file defines only the order of the actions on each stage; the ticks follow from the
+order.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def read_orders(
     repeats: int | None = None,
     microbatches: int | None = None,
 ) -> tuple[Ring, Orders]:
-    """Read the ring and the orders from a file, which must match the given sizes.
+    """Read the ring and the orders from a file, whose sizes must match the given sizes.
 
     Raises:
         ConfigError: the file cannot be read, a cell is not an action, an action is missing or
-            repeated, a chunk is on the wrong line, or the sizes differ.
+            repeated, a chunk is on the wrong line, or a size does not match.
     """
     lines = _parse(_read(path), path)
     ring = _ring_of(lines, path)
@@ -72,7 +73,7 @@ def read_orders(
 
 
 class _CsvCell(NamedTuple):
-    """An action of the file and its column."""
+    """An action in the file, and its column."""
 
     chunk: int
     kind: ActionKind
@@ -84,12 +85,12 @@ class _CsvCell(NamedTuple):
 
     @property
     def parts(self) -> tuple[ActionKind, ...]:
-        """The parts of the action: a full backward consists of I and W."""
+        """Parts of the action; a full backward pass consists of I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 
 class _CsvLine(NamedTuple):
-    """The actions of a stage and the line number in the file."""
+    """The actions of a stage, and the line number in the file."""
 
     number: int
     cells: list[_CsvCell]
@@ -147,7 +148,7 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
 
 
 def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
-    """Return the ring whose stages match the lines of the chunks."""
+    """Return the ring that assigns each chunk to the stage of its line."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
     repeats, rest = divmod(num_chunks, len(lines))
     if rest:
@@ -185,7 +186,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
 
 
 def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
-    """Check that the line has F, and B or I and W, exactly once per chunk and microbatch."""
+    """Check that the line has F and either B or I and W exactly once per chunk and microbatch."""
     done: dict[tuple[int, int, ActionKind], _CsvCell] = {}
     for cell in line.cells:
         for part in cell.parts:
@@ -198,7 +199,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
                     "Remove one of the two cells.",
                 )
     stage = ring.locate_chunk(line.cells[0].chunk)[0]
-    # A generator: a very large microbatch number would produce billions of actions.
+    # Use a generator, because a very large microbatch number would produce billions of actions.
     wanted = (
         (ring.chunk(stage, repeat), microbatch, part)
         for microbatch in range(count)
@@ -222,7 +223,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
 
 
 def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
-    """Return the orders. If a file splits some backwards, every B becomes I followed by W."""
+    """Return the orders. If a file splits some backward passes, every B becomes I followed by W."""
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [
         [

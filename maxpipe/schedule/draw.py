@@ -1,12 +1,14 @@
-"""Schedules as text: the timeline of one schedule, or a table that compares several.
+"""Text output of schedules: a timeline of one schedule, or a table that compares several.
 
-A timeline has one line per stage, or two: one for forward and one for backward slots.
+A timeline has one line per stage if slots are mixed. Otherwise it has two lines per stage: one for
+forward slots and one for backward slots.
 
-A cell contains the microbatch number and the repeat as a letter: `3b` is microbatch 3 in the second
-repeat, and `.` is an empty slot. If a line mixes slot kinds, the kind comes first: `F3b`, `I3b`,
+A cell contains the microbatch number and a letter for the repeat: `3b` is microbatch 3 in the
+second repeat, and `.` is an empty slot. In mixed lines, the slot kind comes first: `F3b`, `I3b`,
 `W3b`.
 
-`Canvas` is a drawing of boxes, areas, curves and labels, written as SVG or PNG. Sizes are pixels.
+`Canvas` is a drawing of boxes, areas, curves and labels that can be written as SVG or PNG. Sizes
+are in pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return two lines: the schedule's sizes, and its time and memory."""
+    """Return two lines of text: the schedule's sizes, then its time and memory."""
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
@@ -52,7 +54,7 @@ def draw_timeline(
 ) -> str:
     """Return the timeline, split into blocks of at most `width` columns (0: one block).
 
-    `mark` = (tick, stage, kind) puts brackets around one cell and shows only its block.
+    `mark` = (tick, stage, kind) puts brackets around one cell and limits the output to its block.
     """
     rows = _rows(schedule, mark)
     size = max(len(cell) for _, cells in rows for cell in cells)
@@ -79,7 +81,7 @@ _MARGIN = len("stage 00 F ")
 
 
 def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[str, list[str]]]:
-    """Return (title, one cell per tick) of every line."""
+    """Return (title, one cell per tick) for every line."""
     ticks = range(schedule.num_ticks)
     rows = [("tick", [str(tick) for tick in ticks])]
     for stage in range(schedule.num_stages):
@@ -125,7 +127,7 @@ def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) 
 
 
 def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """Return one line per schedule with its time and its memory per stage."""
+    """Return a table with one line per schedule, with its time and memory per stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -165,7 +167,7 @@ def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
 
 
 def _identical_schedules(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines that name schedules with identical values at these sizes."""
+    """Return lines that name the schedules with identical values at these sizes."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *numbers in rows:
         names.setdefault(tuple(numbers), []).append(name)
@@ -204,7 +206,8 @@ def _max_sent_messages(schedule: Schedule) -> int:
 _LARGE_PIXELS = 12e6
 
 OVERVIEW_WIDTH = 480.0
-"""Width in pixels of a drawing whose 18-pixel text stays legible when scaled to 300 pixels."""
+"""Width in pixels of an overview, whose 18-pixel text is still legible when scaled to 300
+pixels."""
 
 
 class Box(NamedTuple):
@@ -250,7 +253,7 @@ class Label(NamedTuple):
 
 
 def text_width(text: str, size: float) -> float:
-    """Return an estimate of the width that is sufficient for most fonts."""
+    """Return an estimate of the width in pixels that is sufficient for most fonts."""
     return 0.56 * size * len(text)
 
 
@@ -313,9 +316,7 @@ class Canvas:
             )
 
     def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
-        """Write a PNG at `scale` times the size of the SVG, or at scale 1 if the drawing is
-        large.
-        """
+        """Write a PNG at `scale` times the SVG size; large drawings are written at scale 1."""
         from PIL import Image, ImageDraw, ImageFont
 
         scale = scale if self.width * self.height < _LARGE_PIXELS else 1

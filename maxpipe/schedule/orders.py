@@ -1,4 +1,4 @@
-"""Generators of schedules: the order in which each stage computes.
+"""Generators of schedules, which define the order of the actions on each stage.
 
 `generate(ring, num_microbatches, group)` returns each stage's list of actions. `placement` derives
 ticks, messages and buffers from them. To add a schedule, add a function here and an entry to
@@ -13,10 +13,10 @@ from maxpipe.schedule.table import Action, ActionKind, Orders, Ring
 
 
 def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]:
-    """Return the sizes of the microbatch groups, as even as possible and longer ones first.
+    """Return the sizes of the microbatch groups: as even as possible, with longer groups first.
 
     A group shorter than the number of stages would stall the ring, so a remainder is spread over
-    the groups. No group is longer than `group`, unless one would otherwise be shorter than the
+    the groups. Groups are longer than `group` only if a group would otherwise be shorter than the
     number of stages.
     """
     count = -(-num_microbatches // group)
@@ -27,7 +27,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
 
 
 def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> list[Action]:
-    """Return the order in which every stage of a loop computes (microbatch, repeat)."""
+    """Return the actions of every stage of a loop, in order."""
     repeats = range(num_repeats)
     sequence: list[Action] = []
     start = 0
@@ -39,9 +39,9 @@ def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> 
 
 
 def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run all forwards, then all backwards; memory grows with the number of microbatches.
+    """Run all forward, then all backward passes; memory grows with the number of microbatches.
 
-    Source: GPipe (arXiv:1811.06965); with repeats, the circular order of praxis and MaxText.
+    Source: GPipe (arXiv:1811.06965); with repeats, the circular schedule of praxis and MaxText.
     """
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
     both = [_ring_sequence(sizes, ring.num_repeats, kind) for kind in ("F", "B")]
@@ -49,17 +49,17 @@ def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orde
 
 
 def forward_sweep(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run forwards only, in the same order on every stage."""
+    """Run only forward passes, in the same order on every stage."""
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
     return [_ring_sequence(sizes, ring.num_repeats, "F") for _ in range(ring.num_stages)]
 
 
 def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run warm-up forwards, then alternate one forward and one backward, then the last backwards.
+    """Run warm-up forward passes, alternate one forward and one backward pass, and run the rest.
 
-    The warm-up is the shortest that keeps every slot full when a message needs one tick: (R-1) * N
-    forwards until the first microbatch leaves the network, and two more for each later stage.
-    Memory does not depend on the number of microbatches.
+    The warm-up is the shortest one that keeps every slot busy if a message needs one tick. It has
+    (R-1) * N forward passes until the first microbatch leaves the network, and two more for each
+    later stage. Memory does not depend on the number of microbatches.
 
     Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473); with one
     group, breadth-first (arXiv:2211.05953).
@@ -80,7 +80,7 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
 
 
 def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Split the backwards of 1F1B: weight gradients fill the bubble, with the memory of 1F1B.
+    """Split the backward passes of 1F1B: weight gradients fill the bubble at the same memory.
 
     Source: ZB-H1 (arXiv:2401.10241).
     """
@@ -89,7 +89,7 @@ def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Extend ZB-H1 to almost twice the memory, so that only the initial fill is idle.
+    """Use almost twice the memory of ZB-H1, so that stages are idle only in the initial fill.
 
     Source: ZB-H2 (arXiv:2401.10241).
     """
@@ -124,12 +124,12 @@ def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Pair forwards of one chunk with backwards of the other, in the published phases of a V.
+    """Pair forward passes of one chunk with backward passes of the other, in DualPipe's phases.
 
     Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
     """
     stages, orders = ring.num_stages, []
-    # The phases need two microbatches per stage; surplus microbatches are removed at the end.
+    # The phases require two microbatches per stage; surplus microbatches are removed at the end.
     available = max(num_microbatches, 2 * stages)
     for stage in range(stages):
         up = stages - 1 - stage
@@ -162,10 +162,10 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 class _GreedyScheduler:
-    """Greedy scheduler: every stage prefers I to F to W, and later chunks to earlier ones.
+    """Greedy scheduler: every stage prefers I, then F, then W, and later chunks first.
 
     A stage stores at most `live` chunks from F to W, and at most `pending` of them between I and W.
-    An F reserves capacity for the stage's later chunks; otherwise a V could deadlock.
+    Each F leaves capacity for the stage's later chunks; otherwise a V could deadlock.
     """
 
     def __init__(self, ring: Ring, num_microbatches: int, *, live: int, pending: int):
@@ -178,10 +178,11 @@ class _GreedyScheduler:
         self.kept = [0 for _ in stages]
 
     def run(self) -> Orders:
-        """Return every stage's order."""
+        """Return the orders of all stages."""
         tick, total = 0, 3 * self.num_microbatches * self.ring.num_repeats
         while any(len(order) < total for order in self.orders):
-            # All stages choose before any choice is applied, because a message needs one tick.
+            # All stages choose an action before any action is applied, because a message needs one
+            # tick.
             chosen = [self._choose(stage, tick) for stage in range(self.ring.num_stages)]
             for stage, action in enumerate(chosen):
                 if action is not None:
@@ -232,14 +233,14 @@ _INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
 def _repeated_block(
     ring: Ring, num_microbatches: int, offsets: tuple[int, int, int, int]
 ) -> Orders:
-    """Return one microbatch's pattern over a V, repeated every six ticks.
+    """Return orders that repeat one microbatch's pattern over a V every six ticks.
 
-    `offsets` are the ticks between neighbouring stages: in the forward of the first and the second
-    chunk, then in the input gradients of the second and the first chunk. A microbatch is in
-    flight, and uses memory, for their sum times the number of stages. Weight gradients use the
-    free ticks.
+    `offsets` are the numbers of ticks between neighbouring stages for four parts. The parts are the
+    forward passes of the first and second chunk and the input gradients of the second and first
+    chunk. A microbatch uses memory for the sum of the offsets times the number of stages. Weight
+    gradients run in the free ticks.
 
-    Source: building blocks of arXiv:2405.15362.
+    Source: the building blocks of arXiv:2405.15362.
     """
     stages = ring.num_stages
     starts = _block_starts(stages, offsets)
@@ -266,9 +267,7 @@ def _repeated_block(
 
 
 def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return the earliest ticks of the four parts on stage 0 without collisions modulo the
-    interval.
-    """
+    """Return the earliest ticks of the four parts on stage 0 that never collide on any stage."""
     down, up, back, home = (offset * (stages - 1) for offset in offsets)
     for second in range(down + up + 1, down + up + 1 + _INTERVAL):
         for turn in range(second + 1, second + 1 + _INTERVAL):

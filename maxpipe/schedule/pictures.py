@@ -1,8 +1,8 @@
 """Pictures of schedules, as SVG or PNG, and traces for Perfetto.
 
-A picture has one lane per stage: its work over time, labeled with the microbatch number, and below
-it the number of chunks with saved activations. Colours distinguish repeats, shades distinguish
-slot kinds. Ticks run in lockstep at the given costs.
+A picture has one lane per stage. It shows the stage's work over time, labeled with microbatch
+numbers, and below it the number of chunks with saved activations. Colours distinguish repeats, and
+shades distinguish slot kinds. Ticks advance in lockstep, with the given costs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
 
 
 def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
-    """Return the pictures of several schedules below each other."""
+    """Return a drawing with the pictures of several schedules, one below the other."""
     canvas = draw_schedule(schedules[0], costs)
     for schedule in schedules[1:]:
         canvas.append_canvas(draw_schedule(schedule, costs), canvas.height)
@@ -59,10 +59,10 @@ def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) ->
 
 
 def draw_overview(schedule: Schedule) -> Canvas:
-    """Draw the lanes of the first ticks, with text that is legible at a width of 300 pixels.
+    """Draw the first ticks of each lane, with text that is legible at a width of 300 pixels.
 
-    `draw_schedule` draws all slots of a long schedule. Microbatch numbers are small and legible at
-    full size only.
+    `draw_schedule` draws all ticks. Here, the microbatch numbers are small and legible only at full
+    size.
     """
     times, canvas = _Timeline(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
@@ -116,7 +116,7 @@ def draw_overview(schedule: Schedule) -> Canvas:
 
 
 def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return a trace for ui.perfetto.dev or chrome://tracing, in which a cost of 1 is 1 ms.
+    """Return a trace for ui.perfetto.dev or chrome://tracing; a cost of 1 is shown as 1 ms.
 
     Stages are threads, slots are slices, messages between stages are arrows, and the number of
     chunks with saved activations is a counter per stage.
@@ -152,7 +152,8 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         )
     for number, (sender, receiver) in enumerate(_messages(schedule)):
         arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
-        # An arrow must start inside a slice; at the end of a slice the next one may have started.
+        # An arrow must start inside a slice; at the end of a slice, the next slice may have
+        # started.
         sent = times.start(sender) + costs.of(sender.kind) / 2
         read = times.start(receiver)
         events += [
@@ -193,7 +194,7 @@ def _work(schedule: Schedule) -> Iterator[_Work]:
 
 
 def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
-    """Yield (sender, receiver) of every message between stages."""
+    """Yield (sender, receiver) for every message between stages."""
     works = {(work.kind, work.chunk, work.microbatch): work for work in _work(schedule)}
     for work in works.values():
         if work.kind != "W":
@@ -204,12 +205,12 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
 
 
 class _Timeline:
-    """Start times of ticks and slots, in lockstep."""
+    """Start times of ticks and slots, with all stages in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         spent = schedule.tick_costs(costs)
         self.ticks = np.concatenate([[0.0], np.cumsum(spent)])
-        """Start of each tick, and the end of the last one."""
+        """Start time of each tick, and the end time of the last tick."""
         self.slots: dict[ActionKind, np.ndarray] = {}
         start = self.ticks[:-1]
         for kind, slots in schedule.kinds:
@@ -235,7 +236,7 @@ class _Shade(NamedTuple):
 
 
 _INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
-# Light, dark and pale colour of each repeat; repeats beyond the last reuse them.
+# Light, dark and pale colour of each repeat; further repeats reuse the colours.
 _COLOURS = (
     ("#8fb8f4", "#2456a6", "#dfeafc"),
     ("#f6b26b", "#a8530a", "#fdebd3"),
@@ -252,7 +253,7 @@ _LEGEND_LINE = 24.0
 _OVERVIEW_TICKS = 64
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
-"""Preferred width of the boxes' area, within the limits `_MIN_UNIT` and `_MAX_UNIT`."""
+"""Preferred width of the lanes, subject to the limits `_MIN_UNIT` and `_MAX_UNIT`."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
@@ -304,7 +305,7 @@ class _Picture:
         return self.top + stage * self.pitch
 
     def _legend(self, y: float) -> float:
-        """Draw the legend; return the y of the next line."""
+        """Draw the legend; return the y coordinate of the next line."""
         kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
         x = _LEFT
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
@@ -348,7 +349,7 @@ class _Picture:
         self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
 
     def _slots(self) -> None:
-        """Draw the slots; numbers that do not fit are omitted."""
+        """Draw the slots; microbatch numbers that do not fit are omitted."""
         longest = str(self.schedule.num_microbatches - 1)
         size: dict[ActionKind, int] = {
             kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
@@ -364,7 +365,7 @@ class _Picture:
                 f"{_KIND_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
                 f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
             )
-            inside = 0.5 if shade.line else 0.0  # half of a line is drawn outside the box
+            inside = 0.5 if shade.line else 0.0  # half of the outline is outside the box
             self.boxes.append(
                 Box(
                     x + gap + inside,
@@ -386,9 +387,7 @@ class _Picture:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _draw_saved_chunks(self) -> None:
-        """Draw the number of chunks with saved activations below each lane, its maximum at the
-        right.
-        """
+        """Draw the number of chunks with saved activations below each lane, and its maximum."""
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         ticks = self.times.ticks

@@ -1,10 +1,10 @@
-"""Placement of orders in a table: passes that give each action a tick and each value a slot.
+"""Placement of orders in a table, in passes that assign ticks to actions and slots to values.
 
-1. `_earliest_ticks` runs each action in the first tick that its inputs and its stage's order allow.
+1. `_earliest_ticks` assigns each action the first tick that its inputs and its stage's order allow.
 2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
-   interval of time on one stage. Colouring the intervals assigns the fewest possible slots.
-3. `_weight_window` schedules a gather before a stage's consecutive work on a chunk, and a reduction
-   of the chunk's gradients after it.
+   interval of time on one stage. Interval colouring then uses the fewest possible slots.
+3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
+   reduction of the chunk's gradients after the run.
 4. `_prologue_rounds` groups entering microbatches into rounds, which run the prologue layers.
 """
 
@@ -31,11 +31,12 @@ from maxpipe.schedule.table import (
 )
 
 WINDOW_REPEATS = 2
-"""Number of chunks in a window, the current and the next; up to as many repeats need no refill."""
+"""Number of chunks in a window: the current and the next chunk. With at most this many repeats, the
+window is never refilled."""
 
 
 class OrderError(ConfigError):
-    """Orders with a deadlock, in which every stage waits for another one."""
+    """Orders with a deadlock, in which every stage waits for another stage."""
 
 
 def place_orders(
@@ -47,7 +48,7 @@ def place_orders(
     group: int,
     delayed: bool = False,
 ) -> Schedule:
-    """Return the table of these orders.
+    """Return the schedule table for these orders.
 
     Raises:
         OrderError: the orders have a deadlock.
@@ -126,7 +127,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
 def _inputs(
     ring: Ring, action: Action, stage: int, at: _Ticks, mixed: bool, delayed: bool
 ) -> Iterator[tuple[_Cell | None, int]]:
-    """Yield the cells that an action depends on, and the delay in ticks of each."""
+    """Yield the cells that an action depends on, each with a delay in ticks."""
     kind, microbatch, repeat = action
     own_forward = at.get((Action("F", microbatch, repeat), stage))
     if kind == "W":
@@ -141,7 +142,7 @@ def _inputs(
             2 if delayed and step else 1,
         )
     if kind != "F":
-        # In a typed tick the backward slot runs after the forward slot and the loss head.
+        # In a typed tick, the backward slot runs after the forward slot and the loss head.
         yield own_forward, 1 if mixed else 0
 
 
@@ -166,7 +167,7 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
 
 
 class _Interval(NamedTuple):
-    """A value on one stage, alive from `start` to `end`; its slot is written to `cells`."""
+    """Lifetime of a value on one stage, from `start` to `end`. Its slot is written to `cells`."""
 
     start: int
     end: int
@@ -174,7 +175,7 @@ class _Interval(NamedTuple):
 
 
 def _colour(intervals: Iterable[_Interval]) -> int:
-    """Give each interval the lowest slot that is free throughout; return the number of slots."""
+    """Assign to each interval the lowest free slot; return the number of slots."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     used = 0
@@ -195,7 +196,7 @@ _PHASES_PER_TICK = 8
 
 
 class _BufferAllocator:
-    """Assigns buffer slots to all stored values, stage by stage."""
+    """Assign buffer slots to all stored values, stage by stage."""
 
     def __init__(
         self,
@@ -212,13 +213,15 @@ class _BufferAllocator:
         self.backward: ActionKind = "I" if mixed else "B"
 
     def _per_stage(self, intervals: dict[int, list[_Interval]]) -> int:
-        """Return the number of slots of a buffer: the maximum over the stages, and at least one."""
+        """Return the number of slots of a buffer: the maximum over all stages, at least one."""
         return max([1, *map(_colour, intervals.values())])
 
     def _spans(
         self, first: ActionKind, last: ActionKind
     ) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
-        """Yield each action of kind `first` with the action of kind `last` on the same data."""
+        """Yield each action of kind `first`, paired with the action of kind `last` on the same
+        data.
+        """
         for (action, stage), cell in self.at.items():
             if action.kind == first:
                 end = self.at.get((action._replace(kind=last), stage))
@@ -226,7 +229,9 @@ class _BufferAllocator:
                     yield action, stage, cell, end
 
     def allocate_stash(self) -> int:
-        """Place saved activations, which live from F to B or I; return the number of slots."""
+        """Assign slots to saved activations, which live from F to B or I; return the number of
+        slots.
+        """
         found: dict[int, list[_Interval]] = {}
         f, b = self.slots["F"].stash, self.slots["I"].stash
         for _, stage, start, end in self._spans("F", self.backward):
@@ -235,7 +240,7 @@ class _BufferAllocator:
         return self._per_stage(found)
 
     def allocate_deferred(self) -> int:
-        """Place inputs of weight gradients, which live from I to W; return the number of slots."""
+        """Assign slots to the inputs of W, which live from I to W; return the number of slots."""
         found: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
         for _, stage, start, end in self._spans("I", "W"):
@@ -244,10 +249,10 @@ class _BufferAllocator:
         return self._per_stage(found)
 
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
-        """Place messages, which live from their arrival to the slot that reads them.
+        """Assign slots to messages, which live from their arrival to the slot that reads them.
 
-        Every direction is written in every tick. A message without a reader is an interval of one
-        phase, so its slot is one that is free at that time.
+        In every tick, a message from every direction is written. A message without a reader has a
+        lifetime of one phase, so it is written to a slot that is free in that phase.
         """
         ways = self._directions()
         shape = (self.num_ticks, self.ring.num_stages)
@@ -272,7 +277,7 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """Return (port, step) of every direction in which messages can travel on the ring."""
+        """Return (port, step) for every direction in which messages travel on the ring."""
         ring = self.ring
         found = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
@@ -286,11 +291,11 @@ class _BufferAllocator:
         return [("loss", 0), *order] if trains else order
 
     def _arrival_phase(self, way: tuple[str, int]) -> int:
-        """Return the phase of a tick in which an arriving message is written."""
+        """Return the phase of a tick in which arriving messages are written."""
         port, step = way
         if port == "loss":
             return _LOSS_MIXED if self.mixed else _LOSS
-        # The output of the previous tick's B slot arrives before this tick's B slot.
+        # The output of a B slot arrives in the next tick, before the B slot of that tick.
         return _EARLY if port == "B" and step and not self.delayed else _END
 
     def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, ActionKind]]:
@@ -323,7 +328,7 @@ class _BufferAllocator:
 
 
 class _Run(NamedTuple):
-    """A stage's consecutive work on the chunk of one repeat, from the first to the last tick."""
+    """Consecutive work of a stage on the chunk of one repeat, from tick `first` to tick `last`."""
 
     repeat: int
     first: int
@@ -333,7 +338,7 @@ class _Run(NamedTuple):
 
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
-    """Return each stage's maximal runs of one repeat in slots of one kind."""
+    """Return each stage's maximal runs of work on one repeat, in slots of one kind."""
     found: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
@@ -348,7 +353,7 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """Return, for every e, the e-th runs of all stages."""
+    """Return one list per event e with the e-th run of every stage."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 
@@ -368,7 +373,7 @@ def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
 def _weight_window(
     ring: Ring, slots: dict[str, SlotColumns], num_ticks: int, *, mixed: bool
 ) -> WeightWindow:
-    """Return gathers and reductions, in the same ticks on all stages: control flow is uniform."""
+    """Return gathers and reductions; they are in the same ticks on all stages."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)
@@ -385,7 +390,7 @@ def _weight_window(
 
     trained = slots["W" if mixed else "I"]
     events = _align_runs(_runs(trained, trained.gradient))
-    # A reduction is delayed to the next gather, so that both are issued together.
+    # Delay each reduction to the next gather, so that both are issued together.
     boundaries = np.append(gather_tick, num_ticks)
     done = [1 + max(run.last for run in runs) for runs in events]
     reduce_tick = boundaries[np.searchsorted(boundaries, done)].astype(np.int32)
@@ -401,7 +406,7 @@ def _weight_window(
 def _event_slots(
     ring: Ring, events: list[list[_Run]], starts: list[int], ends: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the repeat and the slot of each event on each stage, and the number of slots."""
+    """Return the repeat and slot of each event on each stage, and the number of slots."""
     repeat = np.zeros((len(events), ring.num_stages), np.int32)
     slot = np.zeros_like(repeat)
     found: dict[int, list[_Interval]] = {stage: [] for stage in range(ring.num_stages)}
@@ -423,7 +428,9 @@ def _event_slots(
 
 
 def _prologue_rounds(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> PrologueRounds:
-    """Return the rounds of the microbatches `[K]` that enter the ring and that return from it."""
+    """Return the prologue rounds, given the microbatch that enters and that returns in each tick
+    `[K]`.
+    """
     forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
     forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
 

@@ -1,22 +1,19 @@
-"""Placed schedules: int32 arrays of each stage's action and buffer slots in each tick.
+"""Placed schedules: int32 arrays with the action and buffer slots of each stage in each tick.
 
 Stages advance in ticks. There are two types of schedules:
 
-- *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backwards.
-  Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour. A
-  message
-  is in transit while the other slot computes.
-- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward (F), the
-  gradient of a chunk's input (I), or that of its weights (W). Weight gradients fill ticks that
-  would be idle.
+- *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
+  passes. Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour.
+  The transfer of a message overlaps with the other slot.
+- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward pass (F),
+  the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
+  fill ticks that would otherwise be idle.
 
-A message needs one tick to reach the neighbour. In a *delayed* schedule it needs two, so that a
-full
-tick of work can hide the transfer. `placement` makes tables, `verify` checks them, `draw` shows
-them,
-and `pipeline.engine` runs them.
+A message needs one tick to reach the neighbour. In a *delayed* schedule a message needs two ticks,
+so that a full tick of work can hide the transfer. `placement` creates tables, `verify` checks them,
+`draw` displays them, and `pipeline.engine` runs them.
 
-`balance_layers` partitions the layers into chunks whose costs are as even as possible.
+`balance_layers` partitions the layers into chunks of similar cost.
 
 This module does not import jax.
 """
@@ -35,7 +32,7 @@ from maxpipe.io.formatting import pluralize
 IDLE = -1
 
 ActionKind = Literal["F", "B", "I", "W"]
-"""Forward; full backward; input gradients; weight gradients."""
+"""F: forward; B: full backward; I: input gradients; W: weight gradients."""
 
 
 class Action(NamedTuple):
@@ -47,15 +44,15 @@ class Action(NamedTuple):
 
 
 Orders = list[list[Action]]
-"""Actions of each stage, in the order in which the stage computes them."""
+"""Actions of each stage, in the order in which the stage runs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ring of stages: the stage of each chunk of the network, and the direction of messages.
+    """The ring of stages, which defines the stage of each chunk and the direction of messages.
 
-    In a `loop` every repeat visits the stages in the same direction. In a `v` the direction
-    alternates, and each repeat starts on the stage on which the previous one ended.
+    In a `loop`, every repeat visits the stages in the same direction. In a `v`, the direction
+    alternates, and each repeat starts on the stage where the previous repeat ended.
     """
 
     num_stages: int
@@ -79,22 +76,20 @@ class Ring:
         return (self.num_stages - 1 - position if turned else position), repeat
 
     def next_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
-        """Return (stage, repeat) of the chunk that reads this chunk's output; None for the last
-        chunk.
-        """
+        """Return (stage, repeat) of the next chunk in the network; None for the last chunk."""
         chunk = self.chunk(stage, repeat) + 1
         return self.locate_chunk(chunk) if chunk < self.num_chunks else None
 
     def previous_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
-        """Return (stage, repeat) of the chunk whose output this chunk reads; None for the first."""
+        """Return (stage, repeat) of the previous chunk in the network; None for the first chunk."""
         chunk = self.chunk(stage, repeat) - 1
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return a message's direction: +1 to the next stage, -1 to the previous, 0 to the same
-        stage.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 for
+        none.
 
-        `repeat` is the sender's; `turns` is whether the receiver's repeat is another one.
+        `repeat` is the sender's repeat; `turns` is whether the receiver's repeat is different.
         """
         if self.shape == "v" and turns:
             return 0
@@ -103,62 +98,65 @@ class Ring:
 
     @property
     def last_stage(self) -> int:
-        """Stage that holds the network's last chunk. The first chunk is on stage 0."""
+        """Stage of the network's last chunk. The first chunk is on stage 0."""
         return self.locate_chunk(self.num_chunks - 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Slots of one kind as arrays `[K, P]`; buffer columns are valid indices even in idle slots."""
+    """Slots of one kind, as arrays `[K, P]`. Buffer columns contain valid indices even in idle
+    slots.
+    """
 
     microbatch: np.ndarray
-    """Microbatch that is computed, or `IDLE`."""
+    """Index of the microbatch, or `IDLE`."""
     repeat: np.ndarray
-    """Repeat that is computed (0 when idle)."""
+    """Index of the repeat (0 if idle)."""
     inbox: np.ndarray
-    """Inbox slot of F's input, and of the cotangent of B or I."""
+    """Inbox slot of the input of F, or of the cotangent for B or I."""
     stash: np.ndarray
-    """Stash slot of the activations that F saves for B or I."""
+    """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot of the inputs of W, which I writes."""
+    """Slot of the inputs of W, which are written by I."""
     window: np.ndarray
-    """Window slot of the chunk's gathered weights for F, B and I, with a weight prefetch window."""
+    """Window slot of the chunk's gathered weights for F, B and I, if there is a prefetch window."""
     gradient: np.ndarray
-    """Slot of the chunk's gradient accumulator for B or W, with a weight prefetch window."""
+    """Slot of the chunk's gradient accumulator for B or W, if there is a prefetch window."""
 
     @property
     def active(self) -> np.ndarray:
-        """bool `[K, P]`: whether there is work in the slot."""
+        """bool `[K, P]`: whether the slot contains work."""
         return self.microbatch != IDLE
 
     @property
     def at_first_chunk(self) -> np.ndarray:
-        """`[K]`: microbatch in the network's first chunk in this tick, or `IDLE`."""
+        """`[K]`: microbatch that is in the network's first chunk in this tick, or `IDLE`."""
         return np.where(self.repeat[:, 0] == 0, self.microbatch[:, 0], IDLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Messages from one direction, written to the inbox in every tick.
+    """Messages from one direction, which are written to the inbox in every tick.
 
     If a tick has no message, `slot` is an inbox slot that is free at that time.
     """
 
     port: Literal["F", "B", "X", "loss"]
-    """Source: outputs of forwards, of backwards, of either (mixed), or of the loss head."""
+    """Source of the messages: F slots, B slots, any slot of a mixed tick (X), or the loss head."""
     direction: int
     """Direction on the ring: +1, -1, or 0 for a message from a stage to itself."""
     slot: np.ndarray
-    """`[K, P]`: inbox slot to which the stage writes the message."""
+    """`[K, P]`: inbox slot in which each stage stores the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightWindow:
-    """Ticks at which chunks are gathered into the window and their gradients are reduced.
+    """Ticks at which chunks are gathered into the prefetch window and gradients are reduced.
 
-    Event e gathers the chunk of `gather_repeat[e, p]` on stage p, on all stages at once, while the
-    ticks before `gather_tick[e]` run. The chunk may be used from `gather_tick[e]` on. Gradients of
-    event e are complete before `reduce_tick[e]`.
+    Event e gathers one chunk per stage, on all stages at once; stage p gathers its chunk of repeat
+    `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and the chunk
+    may be used from tick `gather_tick[e]`. The gradients of reduction e are complete before
+    `reduce_tick[e]`.
     """
 
     gather_tick: np.ndarray
@@ -173,44 +171,46 @@ class WeightWindow:
 
 @dataclass(frozen=True, slots=True)
 class PrologueRounds:
-    """Ticks at which prologue layers run, if there are any; arrays `[K]`, the same on all stages.
+    """Ticks at which prologue layers run, if there are any; arrays `[K]`, identical on all stages.
 
     The layers run for a round of P microbatches: in round i, stage p has microbatch i*P + p. A
-    round runs forward when its first microbatch enters the ring, and backward when its last one has
-    returned. In between, each stage keeps its part of the round in one slot.
+    round runs forward when its first microbatch enters the ring, and backward when its last
+    microbatch has returned. Between the two passes, each stage stores its microbatch of the round
+    in one slot.
     """
 
     forward: np.ndarray
     """Round that runs forward before this tick's microbatch enters, or `IDLE`."""
     forward_slot: np.ndarray
-    """Slot of the round of the entering microbatch."""
+    """Slot of the entering microbatch's round."""
     backward: np.ndarray
     """Round that runs backward after this tick's microbatch has returned, or `IDLE`."""
     backward_slot: np.ndarray
-    """Slot of the round of the returned microbatch."""
+    """Slot of the returned microbatch's round."""
     num_slots: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A placed schedule: the timing and the buffer slots that the engine needs."""
+    """A placed schedule: the timing and buffer slots that the engine needs."""
 
     name: str
     ring: Ring
     num_microbatches: int
     group: int
-    """Number of microbatches that a stage runs back to back before the next repeat."""
+    """Number of consecutive microbatches that a stage runs before the next repeat."""
     mixed: bool
-    """Whether a tick is one action of any kind (F, I or W), instead of typed F and B slots."""
+    """Whether a tick is a single action of any kind (F, I or W), instead of typed F and B slots."""
     delayed: bool
     """Whether a message needs two ticks instead of one."""
     trains: bool
-    """Whether the schedule has backwards; without them it is forward-only, for evaluation."""
+    """Whether the schedule has backward slots. False: the schedule is forward-only, for
+    evaluation."""
     forward: SlotColumns
     backward: SlotColumns
-    """Slots of B if typed, of I if mixed."""
+    """B slots if typed, or I slots if mixed."""
     weight: SlotColumns
-    """Slots of W if mixed; never active otherwise."""
+    """W slots if mixed; never active otherwise."""
     arrivals: tuple[Arrival, ...]
     num_inbox: int
     num_stash: int
@@ -235,7 +235,7 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[tuple[ActionKind, SlotColumns], ...]:
-        """Slot kinds of this schedule, in their order within a tick."""
+        """Slot kinds of this schedule, in the order in which they run within a tick."""
         if not self.trains:
             return (("F", self.forward),)
         if self.mixed:
@@ -251,8 +251,8 @@ class Schedule:
     def loss_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch whose loss is computed in this tick, or `IDLE`.
 
-        In mixed ticks the loss head reads the outputs of the previous tick. All stages compute the
-        loss head together, so no stage has to wait for a slot of the same tick.
+        In mixed ticks, the loss head uses the outputs of the previous tick. All stages compute the
+        loss head together, so it must not depend on a slot of the same tick.
         """
         stage = self.ring.last_stage
         last = self.forward.repeat[:, stage] == self.num_repeats - 1
@@ -265,14 +265,14 @@ class Schedule:
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
-        """Return `[K]`: time of each tick, which is that of its slowest stage."""
+        """Return the time of each tick `[K]`, which is that of its slowest stage."""
         spent = [costs.of(kind) * slots.active for kind, slots in self.kinds]
         if self.mixed:
             return np.sum(spent, axis=0).max(axis=1)
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
 
     def describe_sizes(self) -> str:
-        """Return the sizes as text, such as `4 stages x 2 repeats`."""
+        """Return the numbers of stages and repeats as text, such as `4 stages x 2 repeats`."""
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:
@@ -284,9 +284,9 @@ class Schedule:
         return 1.0 - done / total if total else 0.0
 
     def stash_depth(self) -> np.ndarray:
-        """Return `[K, P]`: number of chunks with saved activations on a stage during tick k.
+        """Return `[K, P]`: the number of chunks with saved activations on each stage in each tick.
 
-        Inputs of W, which I writes, are counted too: they have the same size.
+        Deferred inputs of W are counted as saved activations, because they have the same size.
         """
         written = np.cumsum(self.forward.active, axis=0)
         freed = np.cumsum((self.weight if self.mixed else self.backward).active, axis=0)
@@ -294,7 +294,7 @@ class Schedule:
 
 
 class Costs(NamedTuple):
-    """Time of one chunk's slot of each kind, in any unit; a full backward is I plus W."""
+    """Time of each slot kind for one chunk, in any unit. A full backward pass is I plus W."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -302,7 +302,7 @@ class Costs(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Time of a full backward."""
+        """Time of a full backward pass."""
         return self.input + self.weight
 
     def of(self, kind: ActionKind) -> float:
@@ -313,12 +313,13 @@ class Costs(NamedTuple):
 def balance_layers(
     costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Return the number of layers of each chunk such that the most expensive chunk is cheapest.
+    """Return the number of layers of each chunk that minimizes the cost of the costliest chunk.
 
-    Every chunk has at least one layer. `costs` are the costs of the layers; `first` and `last` are
-    added to the first and the last chunk, for an embedding and a loss head that only one stage
-    computes. Among equally good partitions the most even one is chosen, with longer chunks first.
-    Stages advance in lockstep, so long chunks should run at the same time.
+    Every chunk has at least one layer. `costs` are the costs of the layers. `first` and `last` are
+    added to the cost of the first and last chunk, for an embedding and a loss head that only one
+    stage computes. Among equally good partitions, the function returns the most even partition,
+    with longer chunks first. Stages advance in lockstep, so long chunks should run at the same
+    time.
 
     Source: dynamic programming over contiguous partitions, as in Alpa (arXiv:2201.12023).
     """
@@ -330,13 +331,14 @@ def balance_layers(
     ends[0] += first
     ends[-1] += last
     points = np.arange(len(total))
-    # Cost of the layers from one point to a later one; infinite for all other pairs.
+    # Cost of the layers between two points; infinite unless the first point is earlier.
     spans = np.where(points[:, None] > points, total[:, None] - total, np.inf)
 
     def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the best cost of the first n layers in k chunks, and the size of the last chunk.
+        """Return the minimum cost of the first n layers in k chunks, and the size of the last
+        chunk.
 
-        The cost is that of the worst chunk, or the sum of squares if `limit` is finite.
+        The cost is that of the costliest chunk, or the sum of squared costs if `limit` is finite.
         """
         value = np.full((num_chunks + 1, len(total)), np.inf)
         taken = np.zeros(value.shape, np.int32)
@@ -347,7 +349,7 @@ def balance_layers(
                 found = np.maximum(before, cost)
             else:
                 found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
-            # Among equals choose the shortest last chunk, so that longer chunks come first.
+            # Break ties by the shortest last chunk, so that longer chunks come first.
             start = points[-1] - np.argmin(found[:, ::-1], axis=1)
             value[chunk], taken[chunk] = found[points, start], points - start
         return value, taken

@@ -1,10 +1,9 @@
-"""Static proof that a schedule computes the network, in milliseconds and without jax.
+"""Static verification that a schedule computes the network, in milliseconds and without JAX.
 
 The table is simulated on strings, with the engine's rules for messages and buffers. Every read must
 return exactly the value that the unpipelined network has at that point. A violated dependency, a
-message in the wrong slot, an overwritten live slot or a read from a dead slot gives a wrong string.
-The
-error then shows the grid around the bad cell.
+message in the wrong slot, an overwritten live slot or a read from a dead slot results in a wrong
+string. The error then shows the part of the timeline around the wrong cell.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class ScheduleError(MaxpipeError):
 
 
 def verify(schedule: Schedule, *, idle: float | None = None) -> None:
-    """Check the full table; `idle` is the closed form of its idle fraction, if there is one.
+    """Check the full table. `idle` is the closed form of its idle fraction, if known.
 
     Raises:
-        ScheduleError: a cell is wrong; shows the first one with the grid around it.
+        ScheduleError: a cell is wrong. The message shows the first wrong cell in the timeline.
     """
     _check_columns(schedule)
     _check_weight_window(schedule)
@@ -80,7 +79,7 @@ def _check_range(
 
 
 def _check_weight_window(schedule: Schedule) -> None:
-    """Check that gathers and reductions are in range and use every declared window slot."""
+    """Check that gathers and reductions have valid indices and use every declared window slot."""
     visits, last = schedule.weight_window, schedule.num_ticks - 1
     for column, high in (
         ("gather_tick", last),
@@ -109,7 +108,7 @@ def _check_weight_window(schedule: Schedule) -> None:
 
 
 def _check_kinds(schedule: Schedule) -> None:
-    """Check that work is in existing slots only, with at most one action in a mixed tick."""
+    """Check that only existing slot kinds have work, with at most one action per mixed tick."""
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]
     if schedule.mixed and not schedule.trains:
@@ -131,7 +130,7 @@ def _check_kinds(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    """Check that each stage computes each (microbatch, repeat) exactly once per slot kind."""
+    """Check that each stage runs each (microbatch, repeat) exactly once per slot kind."""
     for kind, slots in schedule.kinds:
         for stage in range(schedule.num_stages):
             seen: dict[tuple[int, int], int] = {}
@@ -153,7 +152,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 class _Message(NamedTuple):
-    """A message of a slot, and the direction of its reader (None: no reader)."""
+    """A message that a slot sends, and its direction (None: no receiver)."""
 
     value: str
     direction: int | None
@@ -166,7 +165,7 @@ _StageMessages = list[_Message]
 
 
 class _Simulation:
-    """Simulates the engine's ticks on strings instead of arrays."""
+    """Simulate the engine's ticks on strings instead of arrays."""
 
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.weight_window
@@ -176,15 +175,16 @@ class _Simulation:
         self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
-        # Contents of the slots in use, by stage.
+        # Contents of the slots in use on each stage.
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
         self.window = [[_EMPTY] * visits.num_chunk_slots for _ in stages]
-        # (chunk, microbatch) of the terms in each gradient accumulator.
+        # (chunk, microbatch) of every term added to each gradient accumulator.
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient_slots)] for _ in stages
         ]
-        # Largest number of slots in use at once, and the cell; a buffer has at least one slot.
+        # Largest number of slots in use at once, and the tick and stage at which this occurs. A
+        # buffer has at least one slot.
         none = (1, 0, 0)
         self.peaks: dict[str, tuple[int, int, int]]
         self.peaks = {"inbox": none, "stash": none, "deferred": none}
@@ -229,7 +229,7 @@ class _Simulation:
     def _deliver(
         self, tick: int, travelling: dict[str, _StageMessages], staying: dict[str, _StageMessages]
     ) -> None:
-        """Store the messages of these ports in one phase of the tick."""
+        """Store the messages that arrive from these ports in one phase of the tick."""
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             writes: list[tuple[bool, int, str, str]] = []
@@ -243,7 +243,8 @@ class _Simulation:
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
-            # Expected messages come first, so that no other message may share their slot.
+            # Process expected messages first, so that an unexpected message in the same slot is an
+            # error.
             for unwanted, slot, value, port in sorted(writes):
                 if slot in self.unread[stage]:
                     kind = port if port in dict(schedule.kinds) else schedule.kinds[1][0]
@@ -255,7 +256,7 @@ class _Simulation:
                     self.unread[stage].add(slot)
 
     def _loss(self, tick: int) -> _StageMessages:
-        """Return the cotangents from the loss head, which leave the last stage."""
+        """Return the cotangents that the loss head sends to the last stage."""
         ring, microbatch = self.schedule.ring, int(self.schedule.loss_microbatch[tick])
         row = [_NO_MESSAGE] * ring.num_stages
         if microbatch != IDLE:
@@ -308,7 +309,9 @@ class _Simulation:
     def _start_action(
         self, kind: ActionKind, slots: SlotColumns, tick: int, stage: int
     ) -> tuple[int, int] | None:
-        """Return (chunk, microbatch) of the slot, and check that the window has its weights."""
+        """Return (chunk, microbatch) of the slot, and check that the window holds the chunk's
+        weights.
+        """
         microbatch = int(slots.microbatch[tick, stage])
         if microbatch == IDLE:
             return None
@@ -381,7 +384,7 @@ class _Simulation:
             self._expect(found, wanted, tick, stage, kind)
 
     def _refill_window(self, tick: int) -> None:
-        """Run the reductions and gathers that are due before this tick."""
+        """Simulate the reductions and gathers that are due before this tick."""
         if tick not in self.window_ticks:
             return
         schedule, visits = self.schedule, self.schedule.weight_window
@@ -399,7 +402,7 @@ class _Simulation:
                 self.window[stage][slot] = f"weights of chunk {chunk}"
 
     def _check_end(self) -> None:
-        """Check that every produced value was used, and that no buffer is larger than needed."""
+        """Check that every stored value was used, and that no buffer is larger than needed."""
         schedule = self.schedule
         last, kind = schedule.num_ticks - 1, schedule.kinds[-1][0]
         for stage in range(schedule.num_stages):
@@ -420,17 +423,19 @@ class _Simulation:
 
 
 class _PrologueSimulation:
-    """Simulates the prologue layers: one slot holds one round from its forward to its backward."""
+    """Simulate the prologue layers, where a slot holds a round from its forward to its backward
+    pass.
+    """
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.rounds = schedule, schedule.prologue
-        # By slot: the round, its microbatches that have not entered, and those that have not
-        # returned.
+        # Keyed by slot: the round, the microbatches that have not entered, and the microbatches
+        # that have not returned.
         self.live_rounds: dict[int, tuple[int, set[int], set[int]]] = {}
         self.peak = (0, 0)
 
     def run(self) -> None:
-        """Check that every microbatch enters from its round's slot and returns to that slot."""
+        """Check that every microbatch enters from, and returns to, the slot of its round."""
         schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")
@@ -467,7 +472,7 @@ class _PrologueSimulation:
             self.peak = (len(self.live_rounds), tick)
 
     def _pass(self, tick: int, kind: ActionKind, microbatch: int) -> None:
-        """Record that a microbatch enters, or that its cotangent has returned."""
+        """Record that a microbatch enters the ring, or that its cotangent has returned."""
         if microbatch == IDLE:
             return
         column = self.rounds.forward_slot if kind == "F" else self.rounds.backward_slot

@@ -1,10 +1,9 @@
-"""Build the train steps, batches and objective of a config.
+"""Build the steps, batches and objective of a config.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
-sections of a model and a mesh, and returns the steps with the shardings of their inputs and
-outputs.
+sections of a model and a mesh. It returns the steps with the shardings of their inputs and outputs.
 
-Source: Pax has a single function that partitions a model.
+Source: Pax, which also partitions a model in a single function.
 """
 
 from __future__ import annotations
@@ -99,9 +98,9 @@ def build_steps(
     num_sources: int = 0,
     objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
-    """Return the steps of this model on this mesh, by default with cross entropy.
+    """Return the steps of a model on a mesh. The default objective is cross entropy.
 
-    Batches of a mixture have `num_sources` sources with separate sums of losses.
+    With a mixture, losses are summed separately for each of the `num_sources` sources.
 
     Raises:
         ConfigError: the axis rules shard two dims of a tensor over one mesh axis, or the schedule
@@ -115,7 +114,8 @@ def build_steps(
     scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])
     schedule = scheduled(pipeline.microbatches)
     ring = schedule.ring
-    # All stages share the embedding and the loss head, so only layers count in the partition.
+    # All stages share the work of the embedding and the loss head, so the partition considers only
+    # layers.
     outside, costs = pipeline.prologue_layers, layer_costs(decoder.model, train.sequence_length)
     cut = pipeline.layers_per_chunk or balance_layers(costs[outside:], ring.num_chunks)
     layout = LayerLayout(ring, tuple(cut), outside, decoder.model.layers)
@@ -138,7 +138,7 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # other ids have no text
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # all other ids have no text
     return Steps(
         param_layout=parts,
         optimizer=optimizer,
@@ -195,7 +195,7 @@ def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """Return the configured selection of saved activations."""
+    """Return the configured policy for saved activations."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
@@ -207,7 +207,7 @@ def steps_from_config(
 ) -> Steps:
     """Return the steps of a config on a mesh; see `build_steps`.
 
-    There is one sum per source of the mixture, or for each of `num_sources`.
+    Losses are summed per source: for `num_sources` sources, or by default for those of the mixture.
     """
     return build_steps(
         mesh,
@@ -226,7 +226,7 @@ def steps_from_config(
 
 
 def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int) -> Batches:
-    """Return global batches of steps `start` to `stop - 1`, prefetched."""
+    """Return prefetched global batches for steps `start` to `stop - 1`."""
     rows = {count: local_sequences(sharding, count) for count in loader.ramp.sizes(start)}
 
     def placed(host: Batch, count: int) -> dict[str, jax.Array]:
@@ -236,19 +236,17 @@ def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int)
 
 
 def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
-    """Return the devices of the student and of its teacher, which may be the same.
+    """Return the devices of the student and those of its teacher, which may be the same.
 
     Raises:
-        ConfigError: there are not enough devices, or processes would have different numbers.
+        ConfigError: there are not enough devices, or they do not divide evenly over the processes.
     """
     count = config.distill.teacher_devices if runs_teacher(config) else 0
     return partition_devices(jax.devices(), count, "distill.teacher_devices")
 
 
 def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
-    """Return the config with each -1 of the mesh resolved, after checking rules that depend on
-    it.
-    """
+    """Resolve each -1 of the mesh config, and check the rules that depend on the mesh."""
     mesh = resolve_mesh_config(loaded.config.mesh, split_devices(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)
@@ -260,7 +258,7 @@ def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def shared_metadata(config: Config) -> dict[str, str]:
-    """Return the values that must be equal in all processes, by name."""
+    """Return the values that must be equal in all processes, keyed by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):

@@ -1,8 +1,9 @@
-"""A compiled train step on disk, loaded only after its owner, checksum and metadata are verified.
+"""Save and load compiled train steps; verify owner, metadata and checksum before loading.
 
-A compiled program is executable code, and jax stores part of it as a pickle, which can run code as
-well. The folder must therefore be writable by its owner only. It contains the program, a checksum,
-and the metadata of the compilation. The program is deserialized only after all three checks.
+A compiled program is executable code, and JAX stores part of the program as a pickle, which can
+also run code. The folder must therefore be writable only by its owner. The folder contains the
+program, a checksum, and the metadata of the compilation. The program is deserialized only after all
+three checks.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ PROGRAM, PROVENANCE = "program.bin", "provenance.json"
 CONFIG_KEY = "runtime.compiled_step"
 _MAX_PROVENANCE_BYTES = 1 << 20
 PROGRAM_SECTIONS = ("model", "mesh", "pipeline", "train", "optim")
-"""Config sections that determine the program."""
+"""Config sections that affect the program."""
 PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
-"""Keys of other sections that determine the program."""
+"""Keys in other sections that affect the program."""
 
 
 class Provenance(TypedDict):
-    """Content of the metadata file of a program."""
+    """Content of a program's metadata file."""
 
     sha256: str
     facts: dict[str, str]
 
 
 def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
-    """Write a program and the metadata of its compilation.
+    """Write a program and its compilation metadata.
 
     Raises:
         StorageError: the folder cannot be written, or other users can write to it.
@@ -63,10 +64,11 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
 def load(
     folder: Path, facts: Mapping[str, str], in_tree: Any, out_tree: Any, devices: Sequence[Any]
 ) -> Any:
-    """Return the program in a folder if its metadata are these.
+    """Return the program in a folder if its metadata match `facts`.
 
     Raises:
-        ConfigError: the program was compiled for other values, or the devices cannot use it.
+        ConfigError: the program was compiled for different values, or cannot be loaded on these
+            devices.
         StorageError: the program is missing or damaged, or other users can write to it.
     """
     try:
@@ -100,7 +102,7 @@ def load(
 
 
 def check_devices(platform: str, count: int, where: str, folder: Path, action: str) -> None:
-    """Check that this many devices of a platform, by its jax name, can load programs.
+    """Check that `count` devices of a platform can load programs. `platform` is the JAX name.
 
     Raises:
         ConfigError: the devices cannot load programs.
@@ -118,7 +120,7 @@ def _damage_error(folder: Path) -> StorageError:
 
 
 def _read_private(path: Path, most: int = -1) -> bytes:
-    """Read at most `most` bytes, after checking the opened file itself."""
+    """Read at most `most` bytes, after checking the owner and mode of the opened file."""
     with open(files.open_regular(path), "rb") as stream:
         _check_private(path, os.fstat(stream.fileno()))
         return stream.read(most)
@@ -135,9 +137,9 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 def program_metadata(
     sections: Mapping[str, Mapping[str, Any]], lowered: Any, devices: Sequence[Any]
 ) -> dict[str, str]:
-    """Return the metadata of a train step: config, devices, compiler, and checksum of the program.
+    """Return the metadata of a train step: config, devices, JAX version and program checksum.
 
-    `sections` are the sections of a config with a resolved mesh, by name.
+    `sections` are the sections of a config with a resolved mesh, keyed by name.
     """
     values = {
         f"{section}.{key}": json.dumps(value)

@@ -1,8 +1,8 @@
-"""Bitwise comparison of replicated parts of the train state on different devices.
+"""Bitwise comparison of the replicated parts of the train state across devices.
 
-If a mesh axis does not shard an array, the devices along the axis hold replicas that every step
-changes identically. A fault of a device's arithmetic or memory makes its replica differ, and no
-other check detects that. Each device reduces every shard to one integer, and only integers are
+If a mesh axis does not shard an array, the devices along the axis hold replicas, and every step
+changes them identically. A hardware fault in a device makes its replica differ, which no other
+check detects. Each device reduces every shard to one integer, and only these integers are
 communicated.
 """
 
@@ -26,9 +26,7 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose replica on `device` differs from that on `other`, which has the majority
-    value.
-    """
+    """An array whose replica on `device` differs from the majority, which includes `other`."""
 
     name: str
     device: Any
@@ -52,7 +50,7 @@ def format_differences(found: Sequence[Difference], where: str) -> str:
 
 
 class ReplicaCheck:
-    """Compares the replicas in trees with these shardings."""
+    """Compare the replicas in trees with the given shardings."""
 
     def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
         self._devices = list(mesh.devices.flat)
@@ -74,7 +72,7 @@ class ReplicaCheck:
         )
 
     def _copies(self, leaf: Any, sharding: NamedSharding) -> list[int]:
-        """Return for each device the index of the first device that holds the same shard."""
+        """Return, for each device, the index of the first device that holds the same shard."""
         indices = sharding.devices_indices_map(leaf.shape)
         first: dict[str, int] = {}
         return [
@@ -83,7 +81,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Return the differences in this tree, the same in all processes."""
+        """Return the differences in a tree, identical in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [
@@ -107,17 +105,16 @@ class ReplicaCheck:
 
 
 def _digests(tree: Tree) -> jax.Array:
-    """Return uint32 [devices, arrays] on every device: checksums of each device's shards."""
+    """Return the checksums of each device's shards, uint32 `[devices, arrays]`, on every device."""
     mine = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
     return jax.lax.all_gather(mine, AXES)
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """Return the uint32 sum of the bits of all entries, each times an odd number given by its
-    index.
+    """Return the uint32 sum of the bits of all entries, weighted by odd numbers.
 
-    An odd factor is invertible modulo a power of two, so a single flipped bit always changes the
-    sum.
+    The weight of an entry depends on its index. Odd weights are invertible modulo a power of two,
+    so a single flipped bit always changes the sum.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)

@@ -1,9 +1,9 @@
-"""The train state and its two forms: stacked on the mesh, and in network order.
+"""The train state in its two forms: stacked on the mesh, and in network order.
 
-On the mesh, layers are stacked `[R, P, L]`, prologue layers `[layers]`, and the vocabulary is
-padded to a multiple of its shards. In checkpoints everything is in network order without padding.
-`ParamLayout` is the only class that converts between the forms, and it defines the sharding of
-both.
+On the mesh, layers are stacked `[R, P, L]`, prologue layers are stacked `[layers]`, and the
+vocabulary is padded to a multiple of the number of shards. In checkpoints, all layers are in
+network order without padding. `ParamLayout` is the only class that converts between the forms, and
+it defines the sharding of both.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
 
 
 class TrainState(NamedTuple):
-    """State that a step changes. Data position and randomness follow from `step`."""
+    """State that a step changes. The data position and the random keys are derived from `step`."""
 
     step: jax.Array
-    """int32: number of completed steps, including those whose update was skipped."""
+    """int32: number of completed steps, including steps whose update was skipped."""
     params: Tree
     optimizer: OptState
     guard: GuardState
@@ -51,7 +51,7 @@ class TrainState(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Parameters of a decoder on a mesh, and trees with arrays like them."""
+    """Layout of a decoder's parameters, and of trees with the same structure, on a mesh."""
 
     decoder: Decoder
     layout: LayerLayout
@@ -88,15 +88,15 @@ class ParamLayout:
 
     @cached_property
     def contracted_dims(self) -> Tree:
-        """`Decoder.summed` for the stacked form."""
+        """`Decoder.contracted_dims` for the stacked form."""
         return self._split_prologue(self.decoder.contracted_dims())
 
     def select_trainable(self, params: Tree) -> Tree:
-        """Return the trainable part of a tree in stacked form, which the optimizer updates."""
+        """Return the trainable parameters of a tree in stacked form."""
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
-        """Convert declarations by layer type to the layers in the ring and in the prologue."""
+        """Convert a tree keyed by layer type to the layer types in the ring and in the prologue."""
         layers, layout = declared["layers"], self.layout
         found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
         if layout.num_prologue_layers:
@@ -105,7 +105,7 @@ class ParamLayout:
 
     @cached_property
     def saved_specs(self) -> Tree:
-        """PartitionSpec of each parameter in saved form; layers are sharded over stages."""
+        """PartitionSpec of each parameter in saved form; the layer dim is sharded over stages."""
         size = self.mesh.shape
 
         def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -131,9 +131,7 @@ class ParamLayout:
         return specs
 
     def _zero1_spec(self, spec: PartitionSpec, param: Param, stacked: int) -> PartitionSpec:
-        """Return the spec of a parameter with `stacked` leading dims, with ZeRO-1 sharding
-        added.
-        """
+        """Add ZeRO-1 sharding to the spec of a parameter with `stacked` leading dims."""
         entries = list(map(entry_axes, spec)) + [()] * (stacked + len(param.dims) - len(spec))
         dim = find_zero1_dim(param.dims, entries[stacked:], self.mesh.shape)
         if dim is not None:
@@ -141,7 +139,7 @@ class ParamLayout:
         return PartitionSpec(*(each or None for each in entries))
 
     def select_trainable_saved(self, saved: Tree) -> Tree:
-        """Return the trainable part of a tree in saved form."""
+        """Return the trainable parameters of a tree in saved form."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
         return select_trainable(saved, mask | {"layers": self._drop_single_layer_type(layers)})
@@ -149,7 +147,7 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the saved specs of state arrays, which are named by their stacked paths."""
+        """Return the specs of state arrays in saved form; the arguments have stacked paths."""
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -157,10 +155,11 @@ class ParamLayout:
             own = next((each for each in paths if each in kept), None)
             if own is not None:
                 target, one = targets[own], kept[own]
-                # There is one stacked dim, or none; the other dims are sharded as on the mesh.
+                # Saved layers have one stacked dim, other parameters none. All other dims are
+                # sharded as on the mesh.
                 entries = [*spec[:in_layers], *target.spec[target.num_stacked_dims :]]
                 entries += [None] * (in_layers + len(target.param.dims) - len(entries))
-                if not in_layers:  # the vocabulary has no padding in saved form
+                if not in_layers:  # the saved form does not pad the vocabulary
                     vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
                     entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
                 dropped = {in_layers + dim for dim in one.dropped_dims}
@@ -169,7 +168,7 @@ class ParamLayout:
         return self._plain_to_saved(unflatten(found))
 
     def _saved_layers(self, kind: str) -> Tree:
-        """Return the PartitionSpecs of the parameters of all layers of a type, in network order."""
+        """Return the PartitionSpecs of the parameters of one layer type, in network order."""
         count = len(self.layout.stacks[kind].layers)
         stage = STAGE if count % self.mesh.shape[STAGE] == 0 else None
         ring, front = self.specs["layers"], self.specs.get("outside", {})
@@ -179,20 +178,20 @@ class ParamLayout:
         )
 
     def _drop_single_layer_type(self, layers: Tree) -> Tree:
-        """Return the saved form of layers by type, which omits the name of a single type.
+        """Return the saved form of layers keyed by type, without the key if there is only one type.
 
-        Checkpoints from before layer types have this form.
+        Checkpoints written before layer types existed have this form.
         """
         return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
 
     def split_layer_types(self, saved: Tree) -> Tree:
-        """Return a saved tree with its layers by type, even for a single type."""
+        """Return a saved tree with layers keyed by type, even for a single type."""
         if "layers" not in saved or len(self.layout.stacks) > 1:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
 
     def trainable_params(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
-        """Return the trainable parameters, by their paths in stacked form."""
+        """Return the trainable parameters, keyed by their paths in stacked form."""
         model, layout = self.decoder.model, self.layout
         rates = chosen(model, parse_param_values(optim.lr_multipliers))
         decays = chosen(model, parse_param_values(optim.weight_decays))
@@ -219,14 +218,12 @@ class ParamLayout:
         return found
 
     def shardings(self, specs: Tree) -> Tree:
-        """Return the specs as shardings on this mesh."""
+        """Return the specs as NamedShardings on this mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_is_spec)
 
     def init(self, key: jax.Array) -> Tree:
-        """Return stacked parameters; each layer's values depend only on the key and the layer
-        index.
-        """
-        # The key does not determine a sharding, so explicit mode needs specs.
+        """Return new stacked parameters, which depend only on the key and the layer indices."""
+        # The key does not determine a sharding, so explicit axes need specs.
         return auto_sharded(self._init_stacked, self.specs)(key)
 
     def _init_stacked(self, key: jax.Array) -> Tree:
@@ -255,7 +252,7 @@ class ParamLayout:
 
     @cached_property
     def base(self) -> ParamLayout:
-        """Layout of the same model without adapters; itself if there are none."""
+        """Layout of the same model without adapters; `self` if the model has no adapters."""
         config = self.decoder.config
         if config.adapter is None:
             return self
@@ -263,7 +260,7 @@ class ParamLayout:
         return ParamLayout(decoder, self.layout, self.mesh)
 
     def add_adapters(self, base: Tree, key: jax.Array) -> Tree:
-        """Return the parameters of `base` with new adapters added; all are stacked."""
+        """Add new adapters to the stacked parameters of `base`."""
         if self.base is self:
             return base
         return auto_sharded(self._add_adapters, self.specs)(base, self.init(key))
@@ -280,10 +277,12 @@ class ParamLayout:
         return found
 
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert network order, `layers {type: [n, ...]}`, to the stacked and padded form.
+        """Convert parameters in network order, `layers {type: [n, ...]}`, to the stacked, padded
+        form.
 
-        Here and below, parameters and dims may be missing, such as frozen parameters in optimizer
-        state. `vocabulary` gives the index of the vocabulary dim of each parameter.
+        In this and the following methods, parameters and dims may be missing, such as frozen
+        parameters in optimizer state. `vocabulary` maps parameters to the index of their vocabulary
+        dim.
         """
         stacked = self._pad_vocabulary(params, vocabulary)
         layers, outside = self.layout.stack(stacked.pop("layers", {}))

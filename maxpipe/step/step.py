@@ -1,10 +1,10 @@
-"""Train and eval steps, which combine the model, the pipeline and sharding.
+"""Train and eval steps, which combine the model, the pipeline and the shardings.
 
-Some parameters, such as load-balancing biases, are updated without a gradient, from statistics that
-the layers report. Statistics are sums over all sequences, stacked like the parameters. The update
+Some parameters, such as load-balancing biases, are updated from statistics that the layers report,
+without a gradient. Statistics are sums over all sequences, stacked like the parameters. The update
 is elementwise, so it does not depend on the mesh, the schedule or the number of microbatches.
 
-Metrics of layers are computed from the losses and statistics that their parts declare.
+Layer metrics are computed from the losses and statistics that the model declares.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def compute_layer_metrics(
     losses: Mapping[str, Float[Array, ""]],
     statistics: Mapping[str, Mapping[str, Array]],
 ) -> dict[str, Float[Array, ""]]:
-    """Return the metrics of the layers by tag.
+    """Return the layer metrics, keyed by tag.
 
-    `losses` are sums over layers, per target token. `statistics` are arrays `[layers of the type,
-    ...]` by layer type and name. MTP layers are included, with their own targets.
+    `losses` are per target token, summed over layers. `statistics` are arrays `[layers of the type,
+    ...]`, keyed by layer type and name. MTP layers are included, with their shifted targets.
     """
     found: dict[str, Array] = {}
     for tag, summary in model.metrics.items():
@@ -81,7 +81,7 @@ def compute_layer_metrics(
 
 
 def _extreme_per_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
-    """Return each layer's largest or smallest entry divided by the mean; 0 if all entries are 0."""
+    """Return each layer's largest or smallest entry, divided by the mean; 0 if the mean is 0."""
     entries = jax.lax.reshape(array, (len(array), array[0].size))
     extreme = (entries.max if largest else entries.min)(axis=1)
     mean = entries.mean(axis=1)
@@ -94,10 +94,10 @@ def apply_balance_updates(
     statistics: Mapping[str, Mapping[str, Any]],
     taken: Bool[Array, ""] | bool,
 ) -> Tree:
-    """Return the parameters with those that follow statistics updated, unless the step is skipped.
+    """Update the parameters that follow statistics, unless the step is skipped.
 
-    `statistics` are by place (`layers` and `outside`), layer type and name; those of MTP layers by
-    name, under `ahead`.
+    `statistics` are keyed by place (`layers`, `outside`), layer type and name. Those of MTP layers
+    are under `ahead`, keyed by name only.
     """
     found = dict(params)
 
@@ -128,10 +128,10 @@ def balance_step(
 ) -> Float[Array, "*layers E"]:
     """Increase entries whose statistic is below the mean; decrease entries above the mean.
 
-    Padding of a stack has statistics 0 and does not change.
+    Padding entries of a stack have statistics of 0 and do not change.
     """
     mean = statistic.mean(-1, keepdims=True)
-    # Statistics cover all experts on each device, but the parameter may be sharded over experts.
+    # Every device has the statistics of all experts, but the parameter may be sharded over experts.
     direction = reshard_like(jnp.sign(mean - statistic), param)
     return param + how.rate * direction.astype(param.dtype)
 
@@ -140,31 +140,32 @@ Tree = Any
 
 
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
-"""Metrics by tag; losses are in nats per token, in evaluations in nats. A mixture has sums
-`[sources]` of each source, under `BY_SOURCE` in training and for all sums of evaluations."""
+"""Metrics, keyed by tag. Training losses are in nats per token, evaluation losses in total nats.
+With a mixture, evaluation sums are per source `[sources]`, and training adds the sums under
+`BY_SOURCE`."""
 
 
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
-"""Tags of the sums `[sources]` of a mixture's step; see `PerSourceSums`."""
-# One stream of keys per use of randomness.
+"""Tags of the per-source sums `[sources]` of a training step on a mixture; see `PerSourceSums`."""
+# Each use of randomness has a separate stream of keys.
 _PARAMETERS, _DROPOUT = 0, 1
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A partitioned model: shardings, and functions to compile for them."""
+    """A partitioned model: its shardings and the functions to compile for them."""
 
     param_layout: ParamLayout
     optimizer: Optimizer
     train_schedule: Schedule
     engine: Engine
     shape: tuple[int, int]
-    """Number of sequences and tokens per sequence of a global batch."""
+    """Number of sequences in a global batch, and number of tokens per sequence."""
     schedules: Callable[[int], Schedule]
-    """Returns the schedule for another number of microbatches."""
+    """Function that returns the schedule for a given number of microbatches."""
     seed: int
     byte_lengths: np.ndarray
-    """Number of text bytes of each token id."""
+    """Number of bytes of text for each token id."""
     guard: GuardConfig
 
     @property
@@ -174,7 +175,7 @@ class Steps:
 
     @property
     def num_sources(self) -> int:
-        """Number of sources of a mixture; 0 without one."""
+        """Number of sources of the mixture; 0 without a mixture."""
         return self.engine.network.num_sources
 
     # Shardings.
@@ -192,7 +193,7 @@ class Steps:
         return found._replace(optimizer=found.optimizer._replace(trees=trees))
 
     def _in_state_memory(self, shardings: Tree) -> Tree:
-        """Return the shardings of the optimizer's trees in the memory that stores them."""
+        """Return the shardings of optimizer-state trees with the memory kind that stores them."""
         if not self.optimizer.config.offload_state:
             return shardings
         return jax.tree.map(lambda each: each.with_memory_kind("pinned_host"), shardings)
@@ -228,7 +229,7 @@ class Steps:
         return jax.eval_shape(self.param_layout.init, jax.random.key(0))
 
     def with_batch_size(self, rows: int) -> Steps:
-        """Return the steps for batches of fewer sequences: fewer microbatches of the same size."""
+        """Return the steps for a smaller batch, which has fewer microbatches of the same size."""
         count = rows * self.train_schedule.num_microbatches // self.shape[0]
         if rows == self.shape[0]:
             return self
@@ -237,30 +238,32 @@ class Steps:
     # Compiled functions.
 
     def init(self) -> TrainState:
-        """Return a fresh state on the mesh; its values depend only on the seed and the model."""
+        """Return a new state on the mesh; its values depend only on the seed and the model."""
         init = self._jit(self._init, self.state_sharding).lower()
-        # On CPU, LLVM needs many seconds to optimize the random generator, which runs only once.
-        # Its integer arithmetic gives the same bits at any optimization level.
+        # On CPU, LLVM needs many seconds to optimize the random number generator, which runs only
+        # once. The generator uses integer arithmetic, so the bits are the same at any optimization
+        # level.
         options: dict[str, Any] = {}
         if self.param_layout.mesh.devices.flat[0].platform == "cpu":
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
     def init_params(self) -> Tree:
-        """Return the parameters of a fresh state."""
+        """Return the parameters of a new state."""
         init = partial(self.param_layout.init, self._key(_PARAMETERS))
         return self._jit(init, self.state_sharding.params)()
 
     def compile_train(self) -> Any:
-        """Compile the train step: (state, batch) -> (state, metrics); donates the state."""
+        """Compile the train step: (state, batch) -> (state, metrics). The state is donated."""
         return self.lower_train().compile(self.compiler_options)
 
     def load_train(self, folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Any:
-        """Load a train step that was compiled ahead of time for a config with these sections.
+        """Load a train step that was compiled ahead of time for a config with the same sections.
 
         Raises:
-            ConfigError: it was compiled for other values, or cannot be used on these devices.
-            StorageError: it cannot be read, or is not safe to load.
+            ConfigError: the program was compiled for different values, or cannot be loaded on these
+                devices.
+            StorageError: the program cannot be read, or is not safe to load.
         """
         devices = list(self.param_layout.mesh.devices.flat)
         lowered = self.lower_train()
@@ -283,10 +286,11 @@ class Steps:
             return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
-        """Compile the eval step: (params, batch) -> sums over the batch's target tokens.
+        """Compile the eval step: (params, batch) -> sums over the target tokens of the batch.
 
-        `rows` is the number of sequences in the global batch, any multiple of the batch shards; 0
-        uses the training batch size. A microbatch has at most as many sequences as in training.
+        `rows` is the number of sequences in the global batch and must be a multiple of the number
+        of batch shards; 0 uses the training batch size. Microbatches are not larger than in
+        training.
         """
         if (objective := self.objective.eval_objective) is not self.objective:
             network = replace(self.engine.network, objective=objective)
@@ -304,10 +308,11 @@ class Steps:
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile a reader: (params, batch) -> its output for each sequence, arrays `[rows, ...]`.
+        """Compile a reader: (params, batch) -> arrays `[rows, ...]` with its output for each
+        sequence.
 
-        The arrays are sharded like the batch, or replicated if `everywhere` is set. For `rows` see
-        `compile_eval`.
+        The arrays are sharded like the batch, or replicated if `everywhere` is set. `rows` is
+        described in `compile_eval`.
         """
         rows = rows or self.shape[0]
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)
@@ -322,7 +327,7 @@ class Steps:
             return lowered.compile(self.compiler_options)
 
     def digest(self, params: Tree) -> str:
-        """Return a checksum of parameters that is the same under every layout."""
+        """Return a checksum of the parameters that does not depend on the layout."""
         parts = self.param_layout
 
         def digests(params: Tree) -> Array:
@@ -355,13 +360,15 @@ class Steps:
         return make_forward_schedule(self.train_schedule.ring, count)
 
     def buffer_shapes(self) -> dict[str, list[Any]]:
-        """Return the shapes per device of the arrays carried by the tick loop; compiles nothing."""
+        """Return the per-device shapes of the tick loop's buffers, without compiling."""
         return self.engine.buffer_shapes(
             self.train_schedule, self.abstract_state.params, self.abstract_batch()
         )
 
     def abstract_batch(self, rows: int = 0) -> Tree:
-        """Return the shapes and dtypes of a global batch, by default of the training batch size."""
+        """Return the shapes and dtypes of a global batch; `rows` defaults to the training batch
+        size.
+        """
         shape = (rows or self.shape[0], self.shape[1])
         ids = partial(jax.ShapeDtypeStruct, sharding=self.batch_sharding)
         names = ("tokens", "targets", "segment_ids", "positions")
@@ -378,18 +385,18 @@ class Steps:
 
     @cached_property
     def replica_check(self) -> ReplicaCheck:
-        """Check of the replicated parts of the stacked train state."""
+        """Check that replicated parts of the stacked train state are bitwise equal."""
         return ReplicaCheck(self.param_layout.mesh, self.abstract_state, self.state_sharding)
 
     @cached_property
     def to_saved(self) -> Any:
-        """Function from the state to its saved form: network order without padding."""
+        """Function that converts a state to its saved form: network order, without padding."""
         return self._jit(self._to_saved, self.saved_sharding)
 
     def _to_saved(self, state: TrainState) -> Tree:
         parts = self.param_layout
 
-        # This joins the layers of all stages in one dim and removes padding.
+        # Merge the layers of all stages into one dim and remove padding.
         def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
             run = partial(parts.to_saved, vocabulary=vocabulary)
             return auto_sharded(run, specs)(tree)
@@ -403,17 +410,16 @@ class Steps:
         return {"step": state.step, "params": params, "optimizer": saved}
 
     def _select_saved(self, params: Tree) -> Tree:
-        """Return the part of all saved parameters that a checkpoint stores: only adapters, if
-        any.
-        """
+        """Return the parameters that a checkpoint stores: only the adapters, if there are any."""
         parts = self.param_layout
         return params if parts.base is parts else parts.select_trainable_saved(params)
 
     @cached_property
     def from_saved(self) -> Any:
-        """Function (saved form, guard state, base of adapters) -> state.
+        """Function (saved form, guard state, base parameters) -> state.
 
-        By default the guard state is that of a new run, and there is no base.
+        The guard state defaults to that of a new run. Base parameters are needed only with
+        adapters.
         """
 
         def convert(
@@ -433,12 +439,12 @@ class Steps:
 
     @cached_property
     def stack_params(self) -> Any:
-        """Function from saved parameters to stacked parameters."""
+        """Function that converts saved parameters to stacked parameters."""
         return self._jit(self._stack, self.state_sharding.params)
 
     @cached_property
     def merge_adapters(self) -> Any:
-        """Function (base, adapters) in saved form -> all parameters in saved form."""
+        """Function (base, adapters) -> all parameters, all of them in saved form."""
         parts, specs = self.param_layout, self.param_layout.saved_specs
 
         def convert(base: Tree, adapters: Tree) -> Tree:
@@ -447,8 +453,8 @@ class Steps:
         return self._jit(convert, parts.shardings(specs))
 
     def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
-        """Stack saved parameters; with a `base`, they are the adapters of that base."""
-        # This distributes layers over stages and pads the vocabulary.
+        """Stack saved parameters. With a `base`, `params` are adapters of that base."""
+        # Distribute the layers over the stages and pad the vocabulary.
         parts = self.param_layout
         if base is None:
             return auto_sharded(parts.from_saved, parts.specs)(params)
@@ -456,19 +462,19 @@ class Steps:
         return replace_subtree(self._stack_with_adapters(base), mine)
 
     def _stack_with_adapters(self, base: Tree) -> Tree:
-        """Return the stacked parameters of a saved base, with new adapters."""
+        """Return the stacked parameters of a saved base with new adapters."""
         plain = self.param_layout.base
         stacked = auto_sharded(plain.from_saved, plain.specs)(base)
         return self.param_layout.add_adapters(stacked, self._key(_PARAMETERS))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
-        """Return a jitted function whose results have these shardings."""
+        """Return a jitted function whose outputs have these shardings."""
         return jax.jit(trace_on_mesh(self.param_layout.mesh, run), out_shardings=shardings)
 
     def init_from_params(self, params: Tree) -> TrainState:
-        """Return a fresh state with parameters from a checkpoint.
+        """Return a new state with parameters from a checkpoint.
 
-        For a model with adapters, they are the parameters of the base.
+        For a model with adapters, `params` are the parameters of the base model.
         """
 
         def convert(saved: Tree) -> TrainState:
@@ -480,8 +486,8 @@ class Steps:
 
     @cached_property
     def initial_params(self) -> Any:
-        """Function from saved parameters to the stacked parameters of a new run that starts from
-        them. With adapters, the saved parameters are those of the base.
+        """Function that converts saved parameters to the initial stacked parameters of a run. With
+        adapters, the saved parameters are those of the base model.
         """
         return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
@@ -493,9 +499,7 @@ class Steps:
 
     @cached_property
     def abstract_base(self) -> Tree:
-        """Shapes, dtypes and shardings of the parameters that a run starts from, without
-        adapters.
-        """
+        """Shapes, dtypes and shardings of the base parameters of a run, without adapters."""
         plain = self.param_layout.base
         stacked = jax.eval_shape(plain.init, self._key(_PARAMETERS))
         saved = jax.eval_shape(auto_sharded(plain.to_saved, plain.saved_specs), stacked)
@@ -507,7 +511,7 @@ class Steps:
         return jax.random.fold_in(jax.random.key(self.seed), stream)
 
     def _optimizer_state(self, params: Tree) -> Tree:
-        """Return the optimizer state of a new run, which excludes frozen parameters."""
+        """Return the optimizer state of a new run, without frozen parameters."""
         return self.optimizer.init(self.param_layout.select_trainable(params))
 
     def _init(self) -> TrainState:
@@ -558,7 +562,7 @@ class Steps:
         if found.by_source is not None:
             metrics |= dict(zip(BY_SOURCE, found.by_source, strict=True))
         further = {mtp.MTP: found.statistics.get(mtp.MTP, {})}
-        # This joins the layers of all stages in one dim; the arrays are small.
+        # Merge the layers of all stages into one dim; the arrays are small.
         reported = auto_sharded(layout.unstack, PartitionSpec())(*layers)
         metrics |= compute_layer_metrics(model, found.losses, reported | further)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
@@ -569,7 +573,7 @@ class Steps:
         if self.objective.segments_per_loss:
             return found | {"targets": targets}
         lengths = jnp.asarray(self.byte_lengths, jnp.float32)
-        # The result is sharded like the indices.
+        # The output is sharded like the indices.
         size = auto_sharded(operator.getitem, BATCH_SPEC)(lengths, batch["targets"])
         size = size * batch["loss_mask"]
         if not self.num_sources:
@@ -583,5 +587,5 @@ class Steps:
 
 
 def _on_device(tree: Tree) -> Tree:
-    """Move arrays to device memory; they may be in host memory."""
+    """Move arrays to device memory, if they are in host memory."""
     return jax.device_put(tree, jax.memory.Space.Device)

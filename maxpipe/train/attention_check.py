@@ -1,9 +1,9 @@
-"""Comparison of an attention backend with plain attention, before a run uses it on new hardware.
+"""Check an attention backend against plain attention before a run uses it on new hardware.
 
 A kernel can be wrong on one device type or in one release, and the loss curve may not show it. The
-check runs a small slice with the options of the model, and compares results and gradients with
-exact float32. Their error may be a few times that of plain attention in the run's dtype. The result
-is recorded in the run's events, so that the same hardware is not checked again.
+check runs the model's attention on small arrays, and compares results and gradients with float32
+references. The errors may be a few times those of plain attention in the run's dtype. The result is
+recorded in the run's events, so that the same hardware is not checked again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from maxpipe.telemetry.writers import EventLog
 _EVENT = "attention_checked"
 
 _TOKENS, _GROUPS, _SHARED = 256, 2, 4
-"""Maximum size of the slice: tokens, key/value heads, and query heads per key/value head."""
+"""Maximum sizes in the check: tokens, key/value heads, and query heads per key/value head."""
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
-"""Slice of the cudnn backend, in which the number of documents selects one of three kernels."""
+"""Sizes in the check of the cudnn backend, where the number of documents selects one of three
+kernels."""
 _TOLERANCE_FACTOR = 4.0
-"""Allowed ratio of a backend's error to that of plain attention."""
+"""Maximum ratio of a backend's error to the error of plain attention."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
 """Error that is always allowed, relative to the largest entry of the array."""
 
@@ -55,7 +56,7 @@ class _CheckEvent(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionDeviation:
-    """Errors with respect to exact results, relative to the largest entry of the array."""
+    """Errors of results and gradients, relative to the largest entry of the reference array."""
 
     backend: str
     result: float
@@ -64,7 +65,7 @@ class AttentionDeviation:
 
     @property
     def ok(self) -> bool:
-        """Whether the errors are within the limit; NaN is not."""
+        """Whether the errors are within the limit. False for NaN."""
         return self.result <= self.limit and self.gradients <= self.limit
 
     def __str__(self) -> str:
@@ -77,10 +78,10 @@ class AttentionDeviation:
 def check_run_attention(
     run_dir: Path, steps: Steps, link: ControlChannel, console: Console, events: EventLog
 ) -> None:
-    """Check the model's attention on hardware that is new to the run.
+    """Check the model's attention if the run has not checked it on this hardware.
 
     Raises:
-        ConfigError: attention is wrong on some process.
+        ConfigError: attention is wrong in one of the processes.
     """
     decoder, (_, tokens), found = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
@@ -88,7 +89,7 @@ def check_run_attention(
     if what and not _was_checked(run_dir, what):
         with console.stage("checking attention"):
             found = check_attention(model, dtype, tokens)
-    # Processes that know their hardware take part: all must stop if one has to.
+    # All processes compare results, even those without a check: if one must stop, all must stop.
     verdicts = link.compare_across_processes(
         "attention", "" if found is None or found.ok else str(found)
     )
@@ -100,23 +101,21 @@ def check_run_attention(
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the worst result of the model's attention types on a local device, or None if all
-    are plain.
-    """
+    """Return the worst result over the model's attention types, or None if all are plain."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return device, release, backend and sizes, which determine the outcome; "" if plain."""
+    """Return the device, release, backends and sizes that determine the result; "" if plain."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""
 
 
 def _was_checked(run_dir: Path, what: str) -> bool:
-    """Whether the run's events contain the check."""
+    """Whether the run's events already contain this check."""
     try:
         return any(
             each["what"] == what for each in read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
@@ -126,7 +125,7 @@ def _was_checked(run_dir: Path, what: str) -> bool:
 
 
 def _mismatch_error(text: str) -> ConfigError:
-    """Return the error for a wrong backend."""
+    """Return the error for a backend with wrong results."""
     return ConfigError.one(
         "model.attention",
         None,
@@ -137,7 +136,7 @@ def _mismatch_error(text: str) -> ConfigError:
 
 
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
-    """Yield (part, tokens of the slice, window sizes) of each distinct attention type."""
+    """Yield (part, number of tokens, window sizes) for each distinct attention type."""
     seen: set[str] = set()
     for kind in model.layer_types.values():
         for part in kind.parts.values():
@@ -152,12 +151,12 @@ def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tupl
 
 
 def _documents(part: AttentionPart) -> tuple[int, ...]:
-    """Return the numbers of documents in the slice's sequence, one per check."""
+    """Return the numbers of documents per sequence to check."""
     return _CUDNN_DOCUMENTS if part.backend == "cudnn" else (_DOCUMENTS,)
 
 
 def _shape(part: AttentionPart, tokens: int) -> str:
-    """Return the sizes and options of an attention part as text."""
+    """Return a description of the sizes and options of an attention part."""
     groups, shared, values = _heads(part)
     more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
     return " ".join(
@@ -166,7 +165,7 @@ def _shape(part: AttentionPart, tokens: int) -> str:
 
 
 def _heads(part: AttentionPart) -> tuple[int, int, int]:
-    """Return (key/value heads, query heads per key/value head, value size) of the slice."""
+    """Return (key/value heads, query heads per key/value head, value size) in the check."""
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
     shared = min(part.num_heads // part.num_kv_heads, _SHARED)
@@ -176,7 +175,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
 def _compare_backend(
     part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
 ) -> Iterator[AttentionDeviation]:
-    """Yield the errors of one slice with the largest window, for each number of documents."""
+    """Yield the errors with the largest window, for each number of documents."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
     shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)
@@ -221,7 +220,7 @@ def _compare_backend(
 
 
 def _distance(found: Any, exact: Any) -> float:
-    """Return the relative error; NaN becomes infinity, because `max` would ignore it."""
+    """Return the relative error; NaN becomes infinity, because `max` would ignore NaN."""
     found, exact = (np.asarray(each, np.float64) for each in (found, exact))
     distance = float(np.abs(found - exact).max() / np.abs(exact).max())
     return distance if np.isfinite(distance) else np.inf

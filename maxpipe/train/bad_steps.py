@@ -1,9 +1,9 @@
-"""The reaction to bad steps: record, skip, roll back, or stop.
+"""Reaction to bad steps: record, skip, roll back, or stop.
 
-The devices have already skipped the update (`optim.guard`). The host reads that while the next step
-runs, so that nothing blocks. All processes read the same values in the same order, so they make the
-same decision. The counts are saved with the data position: a resumed run makes the same decisions
-as an uninterrupted one.
+The devices have already skipped the update (`optim.guard`). The host reads the result while the
+next step runs, so that it does not block the devices. All processes read the same values in the
+same order, so they make the same decision. The counts are saved with the data position, so that a
+resumed run makes the same decisions as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxpipe.telemetry.writers import EventLog
 
 
 class RollBack(Exception):
-    """The run must roll back to its newest checkpoint, and continue after this step's batch."""
+    """The run must roll back to its newest checkpoint and skip batches up to that of `step`."""
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -28,7 +28,7 @@ class RollBack(Exception):
 
 
 class BadStepMonitor:
-    """Reads the outcome of each step, and decides how the run continues."""
+    """Read the result of each step, and decide how the run continues."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class BadStepMonitor:
         offset: int = 0,
         facts: Mapping[str, Any] | None = None,
     ):
-        """Initialize the monitor; `facts` are the counts in a checkpoint, including the guard's."""
+        """Initialize the monitor; `facts` are the counts in a checkpoint, including those of the
+        guard.
+        """
         self.offset = offset
-        """Number of batches skipped by roll backs: step s uses batch s + offset, both
-        zero-based."""
+        """Number of batches skipped by rollbacks. Step s uses batch s + offset, both zero-based."""
         self.roll_backs: int = (facts or {}).get("roll_backs", 0)
         self.skipped_sequences: int = self._skipped_sequences(loader, offset, facts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
@@ -64,7 +65,7 @@ class BadStepMonitor:
     def state_dict(self) -> dict[str, int]:
         """Return the counts as JSON values for a checkpoint."""
         found = {"roll_backs": self.roll_backs, "in_row": self._num_consecutive}
-        # With a constant batch size the number follows from the offset.
+        # With a constant batch size, the number of skipped sequences follows from the offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
 
@@ -72,18 +73,18 @@ class BadStepMonitor:
     def _skipped_sequences(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
         """Return the number of skipped sequences in a checkpoint.
 
-        Checkpoints without that number are from runs with a constant batch size. The sequences that
-        they consumed stay the same, even if a ramp to larger batches follows.
+        Checkpoints without that number are from runs with a constant batch size. A later batch-size
+        ramp does not change the number of sequences that they have consumed.
         """
         _, rows = loader.ramp.position_of(0)
         return (facts or {}).get("rows_left_out", offset * rows)
 
     def sequences_done(self, step: int) -> int:
-        """Return the number of sequences of all steps up to this one."""
+        """Return the total number of sequences in all steps up to and including `step`."""
         return self._loader.ramp.sequences_before(step + self.offset) - self.skipped_sequences
 
     def record_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record that a step was started, and decide on the previous one.
+        """Record that a step was started, and react to the previous step.
 
         Raises:
             DivergenceError: the config does not allow the run to continue.
@@ -93,7 +94,7 @@ class BadStepMonitor:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Wait for the newest step and decide on it, as `started` does."""
+        """Wait for the latest step and react to it, with the errors of `record_step`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -108,9 +109,9 @@ class BadStepMonitor:
     def record_roll_back(
         self, bad_step: int, step: int, offset: int, facts: Mapping[str, Any] | None
     ) -> None:
-        """Record a roll back to `step` with these counts, which skips the batches in between.
+        """Record a rollback to `step`, which skips the batches up to `bad_step`.
 
-        `offset` is that of the checkpoint.
+        `offset` and `facts` are the offset and counts in the checkpoint.
         """
         rows_before = self._loader.ramp.sequences_before
         done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, facts)
@@ -154,7 +155,9 @@ class BadStepMonitor:
         self._console.warn(f"step {step}: {numbers}: {done}")
 
     def _stop_reason(self, action: str) -> tuple[str, str] | None:
-        """Return rule and remedy if the run must not continue after a step with this action."""
+        """Return the rule and remedy for the error if the run must stop after this action, else
+        None.
+        """
         config = self._config
         lower = "lower optim.learning_rate"
         if action == "stop":

@@ -1,4 +1,4 @@
-"""The banner that a run prints at its start, and the config file that it writes."""
+"""The banner that a run prints at the start, and the config file that the run writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxpipe.step.step import Steps
 
 
 def _parameters(model: Model) -> str:
-    """Return the number of parameters; also those active per token and those trained, if fewer."""
+    """Return the number of parameters as text, plus active and trained parameters if fewer."""
     count = num_params(model)
     parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
     fewer = ", ".join(f"{format_count(some)} {words}" for some, words in parts if some < count)
@@ -34,7 +34,7 @@ def _parameters(model: Model) -> str:
 
 
 def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
-    """Write the config with which the run was started."""
+    """Write the config of the run to a file."""
     for lock in locks:
         lock.check()
     try:
@@ -44,7 +44,7 @@ def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
 
 
 def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
-    """Yield how each source fills its sequences, and its share of the run in a mixture."""
+    """Yield a banner line on the packing of each source, and its share of the run in a mixture."""
     if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:
@@ -70,7 +70,7 @@ def _describe_packing(part: SourceSequences) -> str:
 def banner_lines(
     config: Config, steps: Steps, datasets: Datasets, length: int
 ) -> list[tuple[str, str]]:
-    """Return names and values of the banner's lines."""
+    """Return the names and values of the banner lines."""
     mesh, schedule = steps.param_layout.mesh, steps.train_schedule
     tokens = config.train.sequence_length
     ramp = datasets.train.ramp

@@ -1,6 +1,6 @@
-"""The end of a run's data and its effect on the number of steps.
+"""The end of a run's data, and its effect on the number of steps.
 
-`SlowDataMonitor` names the source and the file if a run waits for data.
+`SlowDataMonitor` reports the source and the file if a run waits for data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxpipe.telemetry.console import Console
 
 
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:
-    """Return the last of `length` steps with data, but at least `first`, the last completed step.
+    """Return the last of `length` steps that has data, but at least the completed step `first`.
 
     `offset` is the number of skipped batches.
     """
@@ -49,10 +49,10 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """Return the last step of a run that has completed `first`; print if the data ends earlier.
+    """Return the last step of a run that resumes after step `first`; print if the data ends early.
 
     Raises:
-        ConfigError: the run is done, or the data ends before it and `data.end` is `fail`.
+        ConfigError: the run is done, or the data ends before the run and `data.end` is `fail`.
     """
     config = loaded.config
     length = total_steps(config.train)
@@ -76,18 +76,20 @@ def resolve_last_step(
 
 _PERIOD_SECONDS = 1.0
 _SLOW_SECONDS = 10.0
-"""Time after which a slow document is reported; again whenever that time has doubled."""
+"""Time after which a slow document is reported. The report is repeated whenever the time
+doubles."""
 _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
-"""Length of a window of steps, and fraction of it spent on waiting for data that is reported."""
+"""Length of a window of steps, and the fraction of the window spent waiting for data above which a
+warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between two such warnings."""
+"""Minimum time between two warnings about waiting steps."""
 
 
 class SlowDataMonitor:
-    """Warns about documents that are slow to read, and about steps that mostly wait for data.
+    """Warn about documents that are slow to read, and about steps that mostly wait for data.
 
-    As a context manager it runs a thread, which also reports the current document to `phases`, for
-    stall reports.
+    As a context manager, the monitor runs a thread. The thread also passes the current document to
+    `phases`, for stall reports.
     """
 
     def __init__(self, phases: Phases, warn: Callable[[str], object], threads: int):
@@ -136,7 +138,9 @@ class SlowDataMonitor:
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:
-        """Record the duration `seconds` of steps, and the time `waited` spent waiting for data."""
+        """Record the duration `seconds` of some steps, and the time `waited` spent waiting for
+        data.
+        """
         if not self._has_begun:  # the first batches are slower
             self._has_begun = True
             read_tracker.take_read_times()

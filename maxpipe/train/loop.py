@@ -1,8 +1,8 @@
-"""The training loop, and the end of a run.
+"""The training loop and the end of a run.
 
 Step, parameters, optimizer state and data position are saved in one checkpoint, and all randomness
-follows from seed and step. A run that was killed and resumed is therefore bitwise equal to an
-uninterrupted one.
+depends only on the seed and the step. A run that was killed and resumed is therefore bitwise equal
+to an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def train(loaded: LoadedConfig) -> int:
     """Train or resume the run, and return the exit code of the process.
 
     Raises:
-        ConfigError: the config does not fit the machine, the data or the run's checkpoint.
+        ConfigError: the config does not match the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
-        Preemption: the run received a stop request and saved its state; UserInterrupt: Ctrl-C.
+        Preemption: the run received a stop request and saved its state.
+        UserInterrupt: the run was interrupted by Ctrl-C and saved its state.
         DivergenceError: the config does not allow the run to continue after a bad step.
         ReplicaError: replicas on different devices differ.
     """
@@ -73,7 +74,7 @@ def train(loaded: LoadedConfig) -> int:
 
 
 def _run_loop(run: Run) -> None:
-    """Train to the end, restarting the loop after every roll back."""
+    """Train to the last step, restarting the loop after every rollback."""
     while True:
         try:
             return _train_steps(run)
@@ -83,7 +84,7 @@ def _run_loop(run: Run) -> None:
 
 
 def _train_steps(run: Run) -> None:
-    """Run the training loop once, from the current step to the last one."""
+    """Run the training loop once, from the current step to the last step."""
     config, first = run.config, run.steps_done
     meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
@@ -171,7 +172,7 @@ def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
 
 
 def memory_in_use() -> dict[str, float]:
-    """Return the memory in use, where it is known: CPU devices do not report it."""
+    """Return the memory in use, keyed by metric tag. CPU devices do not report their memory."""
     found = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in stats if "peak_bytes_in_use" in each]
@@ -184,7 +185,7 @@ def memory_in_use() -> dict[str, float]:
 
 
 def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
-    """Return the epochs and tokens read from each source up to a step."""
+    """Return the number of epochs and tokens read from each source up to a step."""
     stream = run.datasets.train.stream
     counts = stream.samples_before(
         run.datasets.train.ramp.sequences_before(step + run.bad_step_monitor.offset)
@@ -200,7 +201,7 @@ def _read(run: Run, step: int, row_tokens: int) -> dict[str, float]:
 
 
 class ThroughputMeter:
-    """Measures time and throughput between reports."""
+    """Measure time and throughput between reports."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -222,7 +223,7 @@ class ThroughputMeter:
         self._num_sequences, self._rollout_seconds = 0, 0.0
 
     def next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch."""
+        """Return the next batch, and record the time spent waiting for data."""
         start = time.perf_counter()
         with self._run.phases.enter(DATA):
             batch = next(batches)
@@ -230,9 +231,7 @@ class ThroughputMeter:
         return batch
 
     def run_rollout(self, step: int) -> bool:
-        """Generate the rollouts of a step if they are missing; return False if the run must
-        stop.
-        """
+        """Generate the rollouts for a step if needed; return False if the run must stop."""
         run, position = self._run, step - 1 + self._run.bad_step_monitor.offset
         if run.rollouts is None or not run.rollouts.is_rollout_start(position):
             return True
@@ -243,9 +242,7 @@ class ThroughputMeter:
         return found
 
     def record_step(self, metrics: dict[str, jax.Array], rows: int) -> None:
-        """Record a started step, and wait for the previous one so that at most two are in
-        flight.
-        """
+        """Record a started step, and wait for the previous one to limit the steps in flight."""
         if self._latest:
             jax.block_until_ready(self._latest)
         self._sources.add_step(metrics)
@@ -264,7 +261,7 @@ class ThroughputMeter:
         self._start += time.perf_counter() - start
 
     def report(self, step: int) -> None:
-        """Write and print the metrics of the newest step, and rates since the last report."""
+        """Write and print the metrics of the latest step, and the rates since the last report."""
         with self._run.phases.enter(STEP):
             metrics = {
                 tag: float(value) for tag, value in self._latest.items() if tag not in BY_SOURCE

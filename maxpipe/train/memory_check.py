@@ -1,8 +1,8 @@
-"""Checks that a run fits the memory of its devices, before memory is allocated.
+"""Check that a run fits into the memory of its devices, before memory is allocated.
 
-A prediction far above the available memory is an error; one near it gives a warning. After
-compilation, the compiler's report is checked. If an allocation fails nevertheless, the error is
-explained.
+A prediction far above the available memory is an error; a prediction close to the available memory
+is a warning. After compilation, the compiler's memory analysis is checked. If an allocation still
+fails, the error explains the memory use.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONTROL_GROUPS = (
 
 
 def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
-    """Compare the predicted memory of the train step with that of the local devices.
+    """Compare the predicted memory of the train step with the memory of the local devices.
 
     Raises:
         ConfigError: the step certainly does not fit.
@@ -51,10 +51,10 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
-    """Compare the compiler's report of the train step with the memory that is free now.
+    """Compare the compiler's memory analysis of the train step with the free memory.
 
     The state is already allocated. The check runs after compilation, and again before the first
-    step, because other programs may have allocated memory in between.
+    step, because other programs may have allocated memory in the meantime.
 
     Raises:
         ConfigError: the step does not fit.
@@ -64,13 +64,15 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         return  # the TPU compiler has already rejected programs that do not fit
     predicted = _predict_memory(config)
     needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    if jax.local_devices()[0].platform != "cpu":  # the total is known, but not the free part
+    # On accelerators, the total memory is known, but not the free memory.
+    if jax.local_devices()[0].platform != "cpu":
         needed += said.argument_size_in_bytes + predicted.reference
         _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
     words = "the compiled train step needs, in addition to the state,"
-    # If only some virtual devices get their memory, they wait for the others in a collective, and
-    # XLA aborts the process after 40 s. So the run must not exceed USABLE_MEMORY_FRACTION.
+    # If an allocation fails on only some virtual devices, the other devices wait in a collective,
+    # and XLA aborts the process after 40 s. Therefore the run must not exceed
+    # USABLE_MEMORY_FRACTION.
     _check(config, needed, predicted, words, USABLE_MEMORY_FRACTION, warn)
     if not _can_map(needed * len(jax.local_devices())):
         words = f"the operating system refuses the memory that {words.rstrip(',')}:"
@@ -78,7 +80,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
 
 
 def _can_map(num_bytes: int) -> bool:
-    """Whether the operating system would grant this many bytes now, without using them."""
+    """Whether the operating system would grant an allocation of this many bytes."""
     if num_bytes <= 0 or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return True
     try:
@@ -90,7 +92,7 @@ def _can_map(num_bytes: int) -> bool:
 
 @contextlib.contextmanager
 def explain_allocation_errors(config: Config) -> Iterator[None]:
-    """Convert a failed allocation inside the context to a ConfigError."""
+    """Convert a failed allocation inside the context into a ConfigError."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -105,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_memory(device: Any) -> float | None:
-    """Return the number of bytes available to programs on a device, or None if unknown.
+    """Return the memory in bytes that is available to programs on a device, or None if unknown.
 
     Virtual CPU devices share the available memory of the host.
     """
@@ -122,7 +124,9 @@ def device_memory(device: Any) -> float | None:
 def host_memory(
     meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
 ) -> float | None:
-    """Return the bytes that this process can still allocate, by host, control group and ulimit."""
+    """Return the bytes that this process can still allocate under host, cgroup and ulimit
+    limits.
+    """
     found = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
@@ -135,7 +139,7 @@ def host_memory(
 
 
 def _free_address_space() -> float | None:
-    """Return the address space that `ulimit -v` leaves."""
+    """Return the remaining address space in bytes under `ulimit -v`, or None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -185,7 +189,7 @@ def _predict_memory(config: Config) -> Memory:
 
 
 def _allocation_error(config: Config, error: BaseException) -> ConfigError:
-    """Return the error for a failed allocation, with keys that reduce memory."""
+    """Return the error for a failed allocation, which lists the keys that reduce memory."""
     asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
     of_host = isinstance(error, MemoryError) or device.platform == "cpu"

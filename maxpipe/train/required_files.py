@@ -1,6 +1,6 @@
-"""Check that the files and folders named in a config exist, before devices are used.
+"""Check that the files and folders in a config exist, before devices are initialized.
 
-So a missing model folder and a lack of devices are reported together.
+Missing files and a mesh that does not fit the devices are therefore reported together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PREPARED = ("tokens", "megatron")
 
 
 def missing_files(loaded: LoadedConfig) -> list[Problem]:
-    """Return a problem for each named local file or folder that does not exist."""
+    """Return a problem for each local file or folder in the config that does not exist."""
     config, origins = loaded.config, loaded.origins
     folders = _model_folders(config)
     problems = [
@@ -55,7 +55,7 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
 
 @contextlib.contextmanager
 def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise these problems, followed by those of a ConfigError that is raised inside."""
+    """Raise these problems, followed by the problems of a ConfigError raised inside the context."""
     try:
         yield
     except ConfigError as error:
@@ -65,7 +65,7 @@ def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
 
 
 def _model_folders(config: Config) -> dict[str, str]:
-    """Return the missing Hugging Face folder of each key that names one."""
+    """Return the missing Hugging Face folders, keyed by the config key that names the folder."""
     named = {}
     if config.train.objective == "distill":
         named[_TEACHER] = config.distill.teacher
@@ -83,7 +83,7 @@ def _has_checkpoint(config: Config) -> bool:
     try:
         return any(entry.name.isdecimal() for entry in entries(to_epath(place)))
     except OSError:
-        return True  # the storage reports its own fault later
+        return True  # the storage backend reports the error later
 
 
 def _model_problem(
@@ -112,7 +112,7 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _other_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of the single files that a run reads."""
+    """Yield (key, path) for every other file that a run reads."""
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
     if config.eval.sample_every:
@@ -138,5 +138,5 @@ def _exists(path: str) -> bool:
     """Return whether a local path or glob pattern exists; always true for buckets."""
     expanded = os.path.expanduser(path)
     if url_scheme(path) or os.path.lexists(expanded):
-        return True  # a broken link is reported by its reader
+        return True  # the code that reads the file reports broken links
     return next(glob.iglob(expanded, recursive=True), None) is not None

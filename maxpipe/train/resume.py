@@ -1,6 +1,6 @@
-"""The start of a run: from its newest checkpoint, from another run, or from step 0.
+"""The initial state of a run: from its newest checkpoint, from another run, or new.
 
-The content of a checkpoint must fit the config.
+The content of a checkpoint must match the config.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
-# Settings of a finished run that may change: how often it is saved and evaluated, its name, its
-# machine, and the key that sets its length.
+# Settings of a finished run that may change: its checkpoint and evaluation settings, name and
+# machine, and its length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -72,7 +72,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class GuardCounts(TypedDict):
-    """Counts of the guard in a checkpoint."""
+    """Counts of the guard, as stored in a checkpoint."""
 
     skipped: int
     spikes: int
@@ -83,7 +83,7 @@ class GuardCounts(TypedDict):
 
 
 class Position(TypedDict):
-    """Data position in a checkpoint."""
+    """Data position and related metadata, as stored in a checkpoint."""
 
     step: int
     fingerprint: dict[str, Any]
@@ -101,15 +101,15 @@ class RunStart(NamedTuple):
     offset: int = 0
     """See `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
-    """Counts of the guard."""
+    """Counts of the guard from the checkpoint."""
     reference_digest: str | None = None
-    """Checksum of the initial parameters of a resumed run, if the checkpoint has one."""
+    """Checksum of a resumed run's initial parameters, if the checkpoint contains it."""
     is_resumed: bool = False
-    """Whether the run resumes, so that the current parameters are not the initial ones."""
+    """Whether the run resumes, so that its current parameters are not its initial parameters."""
     base: AdapterBase | None = None
-    """Base of adapters."""
+    """Base model of the adapters. None: the run trains no adapters."""
     early_stopping: Mapping[str, Any] | None = None
-    """Counts of `EarlyStopping`."""
+    """Counts of `EarlyStopping` from the checkpoint."""
 
 
 def restore_or_init(
@@ -120,10 +120,10 @@ def restore_or_init(
     console: Console,
     teacher: TeacherEntry | None = None,
 ) -> RunStart:
-    """Return the state to start from; `teacher` is the teacher of this run.
+    """Return the initial state of the run. `teacher` is the teacher of this run.
 
     Raises:
-        ConfigError: the checkpoint has another model or other data.
+        ConfigError: the checkpoint has a different model or different data.
         StorageError: the checkpoint cannot be read.
     """
     config = loaded.config
@@ -192,7 +192,7 @@ def restore_or_init(
         params, base = read_base(found.metadata, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, init_guard_state(config.guard, guarded), params)
     offset = data["step"] - found.step
-    # Early-stopping counts and reference of another run do not apply to this run.
+    # Early-stopping counts and the reference of another run do not apply to this run.
     waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
     return RunStart(state, words, offset, guarded, reference, goes_on, base, waited)
 
@@ -200,7 +200,7 @@ def restore_or_init(
 def build_reference(
     loaded: LoadedConfig, steps: Steps, datasets: Datasets, console: Console, begin: RunStart
 ) -> ReferenceParams | None:
-    """Return the initial parameters of the run if the objective has a KL term, else None.
+    """Return the run's initial parameters if the objective has a KL term, else None.
 
     Raises:
         ConfigError, StorageError: as in `restore_or_init`.
@@ -221,8 +221,8 @@ def build_reference(
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
-    """Whether only the weights of `checkpoint.restore_from` are loaded. Adapters are then new ones,
-    unless the checkpoint contains them.
+    """Whether only the weights of `checkpoint.restore_from` are loaded. Adapters are then newly
+    initialized, unless the checkpoint contains adapters.
     """
     config = loaded.config
     text = config.checkpoint.restore_from
@@ -238,7 +238,7 @@ def _restores_weights_only(loaded: LoadedConfig) -> bool:
 def _start_from_weights(
     loaded: LoadedConfig, steps: Steps, console: Console, tokenizer: str
 ) -> RunStart:
-    """Return the start of a new run with the parameters of another run or of a folder."""
+    """Return the initial state of a new run with the parameters of another run or of a folder."""
     config = loaded.config
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
@@ -266,10 +266,10 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None:
-    """Check that a new run has no checkpoints in another place, and that none were lost.
+    """Check that a new run has no checkpoints in another place and that none were lost.
 
     Raises:
-        ConfigError: the run has checkpoints where `checkpoint.dir` pointed before.
+        ConfigError: the run has checkpoints in the previous `checkpoint.dir`.
         StorageError: the run has saved checkpoints that no longer exist.
     """
     run_dir = run_folder(loaded.config.run)
@@ -290,10 +290,10 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
 
 
 def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
-    """Check that a resumed run trains the same parameters, for which it has optimizer state.
+    """Check that a resumed run trains the parameters for which it has optimizer state.
 
     Raises:
-        ConfigError: `frozen` of the checkpoint selects other parameters than the config.
+        ConfigError: `frozen` in the checkpoint and in the config select different parameters.
     """
     model = loaded.config.model
     now, then = (
@@ -315,13 +315,13 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
 
 
 def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
-    """Check that a resumed run has the same optimizer, because others have other state.
+    """Check that a resumed run has the same optimizer, because the state depends on the optimizer.
 
     Raises:
         ConfigError: the optimizers of the checkpoint and the config differ.
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
-    param_dtype = loaded.config.model.param_dtype  # equals that of the checkpoint
+    param_dtype = loaded.config.model.param_dtype  # the checkpoint has the same dtype
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
         then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)
@@ -348,7 +348,7 @@ def _check_teacher(
     *,
     own: bool,
 ) -> None:
-    """Check that a student has the same teacher as before.
+    """Check that the teacher is the same as when the checkpoint was saved.
 
     Raises:
         ConfigError: the parameters of the teacher differ.
@@ -384,7 +384,7 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
 
 
 def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
-    """Return the settings that start a run from the parameters of a checkpoint only."""
+    """Return advice on the settings that start a run from only the parameters of a checkpoint."""
     action = "checkpoint.restore=weights to start from its parameters only"
     if not own:
         return action
@@ -403,7 +403,7 @@ def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) 
 
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, saved value, new value) of settings that may change while a run is stopped."""
+    """Yield (key, saved value, new value) for each setting that changed since the checkpoint."""
     then = dict(upgrade_setting(key, value) for key, value in flatten(saved).items())
     for key, now in flatten(to_dict(redact.redact_value(config))).items():
         before = then.get(key, now)
@@ -412,10 +412,10 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[st
 
 
 def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """Check that a finished run has no new settings, which require a new run.
+    """Check that the settings of a finished run are unchanged; new settings require a new run.
 
     Raises:
-        ConfigError: settings changed; the error lists them and a free run name.
+        ConfigError: settings changed. The message lists them and suggests a free run name.
     """
     config = loaded.config
     changed = [
@@ -442,7 +442,7 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
 
 
 def _free_name(config: Config) -> str:
-    """Return the run's name with the first numeric suffix that is free."""
+    """Return the run's name with the first free numeric suffix."""
     for number in itertools.count(2):
         named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
         folder = run_folder(named)

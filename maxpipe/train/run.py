@@ -1,4 +1,4 @@
-"""A run: the objects of its loop, and the operations on them."""
+"""The objects of a run, and the operations of the training loop on them."""
 
 from __future__ import annotations
 
@@ -51,45 +51,47 @@ WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 @dataclass
 class Run:
-    """The objects of the training loop."""
+    """A run: all objects that the training loop uses."""
 
     config: Config
     length: int
-    """Number of steps in the config."""
+    """Number of steps according to the config."""
     console: Console
     link: ControlChannel
     phases: Phases
     events: EventLog
     writer: MetricWriter
     open_writer: Callable[..., MetricWriter]
-    """Opens the same writer for another `resume_step`."""
+    """Function that opens the same writer with a different `resume_step`."""
     checkpoints: CheckpointManager
     datasets: Datasets
     steps: Steps
     state: TrainState
     train_steps: Mapping[int, Any]
-    """Compiled train steps by batch size."""
+    """Compiled train steps, keyed by batch size."""
     evaluator: Evaluator
     bad_step_monitor: BadStepMonitor
     early_stopping: EarlyStopping
     restore: Callable[[], RunStart]
     sample_generator: SampleGenerator | None
     teacher_source: TeacherSource
-    """Source of teacher logits, if there is a teacher."""
+    """Source of teacher logits; empty without a teacher."""
     rollouts: Rollouts | None
-    """Rollouts that steps train on, with prompts instead of documents."""
+    """Rollouts that the run trains on, if the dataset contains prompts instead of documents."""
     reference: ReferenceParams | None
     base: AdapterBase | None
-    """Base of adapters."""
+    """Base model of the adapters. None: the run trains no adapters."""
     slow_data: SlowDataMonitor
     last_compared_step: int = -1
-    """The last step after which replicas were compared."""
+    """Step after which replicas were last compared."""
     last_evaluation: tuple[int, dict[str, float]] = (0, {})
-    """Step and metrics of the newest evaluation."""
+    """Step and metrics of the latest evaluation."""
 
     @property
     def total_steps(self) -> int:
-        """The last step: the configured one, or an earlier end of the data or by early stopping."""
+        """Number of the last step: as configured, or earlier if the data ends or the run stops
+        early.
+        """
         if self.early_stopping.should_stop:
             return self.steps_done
         train, offset = self.datasets.train, self.bad_step_monitor.offset
@@ -109,10 +111,10 @@ class Run:
     def train_batches(
         self, start: int, stop: int
     ) -> contextlib.AbstractContextManager[Iterator[Any]]:
-        """Return the training batches from `start` to `stop - 1`.
+        """Return an iterator over the training batches `start` to `stop - 1`.
 
-        Document batches are prefetched, with teacher logits if there is a teacher. Batches of
-        rollouts are created when they are requested.
+        Document batches are prefetched, with teacher logits if there is a teacher. Rollout batches
+        are not prefetched.
         """
         if self.rollouts is not None:
             rollouts = self.rollouts
@@ -123,19 +125,17 @@ class Run:
         return lessons.batches(self.datasets.train, start, stop)
 
     def batches(self, loader: Loader, start: int, stop: int) -> Batches:
-        """Return prefetched batches of any documents from `start` to `stop - 1`."""
+        """Return prefetched batches `start` to `stop - 1` of a loader."""
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_after(self, step: int) -> bool:
-        """Whether the run can be saved after `step`: no rollouts are partly used."""
+        """Whether the run can be saved after `step`. False while a rollout is partly used."""
         return self.rollouts is None or self.rollouts.is_rollout_start(
             step + self.bad_step_monitor.offset
         )
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Start saving the state after `step`, unless it was saved; `last` waits until it is
-        saved.
-        """
+        """Start saving the state after `step` unless already saved; `last` waits for the end."""
         self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
@@ -170,7 +170,7 @@ class Run:
 
     def sample(self, step: int) -> None:
         """Print and record completions of the prompts after `step`. With rollouts, these are the
-        completions that the step was trained on.
+        completions on which the step was trained.
         """
         if self.rollouts is not None:
             found = self.rollouts.samples(step - 1 + self.bad_step_monitor.offset)
@@ -183,10 +183,10 @@ class Run:
             self.console.note(f"sample after step {step}: {each['prompt']}{each['text']}{worth}")
 
     def compare_replicas(self, step: int) -> None:
-        """Check that the replicas of the state on different devices are equal.
+        """Check that the replicas of the state are equal on all devices.
 
         Raises:
-            ReplicaError: some differ.
+            ReplicaError: some replicas differ.
         """
         if self.last_compared_step == step:
             return
@@ -198,7 +198,7 @@ class Run:
             )
 
     def roll_back(self, bad_step: int) -> None:
-        """Return to the newest checkpoint; batches from there to the bad step are skipped."""
+        """Return to the newest checkpoint, and skip the batches from there to the bad step."""
         self.events.write("time", step=bad_step, seconds=self.phases.take_seconds())
         with self.phases.enter(RESTORE):
             self.checkpoints.wait()

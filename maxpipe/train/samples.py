@@ -1,7 +1,7 @@
-"""Samples of text during training, generated from the parameters on their devices.
+"""Text samples during training, generated with the current parameters on the training devices.
 
-The prompts and the random seed are the same every time and under every layout, so that samples
-differ only by the model.
+The prompts and the random seed do not depend on the step or the layout, so samples differ only if
+the model differs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from maxpipe.step.state import ParamLayout
 
 
 class SampleGenerator:
-    """Completes the prompts of `eval.sample_prompts` or `eval.sample_prompts_file`, and of held-out
+    """Complete the prompts in `eval.sample_prompts` or `eval.sample_prompts_file`, and held-out
     chats.
 
     Raises:
@@ -86,8 +86,8 @@ class SampleGenerator:
     def generate(self, params: Any) -> list[Mapping[str, object]]:
         """Return `prompt`, `text`, `tokens` and `finish_reason` for each prompt.
 
-        For conversations, `answer` is the reference response. `params` are stacked. All processes
-        of a run must call this function together.
+        For conversations, `answer` is the reference response. `params` are in stacked form. All
+        processes of a run must call this method together.
 
         Raises:
             DivergenceError: the model returns non-finite values.
@@ -116,7 +116,7 @@ class SampleGenerator:
 def _prompts(
     config: EvalConfig, tokenizer: Tokenizer, room: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
-    """Return the prompts that the config names."""
+    """Return the prompts in the config or in its prompt file."""
     path, texts = config.sample_prompts_file, list(config.sample_prompts)
     where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:

@@ -1,4 +1,4 @@
-"""Set up a run from its folder and config.
+"""Set up a run, given its folder and config.
 
 Data that each process loads separately must be identical in all processes.
 """
@@ -66,7 +66,7 @@ def set_up(
     phases: Phases,
     stack: contextlib.ExitStack,
 ) -> Run:
-    """Return the objects of the loop; `stack` closes them.
+    """Return the run with all its objects, which `stack` closes on exit.
 
     Raises:
         ConfigError: the config does not fit the data or the run's checkpoint.
@@ -76,7 +76,7 @@ def set_up(
     run_dir, process, length = run_folder(config.run), link.index, total_steps(config.train)
     check_regular_files(run_dir, WRITTEN_FILES)
     locks = _locks(config, stack, console) if process == 0 else []
-    ours = locks[0].check_held if locks else lambda: False  # process 0 alone writes records
+    ours = locks[0].check_held if locks else lambda: False  # only process 0 writes records
     events = _open_event_log(config, link, phases, stack, ours)
     checkpoints = stack.enter_context(
         CheckpointManager(run_dir, config.checkpoint, record=events.write, locks=locks)
@@ -94,7 +94,7 @@ def set_up(
     restore = partial(restore_or_init, *parts, taught.teacher)
     with phases.enter(RESTORE):
         begin = restore()
-    # Wait for all leaves: on CPUs, waiting for one array of a failed allocation never returns.
+    # Wait for all leaves: on CPU, waiting for a single array never returns if an allocation failed.
     jax.block_until_ready(begin.state)
     phases.progress(first := int(begin.state.step))
     patience = EarlyStopping(config.eval, config.checkpoint, begin.early_stopping)
@@ -141,12 +141,12 @@ def set_up(
         base=begin.base,
         slow_data=slow_data,
     )
-    stack.callback(lambda: run.writer.close())  # a roll back opens another writer
+    stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     return run
 
 
 def _steps(config: Config, datasets: Datasets) -> Steps:
-    """Return the steps on the devices that are not reserved for a teacher."""
+    """Return the steps, on the devices that are not reserved for a teacher."""
     mesh = build_mesh(config.mesh, split_devices(config)[0])
     return steps_from_config(config, mesh, datasets.tokenizer.byte_lengths)
 
@@ -159,7 +159,7 @@ def _rollouts(
     link: ControlChannel,
     stack: contextlib.ExitStack,
 ) -> Rollouts | None:
-    """Return the rollouts that steps train on, for `grpo`."""
+    """Return the rollouts that the run trains on, or None if the objective is not `grpo`."""
     if config.train.objective != "grpo":
         return None
     found = Rollouts(
@@ -178,7 +178,7 @@ def _attach_references(
     link: ControlChannel,
     phases: Phases,
 ) -> None:
-    """Attach reference log-probabilities to pairs if the objective needs them."""
+    """Attach reference log-probabilities to the pairs, if the objective needs them."""
     if reference_logprobs.needs_references(steps):
         loaders = datasets.single_pass_loaders(config.eval.batch_size or config.train.batch_size)
         given = run_folder(config.run), steps, loaders, console, link, phases
@@ -203,7 +203,7 @@ def _build_bad_step_monitor(
 def _datasets(
     config: Config, console: Console, phases: Phases, stack: contextlib.ExitStack
 ) -> tuple[Datasets, SlowDataMonitor]:
-    """Return the datasets, and the monitor that warns if reading is slow."""
+    """Return the datasets and the monitor that warns if reading is slow."""
     slow_data = stack.enter_context(SlowDataMonitor(phases, console.warn, config.data.threads))
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = build_datasets(config, phases.progress)
@@ -218,7 +218,7 @@ def _last_step(
     patience: EarlyStopping,
     console: Console,
 ) -> int:
-    """Return the last step of the run; print how it starts, and whether it is already done."""
+    """Return the last step of the run; print how the run starts, and whether it has ended early."""
     first = int(begin.state.step)
     last = data_end.resolve_last_step(loaded, datasets.train, begin.offset, first, console)
     console.note(begin.message)
@@ -240,7 +240,7 @@ def _print_warnings(
 
 
 def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
-    """Return the fields of the start event, including the sampling of a mixture."""
+    """Return the fields of the start event, including the mixture metadata."""
     return {
         "devices": jax.device_count(),
         "seconds": phases.take_seconds(),
@@ -251,14 +251,14 @@ def _start_event(datasets: Datasets, phases: Phases) -> dict[str, Any]:
 def _evaluations(
     config: Config, datasets: Datasets, console: Console, link: ControlChannel, phases: Phases
 ) -> Evaluator:
-    """Return the evaluator of documents and multiple-choice tasks, after comparing processes."""
+    """Return the evaluator, after checking that all processes have the same data."""
     tasks = open_tasks(config, datasets.tokenizer)
     _check_same_data(link, datasets, tasks)
     return Evaluator(config.eval, datasets, tasks, console, link.should_stop, phases.progress)
 
 
 def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerator | None:
-    """Return the sample generator, if samples are generated."""
+    """Return the sample generator, or None if no samples are generated."""
     if not config.eval.sample_every or config.train.objective == "grpo":
         return None
     room, tokenizer = config.train.sequence_length, datasets.tokenizer
@@ -271,7 +271,7 @@ def _samples(config: Config, steps: Steps, datasets: Datasets) -> SampleGenerato
 
 
 def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
-    """Lock the run's folder, and the checkpoint folder if it is another one."""
+    """Lock the run folder, and the checkpoint folders that are outside it."""
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
     other = RunLock(checkpoint_home(run_dir, config.checkpoint), key="checkpoint.dir")
@@ -289,9 +289,10 @@ def _locks(config: Config, stack: contextlib.ExitStack, console: Console) -> lis
 def _compile_train_steps(
     config: Config, steps: Steps, datasets: Datasets, console: Console, begin: RunStart, last: int
 ) -> dict[int, Any]:
-    """Return the compiled train steps by batch size, only those that the run needs.
+    """Return the compiled train steps that the run needs, keyed by batch size.
 
-    All sizes of the rest of the run are compiled now, so that none fails or delays the run later.
+    All remaining batch sizes are compiled now, so that compilation cannot fail or delay the run
+    later.
     """
     train_steps = {}
     first = int(begin.state.step)
@@ -312,7 +313,7 @@ def _compile_train_steps(
 
 
 def _check_memory(config: Config, train_steps: Mapping[int, Any]) -> None:
-    """Check compiled steps again after everything else is compiled; warnings were printed."""
+    """Check the memory of compiled steps again after all compilation, without warnings."""
     if not config.runtime.compiled_step:
         for program in train_steps.values():
             check_program(config, program, lambda _: None)
@@ -325,7 +326,7 @@ def _open_event_log(
     stack: contextlib.ExitStack,
     ours: Callable[[], bool],
 ) -> EventLog:
-    """Return the run's event log; writes the start of this attempt, and its end on exit."""
+    """Return the run's event log; record the start and the failure of this attempt."""
     events = EventLog(run_folder(config.run), link.index, phases.begun, ours)
     host, pid = platform.node(), os.getpid()
     version = maxpipe.__version__

@@ -1,4 +1,4 @@
-"""Settings, texts and pictures of a run for TensorBoard, such as its memory and its sharding."""
+"""TensorBoard summaries of a run: settings, texts, and pictures such as its memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MEMORY = (
     "and batch; temporary: activations, gradients and gathered weights; results: those that do not "
     "replace an argument."
 )
-"""Description of the picture of `draw_memory`."""
+"""Description of the picture that `draw_memory` returns."""
 
 
 def draw_memory(program: Any) -> Canvas:
-    """Draw the compiled memory of one device's part of the step, with a bar for each use.
+    """Draw a bar chart of the compiled step's memory on one device.
 
-    The text is legible at the 300 pixels that TensorBoard uses.
+    The text is legible at a width of 300 pixels, which TensorBoard uses.
     """
     stats = program.memory_analysis()
     sizes = {
@@ -64,9 +64,9 @@ def draw_memory(program: Any) -> Canvas:
 
 
 def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
-    """Return name, shape, shape per device and sharding axes of each parameter.
+    """Return the name, shape, per-device shape and sharding axes of each parameter.
 
-    The first row has the titles.
+    The first row contains the titles.
     """
     rows = [("parameter", "shape", "on a device", "split over")]
     for path, array in jax.tree_util.tree_leaves_with_path(params):
@@ -81,7 +81,7 @@ def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
 
 
 def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
-    """Return the axes that shard this dim and have several devices."""
+    """Return the mesh axes with several devices that shard a dim."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
@@ -113,10 +113,10 @@ def write_run_summary(
     stack: contextlib.ExitStack,
     facts: Mapping[str, str],
 ) -> None:
-    """Write TensorBoard's texts, settings and pictures of a run, once per start.
+    """Write the texts, settings and pictures of a run to TensorBoard, once per start.
 
-    A separate thread writes the pictures: the first ones need a second. `facts` are the banner's
-    lines.
+    A separate thread writes the pictures, because drawing the first pictures takes a second.
+    `facts` are the lines of the banner.
     """
     writer.text("about", _table([("run", config.run.name), *key_settings(config, facts)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
@@ -129,7 +129,7 @@ def write_run_summary(
 
 
 def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return names and values of the ten settings that best distinguish runs.
+    """Return the names and values of the ten settings that best distinguish runs.
 
     TensorBoard sorts texts by tag: `about` precedes `config`.
     """
@@ -166,7 +166,7 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
-    """Write settings, the table of shardings, and pictures."""
+    """Write the settings, the table of shardings, and the pictures."""
     values = flatten(to_dict(redact.redact_value(config)))
     chosen = {
         key: value if isinstance(value, bool | int | float | str) else str(value)
