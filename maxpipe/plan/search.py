@@ -122,7 +122,7 @@ class SearchResult:
     """Number of evaluated layouts that do not fit in memory."""
     best: list[Candidate]
     computed: int
-    """Number of evaluated layouts. Meshes that were dropped after sampling do not count in full."""
+    """Number of evaluated layouts, including the samples of dropped meshes."""
 
 
 def search(

@@ -38,8 +38,8 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options to select kernels without running them. Matmuls then use cuBLAS, as most large
-matmuls of a run do; Triton matmuls need a tiling that only measurements can determine."""
+"""XLA options that select kernels without running them. Matmuls then use cuBLAS, as most large
+matmuls in a run do. Triton matmuls need a tiling that only measurements can determine."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages that contain the compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
