@@ -262,9 +262,7 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the all-to-all bandwidth divided by `rate`, or the old ratio if it was not
-    measurable.
-    """
+    """Return the all-to-all bandwidth divided by `rate`, or the old ratio if not measurable."""
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
     sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)

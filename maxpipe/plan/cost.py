@@ -148,9 +148,7 @@ class CostModel:
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """Return the time in seconds of the given numbers of layers by type, in slots of one
-        type.
-        """
+        """Return the time in seconds of these numbers of layers by type, in slots of one type."""
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property
@@ -244,9 +242,7 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the compute time of `forwards` forward passes without kernels, plus one
-        reduction.
-        """
+        """Return the time of `forwards` forward passes without kernels, plus one reduction."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
@@ -335,13 +331,13 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time to recompute scores in a backward pass, in seconds."""
+        """Seconds to recompute scores in a backward pass; 0 if measured costs include them."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time of the attention kernels in a forward pass, in seconds."""
+        """Seconds of the attention kernels in a forward pass; 0 if measured rates include them."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -539,9 +535,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the layer time of each tick `[K]`, and the part that overlaps with messages, in
-    seconds.
-    """
+    """Return `[K]` layer times per tick in seconds, and the parts that overlap with messages."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
@@ -636,9 +630,7 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time to allocate a step's memory in seconds, if devices free it after every
-    step.
-    """
+    """Return the seconds to allocate a step's memory, if devices free it after every step."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

@@ -166,9 +166,7 @@ class Profile:
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """Return the bytes sent by collectives of these types (default: all) with this group
-        size.
-        """
+        """Return the bytes sent by collectives of these types (default: all) and group size."""
         return sum(
             each.total_bytes
             for each in self.collectives
@@ -246,9 +244,7 @@ class _Walk:
     # Control flow.
 
     def _called(self, each: Instruction) -> Iterator[tuple[str, float]]:
-        """Yield the called computations (for a loop, its body) and their number of executions per
-        call.
-        """
+        """Yield the called computations (for a loop, its body) and their executions per call."""
         if each.opcode == "while":
             trips = self._known_trips(each)
             yield each.computation("body") or "", 1.0 if trips is None else trips
@@ -392,9 +388,7 @@ class _Walk:
     def _cross_slice_collective(
         self, recv: Instruction, computation: Computation
     ) -> Collective | None:
-        """Return a collective between slices, which XLA implements as a send to and a receive from
-        the host.
-        """
+        """Return a collective between slices, implemented by a send and a receive via the host."""
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
         kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
         if kind is None:
@@ -519,13 +513,13 @@ _CONTRACTED = re.compile(
 
 
 def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
-    """XLA for TPU lowers matmuls to convolutions, with other dimensions as spatial dimensions."""
+    """Return the number of multiplications in a matmul."""
     out = array_dims(each.shape)[0]
     if each.opcode != "convolution":
         listed = _CONTRACTED.search(each.attributes)
         dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
         return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
-    # Return the number of multiplications in a matmul.
+    # XLA for TPU lowers matmuls to convolutions, with other dimensions as spatial dimensions.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
     window = re.search(r"window=\{([^}]*)\}", each.attributes)
     assert labels is not None
@@ -543,9 +537,7 @@ def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] =
 
 
 def _pairings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
-    """Return the number of kernel-input element pairs that are multiplied in a spatial
-    dimension.
-    """
+    """Return the number of (input, kernel) products along one spatial dimension."""
 
     def setting(name: str, default: int) -> int:
         parts = settings.get(name, "").split("x")

@@ -90,9 +90,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the profile line of an entry. `peak` is in FLOP per cycle; `kernels` is their
-    efficiency.
-    """
+    """Return the line of an entry, for `peak` FLOP per cycle and kernel efficiency `kernels`."""
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
     return ProfileLine(

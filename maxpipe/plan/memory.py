@@ -137,7 +137,7 @@ def reference(sizes: Sizes) -> float:
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
-    """Return the maximum workspace of an attention kernel in bytes."""
+    """Return the maximum workspace of an attention kernel, which XLA cannot know without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
     own = (Held(documents=part.backward_peak.documents) for part in parts)
     return max(map(sizes.declared_bytes, parts, own))
@@ -152,9 +152,7 @@ def _parameters(sizes: Sizes) -> float:
 
 
 def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the total size in bytes of stored parameters for the given numbers of layers by
-    type.
-    """
+    """Return the total size in bytes of stored parameters for these numbers of layers by type."""
     return float(
         sum(
             count
@@ -208,8 +206,9 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the total bytes of the prologue layers: state, gradients, gathered weights and
-    buffers.
+    """Return the total size of the prologue layers in bytes.
+
+    The size includes state, gradients, gathered weights and buffers.
 
     Temporary memory of a layer's backward pass is not included, because all layers share it.
     """
@@ -341,9 +340,7 @@ optimization barriers until fusion. Version 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Return the size in bytes of the float32 copies in older XLA for CPU, which computes in
-    float32.
-    """
+    """Return the bytes of float32 copies in older XLA for CPU, which computes in float32."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
@@ -369,7 +366,7 @@ gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the peak size in bytes of the largest layer's backward pass."""
+    """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
     size = BYTES[sizes.config.model.compute_dtype]
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
@@ -425,9 +422,7 @@ compute dtype. All weights are gathered before the first conversion. Fitted."""
 
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the temporary bytes for gathering a stage's weights, because collectives use
-    float32.
-    """
+    """Return the temporary bytes for gathering a stage's weights; collectives use float32."""
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
@@ -435,9 +430,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """Return the additional bytes of the weight prefetch window: a copy, a float32 chunk and
-    shards.
-    """
+    """Return the additional bytes of the weight window: a copy, a float32 chunk and shards."""
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.chunk_elements()
@@ -499,9 +492,7 @@ head."""
 
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
-    """Return the MTP bytes that are live together with logits, including a copy of the head
-    gradient.
-    """
+    """Return the MTP bytes that are live with the logits, including a head-gradient copy."""
     if not sizes.mtp_layers:
         return 0.0
     size = BYTES[sizes.config.model.compute_dtype]

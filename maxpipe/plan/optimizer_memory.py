@@ -56,9 +56,7 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
-    """Return the total bytes of the float32 gradient copies; `number(param)` is the count per
-    gradient.
-    """
+    """Return the total bytes of `number(param)` float32 copies of each gradient."""
     kinds, layers = (
         sizes.model.layer_types,
         Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),

@@ -46,9 +46,7 @@ PROGRAM_SECONDS = 2.0
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median time of each call in seconds. Calls are interleaved to share noise
-    equally.
-    """
+    """Return the median seconds of each call; calls are interleaved to share noise equally."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -127,9 +125,7 @@ def _predict_difference(pair: Pair, hardware: Hardware) -> float:
 
 
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
-    """Return two runs with few layers, tensor parallelism `split` and the same tokens per
-    device.
-    """
+    """Return two runs with few layers, tensor size `split` and the same tokens per device."""
     train = dataclasses.replace(
         config.train, batch_size=Sizes(config).microbatch_size * num_devices
     )
@@ -168,9 +164,7 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 
 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
-    """Return a run with one stage per device, `LAYERS` layers per stage and one microbatch per
-    device.
-    """
+    """Return a run with `LAYERS` layers per stage, and one stage and microbatch per device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
@@ -240,9 +234,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the posterior median times `[N]` in seconds, and the standard errors `[N]` of their
-    logs.
-    """
+    """Return `[N]` posterior median times in seconds, and `[N]` standard errors of their logs."""
     predicted = np.array([each.cost.seconds for each in candidates])
     prior = (
         COMMON_ERROR**2

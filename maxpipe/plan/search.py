@@ -204,9 +204,7 @@ def _complexity(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
-    """Return the config with the fixed values, and default values for keys that are never
-    searched.
-    """
+    """Return the config with the fixed values, and defaults for keys that are never searched."""
     varied = {"pipeline": {"layers_per_chunk": [], "delayed_forwarding": False}}
     for section in ("mesh", "pipeline"):
         values = varied.get(section, {}) | {
