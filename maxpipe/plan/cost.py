@@ -449,9 +449,7 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the time to write or read saved activations in seconds; 0 if measured costs
-        include it.
-        """
+        """Return the seconds to save or load activations; 0 if measured costs include them."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
