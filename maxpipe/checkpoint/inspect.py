@@ -116,7 +116,8 @@ def _saved(
     saved = [one for step in folder.steps() if (one := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
     for one in saved:
-        if (size := _num_bytes(folder / one.step)) is not None:  # None: being deleted
+        # The size is None if the run is deleting the checkpoint.
+        if (size := _num_bytes(folder / one.step)) is not None:
             yield one, size, reasons.get(one.step, "")
 
 
@@ -154,8 +155,7 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """Return the faults of a step's files, arrays and metadata, and whether the step has a
-    manifest.
+    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists.
 
     Raises:
         StorageError: a checkpoint is damaged; raised after all steps were checked.

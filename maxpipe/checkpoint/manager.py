@@ -146,7 +146,7 @@ class CheckpointManager:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
-        """Restore the newest intact checkpoint, or None if none was saved. See `CheckpointReader`."""
+        """Restore the newest intact checkpoint, if any; see `CheckpointReader.restore_newest`."""
         found = self._reader.restore_newest(abstract, accept)
         if found is not None:
             self._newest = found.step
@@ -506,7 +506,8 @@ def find_best_step(
     values: dict[int, float] = {}
     known: set[str] = set()
     for step in folder.steps():
-        with contextlib.suppress(DamagedError, FileNotFoundError):  # the step is being deleted
+        # The run may be deleting the step.
+        with contextlib.suppress(DamagedError, FileNotFoundError):
             metrics = folder.read_metadata(step).metrics or {}
             known |= metrics.keys()
             if (key := better.sort_key(metrics)) is not None:

@@ -238,7 +238,7 @@ class CheckpointReader:
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
-        """Return the next candidate, selected by process 0: the newest step, durable folder first."""
+        """Return the next candidate of process 0: the newest step, durable folder first."""
         found = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
@@ -448,7 +448,8 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     """
     saved = contents.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
-    if "step" not in abstract and "optimizer" in saved:  # not all optimizer trees
+    # Without a step, `abstract` may contain only some of the optimizer trees.
+    if "step" not in abstract and "optimizer" in saved:
         trees = saved["optimizer"]
         saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
     lines = diff_shapes(saved, abstract)
