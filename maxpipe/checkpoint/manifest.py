@@ -75,7 +75,7 @@ class BackgroundDigester:
         self._writers: set[object] = set()
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
-        """The writers that must finish before a file is complete, keyed by file name."""
+        """Pairs of file names and the writers that must finish before these files are complete."""
         self._found: dict[str, Future[ManifestFile]] = {}
 
     def __enter__(self) -> BackgroundDigester:
@@ -110,8 +110,7 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return size and digest by file name. Some files may be
-        missing.
+        """Wait for pending digests, and return (possibly not all) sizes and digests by file name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.

@@ -134,9 +134,8 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
         raise
     if not config.checkpoint.dir:
         return path
-    return checkpoint_home(
-        config.run.name, config.checkpoint
-    )  # the run folder may be a copy, or may have been renamed
+    # Use the name in the config, because the run folder may be a copy or may have been renamed.
+    return checkpoint_home(config.run.name, config.checkpoint)
 
 
 def in_bucket(path: epath.PathLike) -> bool:

@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise for options that have no effect together."""
+    """Raise an error for options that have no effect in combination."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}

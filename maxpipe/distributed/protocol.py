@@ -163,9 +163,8 @@ class AuthenticatedConnection:
         """Close the socket so that data that was already sent still arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            for _ in range(
-                _MAX_DRAINED_READS
-            ):  # unread data would reset the connection and drop sent data
+            # Unread data would reset the connection and drop sent data.
+            for _ in range(_MAX_DRAINED_READS):
                 if not self._socket.recv(PIECE_BYTES):
                     break
         self._socket.close()

@@ -280,9 +280,8 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     travelled = CommVolume(columns, sizes.ring_share(columns) * rows, is_all_to_all=True)
     summed = CommVolume(stage, 2 * sizes.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
-    if (
-        sizes.prologue_layers
-    ):  # each stage looks up its own microbatch and sends it into the pipeline later
+    # With prologue layers, each stage looks up its own microbatch and sends it to the ring later.
+    if sizes.prologue_layers:
         part = 1 / sizes.stages
         own = CommVolume(stage, sizes.ring_share(stage) * rows, part)
         once = [

@@ -308,7 +308,7 @@ class MetricWriter:
             self._events.text(tag, redact.redact_text(markdown), step)
 
     def show(self, summary: Callable[[], Any]) -> None:
-        """Add the result of `summary` to TensorBoard; not called if TensorBoard is not installed."""
+        """Add the result of `summary` to TensorBoard, or do nothing without TensorBoard."""
         events = self._events
         if events is not None:
             events.summary(summary())
