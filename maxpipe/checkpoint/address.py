@@ -28,7 +28,7 @@ Step = int | Literal["newest", "best"] | None
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, CHECKPOINTS_FOLDER)
-"""Entries of a run folder. A run folder contains at least one of these."""
+"""A run folder contains at least one of these entries."""
 _SHOWN_RUNS = 8
 
 
@@ -284,7 +284,7 @@ def _is_in_checkpoints(path: Path) -> bool:
 
 
 def _above(path: Path, count: int) -> Path:
-    """Return the path `count` levels up. It is relative if the given path has enough components."""
+    """Return the path `count` levels up, as a relative path if `path` has enough components."""
     return (
         path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
     )

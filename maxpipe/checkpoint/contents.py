@@ -1,8 +1,8 @@
 """Read the arrays and recorded digests of a checkpoint from its files.
 
 A checkpoint is intact if its decoded arrays have the digests recorded in memory when it was
-saved, and its metadata is unchanged. This is checked before the manifest is written, by
-`maxpipe checkpoints verify`, and by every restore for the arrays that it reads.
+saved, and its metadata is unchanged. These conditions are checked before the manifest is written
+and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
 """
 
 from __future__ import annotations

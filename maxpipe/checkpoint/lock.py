@@ -111,7 +111,7 @@ class RunLock:
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost_reason = ""
-        self._folder = -1  # kept open so that the inode is not reused
+        self._folder = -1  # keep the folder open, so that the inode is not reused
         self._identity: tuple[int, int] | None = None
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds

@@ -1,8 +1,8 @@
 """Save and restore the checkpoints of a run, and resolve addresses to steps.
 
-The manager decides when a save is due and handles failed saves. It works on trees in the saved
-layout, independent of models and pipelines, so a checkpoint can be restored on any layout.
-`maxpipe.checkpoint.reader` handles damaged checkpoints.
+The manager decides when a save is due and handles failed saves. The manager works on trees in the
+saved layout, independent of models and pipelines. A checkpoint can therefore be restored on any
+layout. `maxpipe.checkpoint.reader` handles damaged checkpoints.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The size and SHA-256 of every file detect changes on disk and identify the changed file. Neither the
 file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at the
 save. The manifest is written last, by atomic replacement, after the arrays were read back and
-compared. It contains its own checksum. Version 1 listed only files.
+compared. The manifest contains its own checksum. Version 1 listed only files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read checkpoints, verify them, and select the newest intact checkpoint of a run.
 
 - A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
-  the previous checkpoint. If that checkpoint is intact, the damaged one is quarantined as
+  the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
   `<step>.corrupt`, with a warning.
 - Two consecutive damaged checkpoints indicate a storage failure: the run stops and nothing is
   renamed. The same applies if the storage fails, because only content that was read twice counts

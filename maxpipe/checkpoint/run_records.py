@@ -52,7 +52,7 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
     """Compare the run's records with a folder that contains no checkpoints.
 
     Raises:
-        StorageError: the run saved a checkpoint in this folder, or in a previous one.
+        StorageError: the run saved a checkpoint in this folder or in a previous folder.
     """
     if in_bucket(run_dir):
         return

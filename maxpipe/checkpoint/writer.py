@@ -275,7 +275,7 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
             for one in running:
                 one.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # one task may still be queued
+            pool.shutdown(wait=False, cancel_futures=True)  # a task may still be queued
             raise
 
 
@@ -475,7 +475,7 @@ class CheckpointWriter:
 def ignore_orphaned_errors() -> None:
     """Suppress tracebacks of reads and writes that were in progress when orbax raised an error.
 
-    These operations fail because the event loop is closed, or because nothing awaits them.
+    Such operations fail because the event loop is closed, or because nothing awaits their result.
     """
     report = sys.unraisablehook
 

@@ -113,7 +113,7 @@ def _normalize_option(option: str) -> str:
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Common names of output options. Some commands have one option per file format instead."""
+"""Common names of output options. Some commands have one option per file format."""
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig

@@ -1,8 +1,8 @@
 """Test the devices of a run, their results and their collectives.
 
 Run with `python -m maxpipe.diagnosis.probe SPEC`. The test runs in a separate process that the
-caller can stop, because broken links and busy devices hang instead of failing. It prints one JSON
-record per result, with name, status, text and action.
+caller can stop, because broken links and busy devices hang instead of failing. The test prints one
+JSON record per result, with name, status, text and action.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Connect every process of a run to the coordinator in process 0 through a control channel.
 
-The processes monitor each other through this channel. It uses only threads and sockets, so a
-process responds while its main thread compiles, waits in a collective or sleeps in a reader. Peers
-authenticate with the run's secret. The coordinator decides for all processes; in a run of one
+The processes monitor each other through this channel. The channel uses only threads and sockets, so
+a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
+Peers authenticate with the run's secret. The coordinator decides for all processes; in a run of one
 process, that process is its own coordinator. The coordinator ends the run, in order of priority, if
 a process reports a failure, disconnects or does not respond, or if no process makes progress.
 
@@ -74,8 +74,8 @@ _ONE_REQUEST_SECONDS = 1.0
 """Time in which repeated signals count as one request. Shells, launchers and `timeout` may signal a
 process first and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""Time in which repeated Ctrl-C counts as one request. It is shorter because a user may press
-Ctrl-C twice.
+"""Time in which repeated Ctrl-C counts as one request. This time is shorter, because a user may
+press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that request a stop, from a scheduler, a closed terminal or Ctrl-C."""
@@ -255,7 +255,7 @@ class ControlChannel:
     def _connect_to_coordinator(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> AuthenticatedConnection | JoinFailure:
-        """Connect to process 0, or return the failure. Sends nothing to other programs."""
+        """Connect to process 0 or return the failure, without sending data to other programs."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
 
@@ -344,7 +344,7 @@ class ControlChannel:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Report a failure of this process to all others, and exit independently of jax."""
+        """Report a failure to all other processes, and end this process independently of jax."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
@@ -393,7 +393,7 @@ class ControlChannel:
                     self._exit(self._stop_code, _NO_TIME)
 
     def _flush_pending(self) -> float:
-        """Send queued messages. Return the seconds until the next call, as in the coordinator."""
+        """Send queued messages. Return the time in seconds until the next call."""
         if self._connection is None or not self._connection.has_unsent:
             return math.inf
         self._connection.send_pending()
@@ -537,9 +537,9 @@ def _delay_aborts(delay: bool = True) -> None:
     """Delay an abort by jax, so that the control channel can report the reason first.
 
     A jax thread calls abort if process 0 is lost. Python handlers cannot run in that thread, so the
-    signal handler is `sleep` of the C library. It sleeps for six seconds, because the signal number
-    is 6. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends the
-    process at once. If Python's faulthandler is enabled, its handler is not replaced.
+    signal handler is `sleep` of the C library. `sleep` waits for six seconds, because the signal
+    number is 6. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends
+    the process at once. If Python's faulthandler is enabled, its handler is not replaced.
     """
     if faulthandler.is_enabled():
         return

@@ -69,7 +69,7 @@ class JoinFailure:
 
     text: str
     late: bool = False
-    """True if processes did not connect or are not reachable. False if their settings differ."""
+    """True if processes did not connect or are not reachable; false if their settings differ."""
     action: str = ""
     """Suggested action, if known."""
 
@@ -107,7 +107,7 @@ StopCode = Literal[75, 130]
 
 
 class MemberMessage(TypedDict):
-    """A message from a process to the coordinator, with one of these contents."""
+    """A message from a process to the coordinator. The fields that are set define its type."""
 
     hello: NotRequired[Hello]
     beat: NotRequired[Heartbeat]
@@ -128,7 +128,7 @@ class ExitMessage(TypedDict):
 
 
 class CoordinatorMessage(TypedDict):
-    """A message from the coordinator to a process, with one of these contents."""
+    """A message from the coordinator to a process. The fields that are set define its type."""
 
     welcome: NotRequired[Literal[True]]
     refused: NotRequired[str]
@@ -299,7 +299,8 @@ class Coordinator:
             told = f"has num_processes={count}, but process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
-        # A process may replace one that stopped responding, for example after its host was lost.
+        # A process may replace a process that stopped responding, for example after a host was
+        # lost.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
             return self._refuse(came, f"{came} has the same process_id as {before}")
         self._unknown.pop(wire, None)
@@ -307,7 +308,7 @@ class Coordinator:
         return came
 
     def _refuse(self, came: Member, text: str) -> None:
-        """Reject one process. The others continue, because this process can be started again."""
+        """Reject one process. The run continues, because the process can be started again."""
         if came.connection is not None:
             came.connection.send({"refused": text})
         self._refusal = f"; {text}"
@@ -419,7 +420,7 @@ class Coordinator:
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
-            if member.connection is None:  # process 0 continues until all others have left
+            if member.connection is None:  # process 0 continues until all other processes have left
                 self._tell_self(message)
             elif not member.left:
                 member.connection.send(message)
@@ -522,10 +523,10 @@ class Coordinator:
             self._end(ExitCode.HANG, text)
 
     def _check_early_exits(self) -> None:
-        """End the run if a process left early and the others are waiting for it.
+        """End the run if a process left early and other processes are waiting for it.
 
-        Nothing happens while the others make progress or save, because process 0 may still be
-        verifying the files of all processes.
+        The run continues while the other processes make progress or save, because process 0 may
+        still be verifying the files of all processes.
         """
         limit, alone = self._limits.heartbeat_seconds, time.monotonic() - self._first_goodbye
         rest = [each for each in self._members.values() if not each.left]
@@ -543,9 +544,9 @@ class Coordinator:
     def _check_stall(self) -> None:
         """End the run if no process makes progress.
 
-        While one process makes progress, the others may be waiting for it. Heartbeats can be a
-        second old, or older if a host was frozen, so every process must confirm the stall with a
-        new heartbeat.
+        While one process makes progress, the other processes may be waiting for it. Heartbeats can
+        be a second old, or older if a host was frozen, so every process must confirm the stall with
+        a new heartbeat.
         """
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
@@ -557,7 +558,8 @@ class Coordinator:
             self._suspected = {each.index: each.num_beats for each in here}
         if any(each.num_beats <= self._suspected.get(each.index, 0) for each in here):
             return
-        # A process that reads data delays the others, even in a phase that all enter together.
+        # A process that reads data delays the other processes, even in a phase that all processes
+        # enter together.
         holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)
         holding = holding or [each for each in here if each.beat["step"] == behind]

@@ -275,7 +275,8 @@ def generate_secret() -> str:
 
 
 def secret_from_environment(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the secret in the environment or in the file named there. None if neither is set.
+    """Return the secret from the environment, or from the file named in the environment. Return
+    None if neither is set.
 
     Raises:
         ConfigError: the secret has an invalid length, or its file is not private.

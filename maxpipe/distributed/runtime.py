@@ -1,7 +1,7 @@
 """Start a process: devices, other processes, compilation cache and signals.
 
-Only this module changes jax's global settings and the process environment. It must run before the
-first use of a device.
+Only this module changes jax's global settings and the process environment. The module must run
+before the first use of a device.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def join_processes(
     facts: Mapping[str, str],
     folder: Path,
 ) -> Iterator[ControlChannel]:
-    """Start one process of a run, join the others and yield the control channel.
+    """Start one process of a run, join the other processes and yield the control channel.
 
     Stop signals are caught inside.
 

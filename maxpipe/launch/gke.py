@@ -43,7 +43,7 @@ _RULES = (
 kills and exit code 71, use up restarts. After the death of a node, the remaining pods exit with 71
 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Factor on `launch.restarts`. A JobSet counts all restarts, even after newer checkpoints."""
+"""Multiplier for `launch.restarts`. A JobSet counts all restarts, even after newer checkpoints."""
 
 
 _SUBMIT_SCRIPT = """\
@@ -79,7 +79,7 @@ od -An -N32 -tx1 /dev/urandom | tr -d ' \n' |
 "${{kubectl[@]}}" apply -f "$here/{manifest}"
 """
 """`terminalState` is empty until the JobSet finishes. Foreground deletion removes old Jobs and pods
-before new ones with the same names are created."""
+before new Jobs and pods with the same names are created."""
 
 
 class _Dumper(yaml.SafeDumper):

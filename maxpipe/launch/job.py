@@ -210,7 +210,8 @@ _MEANINGS = {
 
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
-    """Return the step of the newest complete checkpoint. Incomplete ones have no numeric name.
+    """Return the step of the newest complete checkpoint. Incomplete checkpoints have no numeric
+    name.
 
     If checkpoints are `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the step is read
     from the event records of the run, because the launcher does not read buckets.

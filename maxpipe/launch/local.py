@@ -125,7 +125,7 @@ GRACE_SECONDS = 5.0
 """Time for the other processes to report and exit after one process has failed. The other processes
 are then killed, because they would wait for the failed process in a collective."""
 _POLL_SECONDS = 0.1
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PARENT_DEATH_SIGNAL = 1  # the value of PR_SET_PDEATHSIG for prctl(2)
 
 
 @dataclass(frozen=True)

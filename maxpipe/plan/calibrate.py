@@ -546,9 +546,7 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return the seconds per loop iteration of each program, whose last argument is the loop
-    count.
-    """
+    """Return each program's seconds per loop iteration; the last argument is the loop count."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))

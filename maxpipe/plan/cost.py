@@ -51,7 +51,8 @@ SCORE_TRAFFIC = 12
 """Bytes moved per query-key pair and pass by the softmax of plain attention and its gradient. The
 value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
-"""Slot types: forward, backward, and the input-gradient and weight-gradient parts of a backward."""
+"""Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
+backward slot."""
 OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
@@ -331,13 +332,13 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Seconds to recompute scores in a backward pass; 0 if measured costs include them."""
+        """Time in seconds to recompute scores in a backward pass, unless measured costs include it."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Seconds of the attention kernels in a forward pass; 0 if measured rates include them."""
+        """Time in seconds of forward attention kernels, unless measured rates include it."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -370,7 +371,7 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Time of gradient accumulation in seconds; 0 if a matmul overlaps with it."""
+        """Time of gradient accumulation in seconds, unless it overlaps with matmuls."""
         moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
@@ -443,13 +444,13 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Fraction of the weights applied to each token that are trained."""
+        """Fraction of trained weights among the weights that are applied to each token."""
         sizes = self.model.sizes
         computed = sizes.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the seconds to save or load activations; 0 if measured costs include them."""
+        """Return the time in seconds to save or load activations, unless already measured."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
@@ -628,7 +629,7 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the seconds to allocate a step's memory, if devices free it after every step."""
+    """Return the time in seconds to allocate a step's memory, if each step frees its memory."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

@@ -32,7 +32,7 @@ def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan as JSON values, plus the smallest changes that make it fit if needed."""
+    """Return the plan as JSON values, and the smallest changes with which it would fit, if any."""
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)
 

@@ -38,7 +38,7 @@ class Instruction:
 
     @cached_property
     def cycles(self) -> int:
-        """Cycle estimate of the compiler; 0 if the compiler provides none."""
+        """Cycle estimate of the compiler, or 0 if the compiler provides no estimate."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else 0
 
@@ -81,7 +81,9 @@ def array_dims(shape: str) -> list[tuple[int, ...]]:
 
 
 def array_bytes(shape: str) -> list[int]:
-    """Return the bytes of each array in a printed shape. Tokens and opaque values are skipped."""
+    """Return the size in bytes of each array in a printed shape. Tokens and opaque values are
+    skipped.
+    """
     sizes = []
     for kind, dims in _ARRAY.findall(shape):
         digits = re.search(r"\d+", kind)
@@ -122,7 +124,7 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # The metadata of a kernel contain line breaks; cycles and origin are on the last line.
+            # The metadata of a kernel contains line breaks. Cycles and origin are on the last line.
             current[-1] += f"\n{line}"
     if not entry:
         raise ValueError("not the text of an HLO module: no line starts with ENTRY")

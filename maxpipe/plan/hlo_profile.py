@@ -93,8 +93,8 @@ class Collective:
     group: tuple[int, ...]
     """Positions of the first group's devices in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Bytes sent by each device in one execution, assuming a ring algorithm. A ragged collective
-    counts with its full capacity, sent evenly to all devices."""
+    """Bytes sent by each device in one execution, assuming a ring algorithm. For a ragged
+    collective, the full capacity is assumed to be sent evenly to all devices."""
     is_async: bool
     """Whether the start and the done are separate instructions."""
     between: tuple[str, ...] = ()
@@ -327,8 +327,8 @@ class _Walk:
     def _flops(self, each: Instruction, computation: Computation) -> float:
         """Return the FLOP of one execution, including the matmuls in a fusion."""
         if each.opcode == "fusion":
-            # Kernels are not inside fusions. Custom calls in a fusion that prepares a kernel have
-            # the kernel's FLOP in their name. These FLOP must not be counted twice.
+            # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
+            # contain the kernel's FLOP in their names. This FLOP count must not be added twice.
             inside = self._inside(each)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
@@ -444,9 +444,9 @@ class _Walk:
         if each.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(each).values()
-        # A TPU may run one collective inside several fusions. The first fusion starts it, others
-        # continue it during their own work, and the last ends it. The collective appears in all
-        # these fusions.
+        # A TPU may run one collective inside several fusions. The first fusion starts the
+        # collective, later fusions continue it during their own work, and the last fusion ends it.
+        # The collective appears in all these fusions.
         for other in inside:
             if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
                 continues = "chain_id=" in other.attributes and not self._is_start(each)
@@ -487,7 +487,7 @@ class _Walk:
                 carriers.add(name)  # passes on the collective's state, as a loop also does
             if other.opcode in _COMPUTE:
                 found.append(other)
-        # If the done is in the next loop iteration, the rest of this iteration lies in between.
+        # If the done is in the next loop iteration, include the remainder of this iteration.
         return found
 
     def _is_copy(self, each: Instruction) -> bool:
@@ -554,7 +554,7 @@ def _first_match(table: Mapping[str, float], text: str, default: float) -> float
 
 
 def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
-    """Return the bytes that each device sends, assuming a ring algorithm."""
+    """Return the number of bytes that each device sends, assuming a ring algorithm."""
     around = (size - 1) / size
     match kind:
         case "all-gather":

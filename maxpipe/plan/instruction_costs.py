@@ -36,7 +36,7 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 @dataclass(frozen=True)
 class ProfileLine:
-    """An entry, or the sum of several entries."""
+    """An entry of the profile, or the sum of several entries."""
 
     kind: str
     """Category, such as `matmul`, `kernel` or `copy`: see `instruction_kind`."""
@@ -90,7 +90,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the line of an entry, for `peak` FLOP per cycle and kernel efficiency `kernels`."""
+    """Return the profile line of an entry, given the peak FLOP per cycle and kernel efficiency."""
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
     return ProfileLine(

@@ -264,7 +264,8 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 def _read_in_place(sizes: Sizes) -> bool:
     """Return whether weights can be used in place: unsharded and in the compute dtype.
 
-    This applies to frozen weights. Trained weights are used in place only on CPU.
+    On TPUs and GPUs, only frozen weights are used in place. On CPU, trained weights are used in
+    place as well.
     """
     model = sizes.config.model
     is_right = model.param_dtype == model.compute_dtype and model.matmul == "default"
@@ -312,7 +313,7 @@ WORKSPACE = 32.0 * 2**20
 def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
     """Return the size in bytes of transposed layer shards that XLA for GPU keeps during the step.
 
-    XLA for GPU gathers only along the first dimension. It hoists the transposes for other
+    XLA for GPU gathers only along the first dimension. XLA hoists the transposes for other
     dimensions out of the loops.
     """
     stays = not _gathers_per_step(sizes, schedule)
@@ -340,7 +341,7 @@ optimization barriers until fusion. Version 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Return the bytes of float32 copies in older XLA for CPU, which computes in float32."""
+    """Return the size in bytes of float32 copies, because older XLA for CPU computes in float32."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
@@ -487,8 +488,7 @@ def _mtp_layer_bytes(sizes: Sizes) -> float:
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
-"""Number of activations of MTP layers that are live together with logits, in addition to two per
-head."""
+"""Number of MTP activations that are live together with the logits, in addition to two per head."""
 
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:

@@ -106,7 +106,7 @@ def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
-    """Return the bytes per element of a gathered parameter, excluding scales.
+    """Return the number of bytes per element of a gathered parameter, excluding scales.
 
     8-bit parameters are stored twice, for forward and backward matmuls, unless the complete matrix
     has one scale.

@@ -1,8 +1,9 @@
 """Rank the best layouts of a search again by compilation or by measurement.
 
 The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normal errors: one shared by all layouts, one per setting
-(`stage=2`, `remat=names`, microbatch size), and one per layout. The prior mean is the forecast.
+predicted time is modelled as a sum of normal errors. One error is shared by all layouts, one is per
+setting (`stage=2`, `remat=names`, microbatch size), and one is per layout. The prior mean is the
+forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -46,7 +47,7 @@ PROGRAM_SECONDS = 2.0
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median seconds of each call; calls are interleaved to share noise equally."""
+    """Return the median time of each call in seconds. Interleaved calls share noise equally."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -216,7 +217,8 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 
     Args:
         candidates: all layouts, more than were measured.
-        ran: measured seconds, keyed by candidate index. None if the candidate ran out of memory.
+        ran: measured times in seconds, keyed by candidate index. A value is None if the candidate
+            ran out of memory.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
@@ -225,7 +227,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     failed = [index for index, taken in ran.items() if taken is None]
     smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
     smaller[list(ran)] = False
-    if smaller.any():  # candidates that need more memory than a failed one would also fail
+    if smaller.any():  # candidates that need more memory than a failed candidate would also fail
         lowest[~smaller] = np.inf
     lowest[list(ran)] = np.inf
     return int(lowest.argmin())
@@ -278,7 +280,7 @@ class RankedCandidate:
 
     candidate: Candidate
     report: CompileReport | None = None
-    """Compile report. None if the layout was not compiled or does not fit in memory."""
+    """Compile report, or None if the layout was not compiled or does not fit in memory."""
     measured: float | None = None
     """Measured step time in seconds."""
 
@@ -327,8 +329,8 @@ def rerank_by_measurement(
 ) -> list[RankedCandidate]:
     """Measure `count` layouts on synthetic data. Return them sorted by time, with failures last.
 
-    The first measured layout is the one with the best forecast. Each result corrects the forecasts
-    of similar layouts, and the corrected forecasts select the next layout. `candidates` are the
+    The layout with the best forecast is measured first. Each result corrects the forecasts of
+    similar layouts, and the corrected forecasts select the next layout. `candidates` are the
     layouts found for the local `devices`, sorted by predicted time. `tell` is called with a line of
     text before each layout.
     """

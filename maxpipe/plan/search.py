@@ -1,9 +1,9 @@
 """Enumerate valid layouts for a run, prune them by memory and rank them by predicted time.
 
 A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gathers and
-remat. It does not change the loss curve. With many microbatches, step time and buffer sizes are
-extrapolated from two short schedule tables. This is exact for schedules with a periodic steady
-state. The best layouts are evaluated again with their full tables.
+remat. The layout does not affect the loss curve. With many microbatches, step time and buffer sizes
+are extrapolated from two short schedule tables. The extrapolation is exact for schedules with a
+periodic steady state. The best layouts are evaluated again with their full tables.
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
 if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
@@ -317,7 +317,7 @@ def layouts(
 ) -> Iterator[Config]:
     """Yield layouts with valid axis sizes, where the context axis has a size in `contexts`.
 
-    The other rules are checked by `config.check.check`.
+    `config.check.check` checks the other rules.
     """
     for space in _spaces(config, num_devices, num_slices, fixed, contexts):
         yield from map(space.layout, range(len(space.pipelines)))

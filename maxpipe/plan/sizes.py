@@ -127,7 +127,7 @@ class Sizes:
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
 
     def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the given axes that have more than one device, in mesh order."""
+        """Filter the given axes to those with more than one device, in mesh order."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 

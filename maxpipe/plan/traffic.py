@@ -296,7 +296,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Return the all-reduces in the loss head of one microbatch.
 
-    They reduce the output, the float32 cotangent and three arrays over the logits.
+    The all-reduces cover the output, its float32 cotangent, and three values per token and head.
     """
     stage, size = sizes.nontrivial_axes(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.mtp_heads) * sizes.tokens
@@ -354,7 +354,7 @@ class LayerExecutions(NamedTuple):
     head: float
     """Number of gathers of the output projection, and of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
-    """Number of collectives for gathers and for scatters. None if every layer uses separate
+    """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""
 
 
@@ -419,7 +419,8 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Return the bytes that a device sends in a step, keyed by axes (`fsdp+context`) and link.
+    """Return the number of bytes that a device sends per step, keyed by axes and link. Axes have
+    the form `fsdp+context`.
 
     `recomputed` is the number of forward passes that a backward pass recomputes.
     """

@@ -130,7 +130,7 @@ class _SafeFile:
     def append(self, data: bytes, at: int | None = None) -> int:
         """Write `data` at offset `at` (default: the end). Return the offset, or -1 on failure.
 
-        With `at`, all content after that offset is replaced.
+        If `at` is given, all content after that offset is replaced.
         """
         if not self._is_owned():
             return -1
@@ -319,7 +319,7 @@ class MetricWriter:
 
 
 class _MetricRecord(TypedDict):
-    """A line of `metrics.jsonl`. The other keys are tags."""
+    """A line of `metrics.jsonl`. All other keys are metric tags."""
 
     step: int
 
