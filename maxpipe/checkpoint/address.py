@@ -108,7 +108,7 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
 
 
 def parse_run_address(text: str) -> Address:
-    """Return the address for a command that accepts a run but no step.
+    """Return the address for a command that accepts a run but not a step.
 
     Raises:
         ConfigError: `text` is not a valid address, or names a step.

@@ -104,7 +104,7 @@ def call_detecting_damage(read: Any) -> Any:
         if (failure := outage(error)) is not None:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
-            raise  # out of memory, for example
+            raise  # the process may be out of memory, for example
         raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
 
 

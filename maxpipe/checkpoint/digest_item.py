@@ -1,4 +1,4 @@
-"""An orbax checkpoint item with the digests of all arrays, computed from host copies.
+"""Define an orbax checkpoint item for the digests of all arrays, computed from host copies.
 
 During a save, orbax copies every process's array shards to host memory while training waits.
 The digests are computed from these copies in the background, while orbax writes the copies to disk.

@@ -1,4 +1,4 @@
-"""Array digests that are independent of the sharding over devices and processes.
+"""Compute array digests that are independent of the sharding over devices and processes.
 
 The digest is a sum over all elements, modulo 2**64. Every element contributes its bits as an
 unsigned integer, multiplied by one key per dimension. The key depends on the element's index in

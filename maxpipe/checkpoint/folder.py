@@ -92,8 +92,8 @@ class BestMetric:
 class RetentionRules:
     """Retention rules. A checkpoint is kept if any rule matches. A value of 0 disables a rule.
 
-    The rules keep the `newest` checkpoints, steps divisible by `every_steps`, the first checkpoint
-    in every period of `every_hours`, and the `best` checkpoints by `better`.
+    The rules retain the `newest` checkpoints, steps divisible by `every_steps`, the first
+    checkpoint in every period of `every_hours`, and the `best` checkpoints by `better`.
     """
 
     newest: int

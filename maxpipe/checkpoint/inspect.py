@@ -1,6 +1,6 @@
 """List, describe, verify, compare, prune and delete the checkpoints of a run.
 
-Only `prune_checkpoints` and `delete_checkpoint` change files. No function here uses devices.
+Only `prune_checkpoints` and `delete_checkpoint` change files. The functions do not use devices.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
 
 
 def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
-    """Return the faults of a step's files, arrays and metadata, and whether it has a manifest."""
+    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists."""
     path = folder / step
     if not exists(path):
         return [], False

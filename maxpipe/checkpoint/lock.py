@@ -3,20 +3,20 @@
 `lock.json` names run, host and process. A heartbeat thread updates the file's modification time,
 or its size if the file system does not allow setting times. A new process may replace the lock if
 the holder is a dead process of this host, or a process of another host without a heartbeat for
-`STALE_SECONDS`. A starting run waits for the heartbeat, so a run whose host was lost can be
-restarted at once.
+`STALE_SECONDS`. A starting run waits for a heartbeat of the holder, so a run whose host was lost
+can be restarted immediately.
 
-The initial age of a lock is a difference of file-system times, because the clocks of hosts may
-differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
+The initial age of a lock is measured with the clock of the file system, because the clocks of hosts
+may differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
 future does not prolong the wait.
 
 A run loses its lock if the folder or the lock is moved, deleted or replaced, and then stops
 writing. The folder is identified by device and inode, which the system does not reuse while the
 folder is open; the lock is identified by its token.
 
-A process replaces or releases a lock only while it holds a claim, a file that is named after the
-lock's token and that only one process can create. If two processes try to replace the same dead
-lock, one succeeds.
+A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
+after the lock's token and that only one process can create. If two processes try to replace the
+same dead lock, exactly one process succeeds.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -418,7 +418,7 @@ def _read(path: Path) -> LockContent:
     """Read a lock file; return `_UNREADABLE` if its content is not a valid lock.
 
     Raises:
-        _NotALockError: the file is a pipe, a folder or too large, which waiting does not change.
+        _NotALockError: the file is a pipe, a folder or too large, and waiting would not help.
         OSError: the file cannot be read.
     """
     try:
@@ -517,7 +517,7 @@ def _file_system_time(lock: Path) -> float:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """Claim the right to replace or remove the lock with this token. Only one process gets True."""
+    """Claim the right to replace or remove the lock with this token; only one process can."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -193,9 +193,9 @@ class CheckpointManager:
     ) -> None:
         """Start to save the result of `state` in the background.
 
-        The arrays may be changed as soon as this returns. Does nothing if `step` is already the
-        newest checkpoint. With `last`, this blocks until everything is on disk, retries failures
-        at once, and always raises the last failure.
+        The arrays may be changed as soon as this method returns. If `step` is already the newest
+        checkpoint, nothing is saved. With `last`, this method blocks until everything is on disk,
+        retries failures immediately, and always raises the last failure.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`.
@@ -425,7 +425,7 @@ def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
         )
     if not exists(folder / step):
         return
-    if step in folder.steps():  # the previous attempt, which failed to write the manifest
+    if step in folder.steps():  # files of the previous attempt, which failed to write the manifest
         folder.remove(step)
     else:
         name = folder.quarantine(step, "foreign")

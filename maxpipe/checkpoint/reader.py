@@ -9,7 +9,7 @@
 - A checkpoint without a manifest comes from an older release, or from a run that was killed
   between commit and manifest. The reader compares its arrays with the recorded digests, or warns
   if there are none, and then writes a manifest.
-- If a run has checkpoints but none is usable, the run does not start from scratch.
+- If a run has checkpoints but none of them is usable, the run does not start from scratch.
 
 A restore compares the files with the manifest, and the restored arrays in memory with the digests
 recorded at the save. All processes agree on the result. A damaged checkpoint is read a second
@@ -68,7 +68,7 @@ _PERMANENT_ERRNOS = {
 }
 _PERMANENT_ERRNOS |= {errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # buckets
+_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # errors of buckets
 # Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
 # metadata can cause errors of many types. A save runs no user code.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)

@@ -4,7 +4,7 @@ A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects th
 this module adds the operations that they lack.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
-its content was read and differs from the saved content, or is missing. Any other failure is
+its content was read and differs from the saved content, or is missing. All other failures are
 retried. If the retries fail, the run ends.
 """
 
@@ -204,7 +204,7 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Create an object; if several processes try, exactly one succeeds.
+    """Create an object. If several processes try, exactly one process succeeds.
 
     Raises:
         FileExistsError: the object exists.
@@ -230,7 +230,7 @@ class PinnedFolder:
             self.path = epath.Path(_OPEN_FILES) / str(self._open)
 
     def restore_names(self, error: BaseException) -> BaseException:
-        """Replace the path in an error by the name of the folder."""
+        """Replace the path in an error message with the name of the folder."""
         for cause in exception_chain(error):
             cause.args = tuple(self._by_name(each) for each in cause.args)
             if isinstance(cause, OSError) and cause.filename is not None:

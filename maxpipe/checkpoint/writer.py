@@ -305,7 +305,7 @@ class SaveResult:
 
 
 _CHUNK_BYTES = 1 << 26
-"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so an export needs
+"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so exports need
 little memory for any mesh of the run."""
 
 _EVEN, _FEW = 16, 256
@@ -424,7 +424,7 @@ class CheckpointWriter:
     def _clean_up(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
-        except StorageError:  # reported elsewhere; do not change the folder
+        except StorageError:  # the error is reported elsewhere; do not change the folder
             return
         for attempt in range(_ATTEMPTS):
             try:

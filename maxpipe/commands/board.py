@@ -81,8 +81,8 @@ def _board(options: argparse.Namespace) -> int:
 def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start TensorBoard as a process that ignores Ctrl-C.
 
-    A terminal sends Ctrl-C to every foreground process, and TensorBoard would print a traceback.
-    A child process inherits ignored signals.
+    A terminal sends Ctrl-C to every foreground process, which would make TensorBoard print a
+    traceback. A child process inherits the set of ignored signals.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

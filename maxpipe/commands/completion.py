@@ -94,7 +94,7 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """Parse the next piece of a word. Return (open quote after it, its text, end offset)."""
+    """Parse the next segment of a word. Return (open quote after it, its text, end offset)."""
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -138,7 +138,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """Return a character escaped for an open quote, which stays open."""
+    """Return a character, escaped for a quote that is open and stays open."""
     if quote == _ANSI:
         if _is_shown(character) and character not in "'\\!":
             return character

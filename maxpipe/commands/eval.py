@@ -1,4 +1,4 @@
-"""`maxpipe eval`: compute the loss of a model on text, or its accuracy on questions."""
+"""`maxpipe eval`: compute the loss of a model on text, or its accuracy on multiple-choice tasks."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig
 
     Commands = argparse._SubParsersAction[Parser]
-else:  # the class has no type parameters at run time
+else:  # argparse's class has no type parameters at run time
     Commands = argparse._SubParsersAction
 
 

@@ -88,7 +88,7 @@ class PhaseProgress:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, phase: str) -> None:
-        """Set the name of the phase that starts now."""
+        """Start a phase with this name."""
         self._phase = phase
 
     def __enter__(self) -> Self:

@@ -299,7 +299,7 @@ def _folder(
 
 
 def _measure_clock_skew(folder: Path) -> float:
-    """Write and delete a file. Return its modification time minus the local time, in seconds."""
+    """Write and delete a file. Return the difference of file time and local time in seconds."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()
@@ -332,7 +332,7 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         except ConfigError as error:
             yield from _config_error_checks(section_of(name), error)
             continue
-        except StorageError as error:  # for example a full disk while unpacking a file
+        except StorageError as error:  # for example, the disk is full while a file is unpacked
             yield _storage_error_check(section_of(name), error)
             continue
         text = f"{source.name}, {pluralize(len(source), 'document')}, the first has "
@@ -447,7 +447,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # A run cannot reuse the programs of the doctor.
+    # Disable the cache, because a run cannot reuse the doctor's compiled programs.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(

@@ -3,8 +3,9 @@
 The processes monitor each other through this channel. The channel uses only threads and sockets, so
 a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
 Peers authenticate with the run's secret. The coordinator decides for all processes; in a run of one
-process, that process is its own coordinator. The coordinator ends the run, in order of priority, if
-a process reports a failure, disconnects or does not respond, or if no process makes progress.
+process, that process is its own coordinator. The coordinator ends the run if a process reports a
+failure, disconnects or does not respond, or if no process makes progress. This is also the order of
+priority.
 
 jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
 limits of the control channel are shorter, so that the control channel reports first.
@@ -180,7 +181,8 @@ class ControlChannel:
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._closed = self._coordinator is None  # the coordinator ends after all goodbyes
+        # The coordinator ends after it has received all goodbyes.
+        self._closed = self._coordinator is None
         self._send({"bye": True})
         if self._connection is not None:
             self._connection.flush(_GOODBYE_SECONDS)
@@ -214,7 +216,7 @@ class ControlChannel:
 
         Args:
             address: host and port at which the coordinator listens until all have joined.
-            facts: values by name that must be equal in all processes.
+            facts: values, keyed by name, that must be equal in all processes.
             secret: function that returns the run's secret, or None if it is not available yet.
         """
         hello: Hello = {
@@ -312,7 +314,7 @@ class ControlChannel:
         """Compare a value across all processes. This is a collective call.
 
         Returns:
-            The processes by value; a single entry if all values are equal.
+            The processes, keyed by value. There is a single entry if all values are equal.
         """
         self._comparing = True
         self._send({"same": name, "value": value})
@@ -544,7 +546,7 @@ def _delay_aborts(delay: bool = True) -> None:
     if faulthandler.is_enabled():
         return
     libc = ctypes.CDLL(None)
-    once = getattr(libc, "sysv_signal", libc.signal)  # with SA_RESETHAND, if available
+    once = getattr(libc, "sysv_signal", libc.signal)  # sysv_signal sets SA_RESETHAND
     once.argtypes = ctypes.c_int, ctypes.c_void_p
     handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
     once(signal.SIGABRT, handler)

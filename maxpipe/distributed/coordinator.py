@@ -1,6 +1,6 @@
 """Run the coordinator in process 0, which tracks all processes of a run and decides for them.
 
-`control_channel` is the client side, `protocol` defines the messages, and `listener` accepts
+`control_channel` is the client side, `protocol` authenticates messages, and `listener` accepts
 connections.
 """
 
@@ -366,7 +366,7 @@ class Coordinator:
             self._try_welcome()
 
     def handle(self, index: int, message: MemberMessage) -> None:
-        """Handle a message of a process."""
+        """Handle a message from a process."""
         with self._lock:
             member = self._members.get(index)
             if member is None:

@@ -1,8 +1,8 @@
 """The port of process 0 that accepts the other processes and rejects unauthenticated peers.
 
-Any host can connect to the port, so the cost of unauthenticated connections is limited: their
-number, the bytes that they may send and their lifetime. After each check of the port, the listener
-pauses for a multiple of the CPU time of the check.
+Any host can connect to the port, so the number, received bytes and lifetime of unauthenticated
+connections are limited. After each check of the port, the listener pauses for a multiple of the CPU
+time of the check.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Authenticated messages between the coordinator and the processes of a run.
+"""Send authenticated messages between the coordinator and the processes of a run.
 
 Both ends have the run's secret, and prove this before they send anything else:
 
@@ -262,7 +262,8 @@ FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
 _SECRET_PREFIX = ".secret-"
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1024
-"""Length limits of a secret in bytes. Short secrets could be guessed offline from one handshake."""
+"""Length limits of a secret in bytes. An attacker could guess a short secret offline from one
+handshake."""
 _ACTION = (
     f"Run `openssl rand -hex 32` once, and set {VARIABLE} to its output in the environment of "
     "every process."
@@ -345,7 +346,7 @@ def remove_secret(folder: Path, port: int) -> None:
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Remove the secrets of killed processes for any port.
+    """Remove the secrets, for all ports, of processes that were killed.
 
     The caller must hold the folder's lock, so that all processes of its run have connected.
     """

@@ -1,4 +1,4 @@
-"""Start a process: devices, other processes, compilation cache and signals.
+"""Set up a process: devices, connections to other processes, compilation cache and signals.
 
 Only this module changes jax's global settings and the process environment. The module must run
 before the first use of a device.
@@ -64,13 +64,13 @@ def join_processes(
 ) -> Iterator[ControlChannel]:
     """Start one process of a run, join the other processes and yield the control channel.
 
-    Stop signals are caught inside.
+    Stop signals are caught inside the context.
 
     Args:
         config: runtime settings of the processes.
         cpu_devices: number of virtual CPU devices of this process.
         phases: phases of this process, reported to the coordinator.
-        facts: values by name that must be equal in all processes.
+        facts: values, keyed by name, that must be equal in all processes.
         folder: run folder, shared by all processes. Process 0 publishes a secret in the folder if
             the processes get no secret from the environment or from jax.
 
@@ -83,7 +83,7 @@ def join_processes(
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
-        _find_devices(config)  # fail with an explanation before jax uses the devices
+        _find_devices(config)  # fail with a clear message before jax uses the devices
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes

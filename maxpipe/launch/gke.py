@@ -1,6 +1,6 @@
 """Create a JobSet for GKE: one Job per slice, one pod per host, and restarts by exit code.
 
-A failed pod immediately fails its Job. The JobSet then restarts all Jobs or none, because the
+A failed pod immediately fails its Job. The JobSet then restarts all Jobs or no Jobs, because the
 processes of a run cannot continue alone. If a queue is named, Kueue admits the JobSet, as XPK
 clusters require.
 """

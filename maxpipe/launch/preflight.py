@@ -61,7 +61,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error with the origin of every key added."""
+    """Return the error, with the origin of every config key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins

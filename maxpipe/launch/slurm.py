@@ -173,7 +173,7 @@ def _directives(job: Job, per_host: int) -> list[str]:
 
 
 def _check_paths(job: Job) -> None:
-    """Check paths in sbatch directives, where `%`, backslash and spaces are special."""
+    """Check the paths in sbatch directives, where `%`, backslash and spaces are special."""
     for key, path, action in (
         ("command line: --write", job.folder, "Name another folder with --write."),
         ("launch.workdir", job.workdir, "Set launch.workdir to another folder."),

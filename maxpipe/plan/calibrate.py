@@ -359,7 +359,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
                 f"measured a negative time for {name}: times vary too much on this machine.",
                 "Measure again while no other programs run.",
             )
-    # These are differences of differences, so a value near 0 may be measured as negative.
+    # The following values are differences of differences, so a value near 0 may be measured as
+    # negative.
     more = {
         "names_recomputed": max(0.0, named - plain),
         "none_recomputed": max(0.0, kept - plain),

@@ -1,8 +1,8 @@
 """Predict the step time from the compute time of ticks and the exposed communication.
 
-Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is that
-of its busiest stage, or the sum over all stages if devices share cores. Messages between stages
-overlap with the compute of a tick.
+Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is the
+time of its busiest stage, or the sum over all stages if devices share cores. Messages between
+stages overlap with the compute of a tick.
 
 The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of the
 layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with compute,
@@ -332,13 +332,13 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time in seconds to recompute scores in a backward pass, unless measured costs include it."""
+        """Time in seconds to recompute scores in a backward pass; 0 if measured costs include it."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time in seconds of forward attention kernels, unless measured rates include it."""
+        """Time in seconds of a forward pass's attention kernels; 0 if measured rates include it."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -371,7 +371,7 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Time of gradient accumulation in seconds, unless it overlaps with matmuls."""
+        """Time of gradient accumulation in seconds; 0 if matmuls overlap with the accumulation."""
         moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
@@ -450,7 +450,7 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the time in seconds to save or load activations, unless already measured."""
+        """Return the seconds to save or load activations; 0 if measured costs include this time."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes

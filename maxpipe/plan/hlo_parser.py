@@ -140,7 +140,7 @@ def _instruction(text: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     pieces = split_operands(rest[len(opcode) + 1 : end - 1])
-    # CPU programs print an operand as `f32[8]{0} %name`, TPU programs as `%name`.
+    # CPU programs print an operand as `f32[8]{0} %name`. TPU programs print it as `%name`.
     operands = tuple(piece.split()[-1].lstrip("%") for piece in pieces)
     return Instruction(name, shape, opcode, operands, rest[end:])
 

@@ -357,8 +357,8 @@ class _Walk:
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in each.operands if name in computation]
         if wrapped is not None and each.opcode in ("fusion", "call-start"):
-            # Fusions may have additional operands and calls have none, so use the operands of the
-            # inner collective.
+            # Use the operands of the inner collective, because fusions may have additional operands
+            # and calls have none.
             operands = [self._inside(each)[name] for name in wrapped.operands]
         if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
             kind = "reduce-scatter"  # as XLA for TPU emits it
@@ -465,7 +465,7 @@ class _Walk:
         return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
 
     def _is_done(self, each: Instruction) -> bool:
-        if each.opcode == "copy-done":  # a copy of a buffer that is still in flight
+        if each.opcode == "copy-done":  # this copies a buffer that is still in flight
             return False
         return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
 

@@ -45,7 +45,7 @@ class ProfileLine:
     part: str
     """Name of the layer part, or `rotary`; empty outside layers."""
     name: str
-    """Name of the instruction; empty for a sum."""
+    """Name of the instruction, or empty for a sum."""
     shape: str
     """Shape of the result."""
     count: float
@@ -150,7 +150,7 @@ def instruction_kind(entry: InstructionCost) -> str:
 def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
     """Yield each collective with its total exposed time in seconds.
 
-    Collectives of the same group cannot overlap with the same cycles.
+    Two collectives of the same group cannot both overlap with the same cycles.
     """
     clock = hardware.clock_ghz * 1e9
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)

@@ -1,6 +1,6 @@
 """Define the terms of device memory, and the config keys that reduce each term.
 
-Plans and explanations of out-of-memory errors use the same table.
+Plans and explanations of out-of-memory errors share this table.
 """
 
 from __future__ import annotations

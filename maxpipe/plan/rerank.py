@@ -68,7 +68,7 @@ def ring_mesh_config(mesh: MeshConfig, count: int) -> MeshConfig:
 
 
 def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
-    """Fit `split_cost` and `ring_cost` to measured steps with tensor-parallel layers.
+    """Fit `split_cost` and `ring_cost` to the measured times of steps with tensor-parallel layers.
 
     For every possible tensor size, the time of a layer is the difference between steps that differ
     only in their number of layers. The two figures account for the remaining error of the cost
@@ -216,7 +216,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     """Return the index of the candidate with the lowest confidence bound of its step time.
 
     Args:
-        candidates: all layouts, more than were measured.
+        candidates: all layouts, including layouts that were not measured.
         ran: measured times in seconds, keyed by candidate index. A value is None if the candidate
             ran out of memory.
     """
@@ -357,7 +357,7 @@ def _measure_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         tell("this layout ran out of device memory")
-    step = None  # free parameters and optimizer state
+    step = None  # free the memory of parameters and optimizer state
     gc.collect()
     return seconds
 

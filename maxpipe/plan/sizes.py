@@ -54,7 +54,7 @@ class ContextMethod(NamedTuple):
 def choose_context_method(
     mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
 ) -> ContextMethod:
-    """Choose the exchange method of an attention layer with blocks of `run` contiguous tokens."""
+    """Choose the exchange method for an attention layer with blocks of `run` contiguous tokens."""
     if context == 1:
         return ContextMethod("own")
     kv_heads = scores.keys[0][0][0]
@@ -166,28 +166,28 @@ class Sizes:
 
     @property
     def microbatch_size(self) -> int:
-        """B: sequences of a microbatch on one device."""
+        """B: number of sequences per microbatch on one device."""
         return max(1, self.batch_per_device // self.microbatches)
 
     @property
     def batch_per_device(self) -> int:
-        """Sequences of a step on one device."""
+        """Number of sequences per step on one device."""
         shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
 
     @property
     def tokens(self) -> int:
-        """B * T: tokens of a microbatch on one device."""
+        """B * T: number of tokens per microbatch on one device."""
         return self.microbatch_size * self.tokens_per_sequence
 
     @property
     def tokens_per_sequence(self) -> int:
-        """T: tokens of a sequence on one device."""
+        """T: number of tokens per sequence on one device."""
         return self.config.train.sequence_length // self.axes["context"]
 
     @property
     def contiguous_tokens(self) -> int:
-        """Length of a contiguous block of a sequence on one device."""
+        """Length of a contiguous block of tokens of one sequence on one device."""
         return self.tokens_per_sequence // (2 if self.axes["context"] > 1 else 1)
 
     # Layers.
@@ -233,7 +233,7 @@ class Sizes:
 
     @cached_property
     def chunk_layer_slots(self) -> Mapping[str, int]:
-        """L by layer type: the maximum number of such layers in a chunk."""
+        """L, keyed by layer type: the maximum number of such layers in any chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring_layers}
 
     @cached_property
@@ -243,7 +243,7 @@ class Sizes:
 
     @cached_property
     def most_common_layer_type(self) -> str:
-        """The most frequent layer type."""
+        """The most common layer type."""
         return Counter(self.model.layers).most_common(1)[0][0]
 
     # Parameters.
@@ -468,7 +468,7 @@ class Sizes:
         return self.shards(self._table["sequence"])
 
     def activation_elements(self, dims: Dims) -> int:
-        """Return the size of an activation with these dimensions per token.
+        """Return the number of elements of an activation with these dimensions per token.
 
         The fsdp axis shards tokens, not these dimensions.
         """

@@ -60,7 +60,7 @@ class GpuSpec:
     cores: int
     """Number of streaming multiprocessors."""
     clock_ghz: float
-    """Maximum clock rate."""
+    """Maximum clock rate in GHz."""
     l2_bytes: int
     shared_bytes: int = 228 * _KIB
     """Shared memory per streaming multiprocessor."""
@@ -80,7 +80,7 @@ GPU_SPECS: Mapping[str, GpuSpec] = {
     "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
     "gb200": GpuSpec("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
 }
-"""GPU properties by device name of topologies."""
+"""GPU properties, keyed by the device names used in topologies."""
 
 
 def target_config(hardware: Hardware) -> str:
@@ -88,7 +88,7 @@ def target_config(hardware: Hardware) -> str:
     card = GPU_SPECS[hardware.topology]
     major, minor = card.capability
     capability: dict[str, Any] = {"major": major, "minor": minor}
-    if major >= 9:  # enable the architecture-specific instructions of the card
+    if major >= 9:  # enables the architecture-specific instructions of the card
         capability["feature_extension"] = "ACCELERATED_FEATURES"
     info = {
         "threads_per_block_limit": 1024,
@@ -395,7 +395,7 @@ def prepare(topology: Topology) -> None:
         ConfigError: this machine has neither the GPUs of the topology nor a compiler for them.
     """
     if topology.platform == "cuda":
-        # Otherwise, the compiler logs every attempt.
+        # Without this setting, the compiler logs every attempt.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)

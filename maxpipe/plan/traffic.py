@@ -201,7 +201,7 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         yield TokenExchange(once, once, once)
 
 
-# Experts divided over the expert axis.
+# Experts sharded over the expert axis.
 
 
 def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:

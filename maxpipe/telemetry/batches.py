@@ -1,4 +1,4 @@
-"""Map a step of a run to its batch and its data sources, based on `events.jsonl` only.
+"""Map a step of a run to its batch and its data sources, based only on `events.jsonl`.
 
 Steps are numbered from 1 and batches from 0: without rollbacks, step s uses batch s - 1. Every
 rollback skips batches, and a start restores the mapping at the step of its checkpoint.

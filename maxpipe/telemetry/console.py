@@ -29,12 +29,12 @@ _RATE_WINDOW = 20
 
 
 class Console:
-    """Prints all text for the user during a run.
+    """Prints all output for the user during a run.
 
     `live` draws a view that is updated in place, `plain` prints lines, and `auto` selects `live` on
     a terminal. Process 0 prints everything; other processes print only warnings, with their process
-    index. While the console is open, it also prints log records: those of maxpipe from level INFO,
-    those of libraries from level WARNING.
+    index. While the console is open, it also prints the log records of maxpipe (level INFO and
+    above) and of libraries (level WARNING and above).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Declare all metrics of a run: tag, unit, meaning and condition.
 
-docs/metrics.md, the TensorBoard charts and a test of the written metrics are based on this table.
-`maxpipe.models.layers` declares the metrics that layers return.
+This table is the source of docs/metrics.md, of the TensorBoard charts and of a test of the written
+metrics. `maxpipe.models.layers` declares the metrics that layers return.
 """
 
 from __future__ import annotations

@@ -375,9 +375,9 @@ def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[i
 class _TensorBoardFile:
     """A TensorBoard event file that is written without TensorFlow and without a thread.
 
-    The records are framed by TensorBoard's `RecordWriter`. Its `EventFileWriter` is not used: its
-    thread dies on a full disk, which loses all later records, and it imports TensorFlow if that is
-    installed.
+    The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
+    used. Its thread dies on a full disk, which loses all later records, and the class imports
+    TensorFlow if TensorFlow is installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
