@@ -90,7 +90,7 @@ class BestMetric:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """Retention rules. A checkpoint is kept if any rule matches. A value of 0 disables a rule.
+    """Retention rules. A checkpoint is retained if any rule matches. A value of 0 disables a rule.
 
     The rules retain the `newest` checkpoints, steps divisible by `every_steps`, the first
     checkpoint in every period of `every_hours`, and the `best` checkpoints by `better`.

@@ -94,7 +94,8 @@ class RunLock:
 
     `key` is the config key that sets the folder. Commands that delete files set `to_free`: if the
     disk is full and no live lock exists, they continue without a lock. `note` is a message about
-    the previous holder. `lost` is the reason why the last check found the lock lost, or empty.
+    the previous holder. `lost` is the reason why the lock was lost, as of the last check, or an
+    empty text.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class RunLock:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise an error if an earlier check found that the lock was lost; does no I/O.
+        """Raise an error if an earlier check found that the lock was lost, without I/O.
 
         Raises:
             StorageError: the lock was lost.
@@ -517,7 +518,7 @@ def _file_system_time(lock: Path) -> float:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """Claim the right to replace or remove the lock with this token; only one process can."""
+    """Claim the right to replace or remove this lock, and return True for only one process."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):

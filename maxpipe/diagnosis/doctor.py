@@ -299,7 +299,7 @@ def _folder(
 
 
 def _measure_clock_skew(folder: Path) -> float:
-    """Write and delete a file. Return the difference of file time and local time in seconds."""
+    """Write and delete a file. Return the file time minus the local time in seconds."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()

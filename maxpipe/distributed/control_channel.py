@@ -4,8 +4,8 @@ The processes monitor each other through this channel. The channel uses only thr
 a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
 Peers authenticate with the run's secret. The coordinator decides for all processes; in a run of one
 process, that process is its own coordinator. The coordinator ends the run if a process reports a
-failure, disconnects or does not respond, or if no process makes progress. This is also the order of
-priority.
+failure, disconnects or does not respond, or if no process makes progress. The conditions are
+checked in this order of priority.
 
 jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
 limits of the control channel are shorter, so that the control channel reports first.

@@ -1,6 +1,6 @@
 """Send authenticated messages between the coordinator and the processes of a run.
 
-Both ends have the run's secret, and prove this before they send anything else:
+Both ends have the run's secret, and each end proves this before it sends other data:
 
     member -> hub   protocol name, nonce of the member
     hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)

@@ -207,7 +207,7 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
 
 
 def ignore_phase(phase: str) -> None:
-    """Ignore the phase. This is the default callback."""
+    """Default phase callback, which ignores the phase."""
 
 
 def compile_step(

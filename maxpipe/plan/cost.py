@@ -332,13 +332,13 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time in seconds to recompute scores in a backward pass; 0 if measured costs include it."""
+        """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time in seconds of a forward pass's attention kernels; 0 if measured rates include it."""
+        """Time in seconds of a forward pass's attention kernels; 0 if part of measured rates."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -450,7 +450,7 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the seconds to save or load activations; 0 if measured costs include this time."""
+        """Return the time in seconds to save or load activations; 0 if part of measured costs."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes

@@ -174,7 +174,7 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices in the first group. The other groups are shifted copies."""
+    """Return the devices in the first group. All other groups are shifted copies of this group."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):

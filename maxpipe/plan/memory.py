@@ -353,8 +353,8 @@ WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Number of copies of a layer's gathered weights and gradients during its backward pass, in the
 compute dtype. This constant and the next two are fitted on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""Number of copies of the attention scores per declared copy. All blocks of attention are live at
-once."""
+"""Number of copies of the attention scores per declared copy. The scores of all attention blocks
+are live at once."""
 REDUCED_COPIES = 1.2
 """Number of copies of unsharded activations in flight for tensor-parallel reductions, in addition
 to scores.

@@ -110,7 +110,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Ignore progress reports. This is the default callback."""
+    """Default progress callback, which ignores all reports."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from maxpipe.schedule.table import Schedule, balance_layers
 
 
 class ContextMethod(NamedTuple):
-    """How one attention operation exchanges keys and values along the context axis."""
+    """Method by which one attention operation exchanges keys and values along the context axis."""
 
     method: Literal["own", "heads", "ring", "near", "gather"]
     """Name of the method. `own` means no exchange, because a device has all tokens of its
