@@ -78,8 +78,8 @@ class Address:
 def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
     """Return the address that `text` names.
 
-    `where` is the config key that contains the text, `runs` the parent folder of all runs, and
-    `begin` the base of relative paths.
+    `where` is the config key that contains the text. `runs` is the parent folder of all runs.
+    `begin` is the base of relative paths.
 
     Raises:
         ConfigError: the run does not exist, or the text is ambiguous.

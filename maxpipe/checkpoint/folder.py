@@ -4,7 +4,7 @@
 (`facts/metadata`, JSON), the in-memory digests of the arrays (`digests/`) and a manifest. A
 checkpoint exists once orbax has committed it, by a rename or, in a bucket, by `commit_success.txt`.
 maxpipe and orbax ignore entries with other names: `<step>.orbax-checkpoint-tmp` is an unfinished
-save, `<step>.corrupt` a damaged checkpoint and `<step>.deleting` an unfinished deletion.
+save, `<step>.corrupt` is a damaged checkpoint, and `<step>.deleting` is an unfinished deletion.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class CheckpointManager:
                 time.sleep(_pause(attempt))
 
     def poll(self) -> None:
-        """Poll the background save. Called every step; does no I/O.
+        """Poll the background save. This method is called at every step and does no I/O.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`, or an earlier
@@ -242,7 +242,7 @@ class CheckpointManager:
         for lock in self._locks:
             lock.raise_if_lost()
         # The processes of a run may detect a failure at different steps. The first process that
-        # detects a failure ends the run, whatever the value of on_failure.
+        # detects a failure ends the run, regardless of the value of on_failure.
         if self._writer is not None:
             self._handle_result(self._writer.take_result(wait=False))
 

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         """Raise an error for the first unknown option that resembles an option of this command.
 
         Raises:
-            ConfigError: suggests the known option.
+            ConfigError: the option is unknown. The error suggests the known option.
         """
         from maxpipe.config.rules import did_you_mean
 
@@ -146,7 +146,7 @@ def read_config(
     """Load the config from the arguments, with defaults from `saved`. Print warnings to stderr.
 
     Raises:
-        ConfigError: lists every error.
+        ConfigError: the config is not valid. The error lists every problem.
     """
     from maxpipe.config.load import load
 
@@ -167,7 +167,7 @@ def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
     """Load the config of a command that only reads documents: model and steps are optional.
 
     Raises:
-        ConfigError: lists every error.
+        ConfigError: the config is not valid. The error lists every problem.
     """
     return read_config(inputs, saved={"model": _PLACEHOLDER_MODEL, "train": {"steps": 1}})
 
@@ -256,7 +256,7 @@ def check_place(path: str | Path, option: str) -> None:
 
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
-    """Write the output file of an option."""
+    """Write the output file that an option selects."""
     _check_outside(path, option)
     try:
         writer(Path(path))

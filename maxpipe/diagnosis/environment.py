@@ -192,7 +192,7 @@ def report() -> dict[str, Any]:
 def requirements() -> Iterator[tuple[str, str, bool]]:
     """Yield (package, minimum version, whether it is required) for every range in pyproject.toml.
 
-    Packages of extras are optional. Development packages are skipped.
+    Packages that belong to extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":

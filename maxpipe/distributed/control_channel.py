@@ -167,7 +167,7 @@ class ControlChannel:
         return self
 
     def catch_signals(self) -> None:
-        """Install the signal handlers. Called again after libraries may have replaced them."""
+        """Install the signal handlers. Also called after libraries may have replaced them."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
@@ -295,7 +295,7 @@ class ControlChannel:
         about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
         return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
 
-    # Calls of the training loop.
+    # Calls from the training loop.
 
     def should_stop(self) -> bool:
         """Return whether to stop now. A collective call with the same result on all processes."""

@@ -226,7 +226,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
 
 
 class _StepEvent(TypedDict):
-    """A line of `events.jsonl` with a step. Other lines are skipped."""
+    """A line of `events.jsonl` that has a step. Other lines are skipped."""
 
     event: str
     step: int

@@ -80,7 +80,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
     """Check a run of `processes` processes on this machine, and return the report.
 
     Raises:
-        ConfigError: the run cannot start; lists every reason.
+        ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     total = config.mesh.cpu_devices
@@ -132,7 +132,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     a file system.
 
     Raises:
-        ConfigError: the run cannot start; lists every reason.
+        ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     _refuse_secrets(loaded)

@@ -114,7 +114,7 @@ class CompileReport:
     alias_bytes: int
     """Size in bytes of the outputs that alias arguments."""
     temp_bytes: int
-    """Temporary memory as reported by the compiler. On TPUs, this exceeds the actual peak."""
+    """Temporary memory as reported by the compiler. On TPUs, the value exceeds the actual peak."""
     peak_bytes: int
     """Peak memory on a TPU, including arguments and outputs. Host memory is excluded; it is assumed
     to be full at the peak. On other devices the value is 0, because all temporaries are one

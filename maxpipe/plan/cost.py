@@ -434,7 +434,7 @@ class LayerCost:
             gathers += 1
         traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
         if hardware.is_tpu:
-            own += scatter  # not overlapped by XLA for TPU: see `benchmarks/compile_reports.md`
+            own += scatter  # XLA for TPU does not overlap this: see `benchmarks/compile_reports.md`
         else:
             traffic += scatter
         left = model.exposed_seconds(

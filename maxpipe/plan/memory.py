@@ -137,7 +137,7 @@ def reference(sizes: Sizes) -> float:
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
-    """Return the maximum workspace of an attention kernel, which XLA cannot know without a GPU."""
+    """Return the maximum workspace of attention kernels, which is unknown to XLA without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
     own = (Held(documents=part.backward_peak.documents) for part in parts)
     return max(map(sizes.declared_bytes, parts, own))

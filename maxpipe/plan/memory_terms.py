@@ -96,8 +96,8 @@ TERMS: dict[str, Term] = {
 
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Maximum fraction of device memory for a forecast that counts as fitting. The rest is reserved for
-the program, allocator fragmentation and the error of the forecast."""
+"""Maximum fraction of device memory that a forecast may use and still count as fitting. The rest is
+reserved for the program, allocator fragmentation and the error of the forecast."""
 
 
 def verdict(predicted: float, memory: float) -> str:

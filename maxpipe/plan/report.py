@@ -186,9 +186,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:
-    """Return the stages of `train.batch_ramp` and the steps after the ramp; empty without a
-    ramp.
-    """
+    """Return the stages of `train.batch_ramp` and the steps after the ramp, if there is a ramp."""
     train, ramp = config.train, BatchRamp.from_config(config.train)
     last = RampStage(ramp.batch_size, max(0, total_steps(train) - ramp.steps))
     return [

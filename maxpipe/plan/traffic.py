@@ -167,7 +167,7 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
-    """Return the size of a gradient element in reductions, in bytes."""
+    """Return the size in bytes of a gradient element in reductions."""
     return BYTES[sizes.config.optim.reduce_dtype]
 
 
@@ -265,7 +265,7 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
 
 
 def message(sizes: Sizes) -> float:
-    """Return the size of a message between two stages in bytes."""
+    """Return the size in bytes of a message between two stages."""
     return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
 
 
