@@ -4,7 +4,7 @@
     RUN@STEP     one checkpoint of a run; STEP is a number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
-This module opens no files and sends no requests to buckets.
+This module does not open files or send requests to buckets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN_RUNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A run and, optionally, one of its checkpoints; `given` is the original text."""
+    """Address of a run and, optionally, of one checkpoint. `given` is the original text."""
 
     given: str
     run_dir: str
@@ -42,9 +42,9 @@ class Address:
     parent: str = ""
     """The parent of the checkpoint folder, if `given` is a path inside that folder."""
     where: str = ""
-    """The config key that contains the text; empty for a command-line argument."""
+    """The config key that contains the address, or empty for a command-line argument."""
     average: bool = False
-    """Whether to load the EMA parameters (`optim.ema_decay`) instead of the trained ones."""
+    """Whether to load the EMA parameters (`optim.ema_decay`) instead of the trained parameters."""
 
     def check_average(self, optim: object) -> None:
         """Check that the run has EMA parameters if the address selects them.
@@ -78,8 +78,8 @@ class Address:
 def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
     """Return the address that `text` names.
 
-    `where` is the config key that contains the text, `runs` the parent folder of all runs, and
-    `begin` the base of relative paths.
+    `where` is the config key that contains the text. `runs` is the parent folder of all runs.
+    `begin` is the base of relative paths.
 
     Raises:
         ConfigError: the run does not exist, or the text is ambiguous.
@@ -108,7 +108,7 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
 
 
 def parse_run_address(text: str) -> Address:
-    """Return the address for a command that accepts a run but no step.
+    """Return the address for a command that accepts a run but not a step.
 
     Raises:
         ConfigError: `text` is not a valid address, or names a step.
@@ -121,14 +121,15 @@ def parse_run_address(text: str) -> Address:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder or contains the checkpoints of a run."""
+    """Return whether a folder is a run folder or contains the checkpoints of a run."""
     return any(os.path.exists(path / name) for name in _MARKS)
 
 
 def check_outside_checkpoints(path: str | Path, option: str) -> None:
     """Check that an output path is outside the checkpoint folder of every run.
 
-    A file inside would look like checkpoint damage, or would be deleted with a checkpoint.
+    A file inside that folder would look like checkpoint damage, or would be deleted with a
+    checkpoint.
 
     Raises:
         ConfigError: the path is inside a checkpoint folder.
@@ -148,7 +149,7 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Whether a folder contains the checkpoints of a run or an import."""
+    """Return whether a folder contains the checkpoints of a run or an import."""
     if folder.name != CHECKPOINTS_FOLDER:
         return False
     if any(os.path.exists(folder.parent / name) for name in (EVENTS_FILE, METRICS_FILE)):
@@ -165,7 +166,7 @@ def _is_step(folder: str) -> bool:
 
 
 def run_names(folder: str | Path) -> list[str]:
-    """Return the names of the runs in a folder, sorted."""
+    """Return the sorted names of the runs in a folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted(each.name for each in entries if is_run(Path(each.path)))
@@ -174,7 +175,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run folder contains more than the files of a failed start."""
+    """Return whether a run folder contains more than the files of a failed start."""
     checkpoints = path / CHECKPOINTS_FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
@@ -195,7 +196,7 @@ def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds the folder of an address and raises the error for an invalid address."""
+    """Finds the folder of an address, and raises the errors for invalid addresses."""
 
     given: str
     where: str
@@ -208,7 +209,7 @@ class _Finder:
     # These methods use os.path because pathlib raises an error for names that are too long.
 
     def find(self, text: str) -> Address | None:
-        """Return the run or checkpoint that `text` names; None if it does not exist."""
+        """Return the run or checkpoint that `text` names, or None if it does not exist."""
         found = [path for path in self._candidates(text) if os.path.isdir(path)]
         marked = [path for path in found if is_run(path)]
         if len(marked) > 1 and not marked[0].samefile(marked[1]):
@@ -219,7 +220,7 @@ class _Finder:
         for path in marked or found:
             return self._address(path)
         for path in self._candidates(text):
-            if _is_in_checkpoints(path):  # a step that does not exist
+            if _is_in_checkpoints(path):  # the step does not exist
                 return self._address(path)
         return None
 
@@ -241,7 +242,7 @@ class _Finder:
         return Address(self.given, str(path), where=self.where)
 
     def with_step(self, run: Address, step: str, before: str) -> Address:
-        """Return the address of the run with the step after the `@`."""
+        """Return the address of the run, with the step after the `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
         found = _step(step)
@@ -283,14 +284,14 @@ def _is_in_checkpoints(path: Path) -> bool:
 
 
 def _above(path: Path, count: int) -> Path:
-    """Return the path `count` levels up, relative if the given path has enough components."""
+    """Return the path `count` levels up, as a relative path if `path` has enough components."""
     return (
         path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
     )
 
 
 def _in_bucket(text: str, where: str) -> Address:
-    """Return the address of a run in a bucket, where `@` only separates the step."""
+    """Return the address of a run in a bucket. There, `@` only separates the step."""
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

@@ -1,8 +1,8 @@
 """Read the arrays and recorded digests of a checkpoint from its files.
 
 A checkpoint is intact if its decoded arrays have the digests recorded in memory when it was
-saved, and its metadata is unchanged. This is checked before the manifest is written, by
-`maxpipe checkpoints verify`, and by every restore for the arrays that it reads.
+saved, and its metadata is unchanged. These conditions are checked before the manifest is written
+and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ STATE_ITEM, METADATA_ITEM = "state", "facts"
 
 MAX_METADATA_BYTES = 1 << 24
 
-# Chunks that are read in parallel. A chunk can be as large as one process's shard of an array.
+# Number of chunks that are read in parallel. A chunk can be as large as one process's shard of an
+# array.
 _NUM_THREADS = 2
 
 
 class SaveVerificationError(ValueError):
-    """The saved content differs from memory; the text names the file or array and the reason."""
+    """The saved content differs from memory; the message names the file or array and the reason."""
 
 
 def read_shapes(folder: epath.Path) -> Tree:
@@ -93,7 +94,7 @@ def call_detecting_damage(read: Any) -> Any:
     Raises:
         DamagedError: the content is not a valid checkpoint.
         OSError: the storage failed repeatedly.
-        Exception: errors that are unrelated to storage are passed on unchanged.
+        Exception: errors that are unrelated to storage are re-raised unchanged.
     """
     try:
         return call_with_retries(read)
@@ -103,12 +104,12 @@ def call_detecting_damage(read: Any) -> Any:
         if (failure := outage(error)) is not None:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
-            raise  # out of memory, for example
+            raise  # the process may be out of memory, for example
         raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
 
 
 def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
-    """Return the in-memory digests recorded at the save; None if an older release recorded none.
+    """Return the in-memory digests recorded at the save, or None for steps of older releases.
 
     Raises:
         DamagedError: the recorded digests are not valid.
@@ -179,7 +180,7 @@ def _iter_stored_digests(
         array = open_array(folder, name)
         found = ArrayDigest(str(array.dtype.numpy_dtype), tuple(array.shape))
 
-        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has none
+        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has no chunks
 
         def part(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> ArrayDigest:
             ends = map(min, array.shape, map(operator.add, start, chunk))
@@ -194,13 +195,13 @@ def _iter_stored_digests(
 
 
 def _starts(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the index of the first element of every chunk, the unit of decoding."""
+    """Yield the index of the first element of every chunk. Chunks are decoded as a unit."""
     ranges = [range(0, size, each) for size, each in zip(shape, chunk, strict=True)]
     return itertools.product(*ranges)
 
 
 def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | None) -> list[str]:
-    """Return the differences of a step's arrays and metadata on disk from the recorded digests.
+    """Compare a step's arrays and metadata with the recorded digests; return the differences.
 
     Raises:
         OSError: the storage is not reachable.
@@ -216,7 +217,7 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
 
 
 def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
-    """Return the faults of the metadata; empty if no digest of the metadata is known."""
+    """Return the faults of the metadata, or nothing if no digest of the metadata is known."""
     if not expected.metadata_digest:
         return []
     path = folder / METADATA_ITEM / "metadata"
@@ -236,7 +237,7 @@ def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
 def verify_and_write_manifest(
     folder: epath.Path, step: int, ahead: Mapping[str, manifest.ManifestFile] | None = None
 ) -> int:
-    """Read a step back, compare it with the digests of memory, and write its manifest.
+    """Read a step back, compare it with the in-memory digests, and write its manifest.
 
     `ahead` contains digests of files that were flushed to disk and dropped from the page cache.
 
@@ -259,7 +260,7 @@ def verify_and_write_manifest(
             raise _not_finite(folder, bad)
         files = manifest.digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:
-            # Starts after the first digests, so that all bytes are read from disk instead of the
+            # Start after the first digests, so that all bytes are read from disk instead of the
             # page cache.
             again = pool.submit(manifest.find_changed_files, folder, files)
             wrong = verify_arrays(folder, step, expected)
@@ -271,10 +272,10 @@ def verify_and_write_manifest(
 
 
 def write_missing_manifest(folder: epath.Path, step: int) -> None:
-    """Write the manifest of a step that has none, after the step was read completely.
+    """Write the manifest of a step that has none, after all content of the step was read.
 
     Raises:
-        SaveVerificationError: the files differ from the recorded digests of memory.
+        SaveVerificationError: the files differ from the recorded in-memory digests.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
     if exists(folder / digest_item.DIGEST_ITEM):

@@ -1,11 +1,12 @@
-"""An orbax checkpoint item with the digests of all arrays, computed from host copies.
+"""Define an orbax checkpoint item for the digests of all arrays, computed from host copies.
 
 During a save, orbax copies every process's array shards to host memory while training waits.
-The digests are computed from these copies in the background, while orbax writes them. This
-detects any change between memory and disk without a second copy. Every process writes the
-digests of its shards to `digests/<process>.json`; orbax commits a step after all processes did.
+The digests are computed from these copies in the background, while orbax writes the copies to disk.
+The digests detect any change between memory and disk without a second copy. Every process writes
+the digests of its shards to `digests/<process>.json`. orbax commits a step after all processes have
+written their digests.
 
-The module also computes digests, sizes and differences of trees by dotted leaf name.
+The module also computes digests, sizes and differences of trees, keyed by dotted leaf names.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
-    """Return a dict from dotted name to leaf, sorted by name."""
+    """Return a dict from dotted names to leaves, sorted by name."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return dict(
         sorted(
@@ -43,7 +44,7 @@ def leaves_by_name(tree: Tree) -> dict[str, Any]:
 
 
 def map_named_leaves(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
-    """Map `change(dotted_name, leaf)` over a tree."""
+    """Map `change(dotted_name, leaf)` over the leaves of a tree."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: change(jax.tree_util.keystr(path, simple=True, separator="."), leaf),
         tree,
@@ -57,7 +58,7 @@ def iter_named_arrays(tree: Tree) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def tree_digest(tree: Tree) -> str:
-    """Return the SHA-256 over the names, dtypes, shapes and bytes of all leaves.
+    """Return the SHA-256 digest of the names, dtypes, shapes and bytes of all leaves.
 
     For trees in the saved layout, the digest is independent of mesh, stages and schedule.
     """
@@ -69,12 +70,12 @@ def tree_digest(tree: Tree) -> str:
 
 
 def num_bytes(tree: Tree) -> int:
-    """Return the total size of all leaves in bytes, over all devices."""
+    """Return the total size of all leaves in bytes, summed over all devices."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
-    """Return one line for every leaf that is missing in one tree or has a different shape."""
+    """Return one line for every leaf that is missing in one tree or has different shapes."""
     before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
@@ -117,7 +118,7 @@ def _shape(leaf: Any) -> str:
 
 Tree = Any
 HostCopies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
-"""The shards of this process by array name, each with the index of its first element."""
+"""The shards of this process, keyed by array name, each with the index of its first element."""
 
 DIGEST_ITEM = "digests"
 _MAX_BYTES = 1 << 26
@@ -138,7 +139,7 @@ class _DigestFile(TypedDict):
 def capture_host_copies(state: Tree) -> Iterator[HostCopies]:
     """Capture the host copies that orbax creates during a save.
 
-    orbax has no interface for these copies, so this wraps its copy function.
+    orbax has no interface for these copies, so this function wraps the copy function of orbax.
     """
     arrays = leaves_by_name(state)
     names: dict[int, list[str]] = {}
@@ -177,17 +178,17 @@ def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest
 
 
 def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, ArrayDigest] | None:
-    """Wait for the host copies and return their digests; None if the save failed before."""
+    """Wait for the host copies and return their digests, or None if the save failed earlier."""
     copies = copied.result()
     if copies is None:
         return None
     found = digest_host_copies(state, copies)
-    copies.clear()  # orbax may keep a reference to this save until the next one
+    copies.clear()  # orbax may keep a reference to this save until the next save
     return found
 
 
 def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
-    """Return the digests of this process's device shards; replicated shards count only once.
+    """Return the digests of this process's device shards. Replicated shards count only once.
 
     Every process has all numpy arrays, so only process 0 counts them.
     """
@@ -211,7 +212,7 @@ def metadata_digest(facts: Mapping[str, Any]) -> str:
 
 
 class DigestHandler(ocp.AsyncCheckpointHandler):
-    """Write the digests of one process's shards."""
+    """Orbax handler that writes the digests of one process's shards."""
 
     async def async_save(  # type: ignore[override]
         self, directory: epath.Path, args: DigestSaveArgs
@@ -229,7 +230,7 @@ class DigestHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(DigestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class DigestSaveArgs(ocp.args.CheckpointArgs):
-    """Save arguments; `sums` waits for the digests, and returns None if the save has failed."""
+    """Save arguments. `sums` waits for the digests, and returns None if the save has failed."""
 
     step: int
     facts: Mapping[str, Any]
@@ -254,7 +255,7 @@ async def _write(directory: epath.Path, args: DigestSaveArgs) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedDigests:
-    """Digests of memory, recorded at a save; `facts` is empty for steps of older releases."""
+    """Digests of memory recorded at a save. `facts` is empty for steps of older releases."""
 
     arrays: dict[str, ArrayDigest]
     metadata_digest: str = ""
@@ -264,7 +265,7 @@ def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
     """Read the digests that all processes wrote for a step.
 
     Raises:
-        ValueError: a digest file is not valid, or digests are incomplete.
+        ValueError: a digest file is not valid, or some digests are missing.
         OSError: a digest file cannot be read.
     """
     parts: list[dict[str, ArrayDigest]] = []

@@ -1,12 +1,12 @@
-"""Array digests that are independent of the sharding over devices and processes.
+"""Compute array digests that are independent of the sharding over devices and processes.
 
-The digest is a sum modulo 2**64 over all elements. Every element contributes its bits as an
-unsigned integer, multiplied by one key per dimension; a key depends on the index in that dimension.
-All keys are odd, so a change of one element always changes the digest. Other changes, such as
-swapped rows or blocks, stay undetected with probability about 2**-60, at worst 2**-32 (two
-flipped signs). The digests of disjoint shards add up to the digest of the full array. The digest
-does not protect against forgery. numpy computes the digest two to three times faster than
-SHA-256 and releases the GIL meanwhile.
+The digest is a sum over all elements, modulo 2**64. Every element contributes its bits as an
+unsigned integer, multiplied by one key per dimension. The key depends on the element's index in
+that dimension. All keys are odd, so a change of one element always changes the digest. Other
+changes, such as swapped rows or blocks, remain undetected with probability about 2**-60, at worst
+2**-32 (two flipped signs). The digests of disjoint shards add up to the digest of the full array.
+The digest does not protect against forgery. numpy computes the digest two to three times faster
+than SHA-256, and releases the GIL during the computation.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
-"""Elements per block. Larger blocks do not fit the CPU cache; smaller blocks wait for the GIL more
-often."""
+"""Number of elements per block. Larger blocks do not fit in the CPU cache. Smaller blocks wait for
+the GIL more often."""
 _SHORT = 64
-"""Rows with fewer elements are merged, to limit the number of numpy calls."""
+"""Rows with fewer elements than this are merged, to limit the number of numpy calls."""
 # In a non-finite value, all exponent bits are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
@@ -34,7 +34,7 @@ _EXPONENTS = {
 
 
 class ArrayEntry(TypedDict):
-    """JSON entry of a full array; the digest has 16 hexadecimal digits."""
+    """JSON entry of a full array. The digest has 16 hexadecimal digits."""
 
     dtype: str
     shape: list[int]
@@ -42,7 +42,7 @@ class ArrayEntry(TypedDict):
 
 
 class PartEntry(ArrayEntry):
-    """JSON entry of a shard, with the number of its elements and of its non-finite elements."""
+    """JSON entry of a shard, including the number of elements and of non-finite elements."""
 
     elements: int
     non_finite: int
@@ -59,7 +59,7 @@ class ArrayDigest:
     non_finite: int = 0
 
     def add(self, part: np.ndarray, start: Sequence[int] = ()) -> None:
-        """Add a shard whose first element has the index `start` (default: all zeros)."""
+        """Add a shard whose first element is at index `start` (default: all zeros)."""
         first = tuple(start) or (0,) * part.ndim
         assert str(part.dtype) == self.dtype and part.ndim == len(self.shape) == len(first)
         self.elements += part.size
@@ -75,7 +75,7 @@ class ArrayDigest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the number of added elements equals the array size."""
+        """Return whether the number of added elements equals the array size."""
         return self.elements == math.prod(self.shape)
 
     def entry(self) -> ArrayEntry:
@@ -98,14 +98,14 @@ class ArrayDigest:
 
     @classmethod
     def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
-        """Create the digest of a shard from its JSON entry; raises the errors of `of_entry`."""
+        """Create the digest of a shard from its JSON entry; raises the errors of `from_entry`."""
         found = cls.from_entry(entry)
         found.elements, found.non_finite = entry["elements"], entry["non_finite"]
         return found
 
 
 def num_non_finite(array: np.ndarray) -> int:
-    """Return the number of NaN or infinite elements; 0 for dtypes without such values."""
+    """Return the number of NaN or infinite elements, or 0 for dtypes without such values."""
     if array.dtype == np.float64:
         return array.size - int(np.count_nonzero(np.isfinite(array)))
     if (exponent := _EXPONENTS.get(str(array.dtype))) is None:
@@ -127,7 +127,7 @@ def digest_array(array: np.ndarray) -> ArrayDigest:
 def diff_digests(
     expected: Mapping[str, ArrayDigest], found: Mapping[str, ArrayDigest]
 ) -> list[str]:
-    """Return one line, sorted by name, for every array that changed or is on one side only."""
+    """Return one line for every array that changed or exists on one side only, sorted by name."""
     lines = []
     for name in sorted(expected.keys() | found.keys()):
         if name not in found:
@@ -147,7 +147,7 @@ def diff_digests(
 
 
 def describe_non_finite(sums: Mapping[str, ArrayDigest]) -> list[str]:
-    """Return one line, sorted by name, for every array that contains NaN or infinity."""
+    """Return one line for every array that contains NaN or infinity, sorted by name."""
     return [
         f"array {name} contains {one.non_finite:,} values that are NaN or infinite"
         for name, one in sorted(sums.items())
@@ -159,7 +159,7 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
     """Merge the digests of several processes.
 
     Raises:
-        ValueError: dtypes or shapes of an array differ, or the shards do not cover the array.
+        ValueError: the dtypes or shapes of an array differ, or its shards do not cover the array.
     """
     total: dict[str, ArrayDigest] = {}
     for part in parts:
@@ -182,8 +182,8 @@ def _size(one: ArrayDigest) -> str:
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
     """Return the elements as unsigned integers of at most 32 bits.
 
-    Larger elements are split along an additional last dimension: with 64-bit integers, two flipped
-    signs would not be detected.
+    Larger elements are split along an additional last dimension, because two flipped signs would
+    not be detected in 64-bit integers.
     """
     part = np.ascontiguousarray(part).reshape(part.shape)
     size = part.dtype.itemsize
@@ -197,7 +197,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # Trailing dimensions that fit in one block get one key per element.
+    # `row` has the product of the keys for each element of the trailing dimensions that fit in one
+    # block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -224,7 +225,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
 def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray) -> int:
     """Return the dot product of a matrix with the keys of its rows and columns.
 
-    `wide` is scratch memory. For 64-bit integers, einsum uses vector instructions and dot does not.
+    `wide` is scratch memory. For 64-bit integers, einsum uses vector instructions but dot does not.
     """
     wide = wide[: words.size].reshape(words.shape)
     np.copyto(wide, words)
@@ -242,7 +243,7 @@ def _keys(axis: int, sizes: Sequence[int], start: Sequence[int]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _axis_keys(axis: int, begin: int, end: int) -> np.ndarray:
-    """Return the keys of one dimension for indices in [begin, end): odd splitmix64 values."""
+    """Return the keys for indices [begin, end) of one dimension: odd splitmix64 values."""
     bits = np.arange(begin, end, dtype=np.uint64) + np.uint64(((axis + 1) << 48) + 1)
     bits *= np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

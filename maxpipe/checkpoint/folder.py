@@ -1,11 +1,10 @@
 """The checkpoint folder of a run: its steps, their content, quarantine and retention rules.
 
-`<folder>/<step>/` contains the arrays (`state/`, written by orbax), config and data position
-(`facts/metadata`, JSON), the digests of the arrays in memory (`digests/`) and a manifest. A
-checkpoint exists once orbax has committed it, by a rename or, in a bucket, by
-`commit_success.txt`. maxpipe and orbax ignore entries with other names:
-`<step>.orbax-checkpoint-tmp` is an unfinished save, `<step>.corrupt` a damaged checkpoint and
-`<step>.deleting` an unfinished deletion.
+`<folder>/<step>/` contains the arrays (`state/`, written by orbax), the config and data position
+(`facts/metadata`, JSON), the in-memory digests of the arrays (`digests/`) and a manifest. A
+checkpoint exists once orbax has committed it, by a rename or, in a bucket, by `commit_success.txt`.
+maxpipe and orbax ignore entries with other names: `<step>.orbax-checkpoint-tmp` is an unfinished
+save, `<step>.corrupt` is a damaged checkpoint, and `<step>.deleting` is an unfinished deletion.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """Input of the retention rules: `time` in Unix seconds and the evaluation `metrics`."""
+    """Input of the retention rules: save `time` in Unix seconds, and evaluation `metrics`."""
 
     step: int
     time: float
@@ -63,14 +62,14 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """The metric that compares checkpoints, and whether larger values are better."""
+    """The metric that ranks checkpoints, and whether larger values are better."""
 
     metric: str = "eval/loss"
     is_largest: bool = False
 
     @classmethod
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
-        """Return the metric of a config section `checkpoint`; saved configs may lack the keys."""
+        """Return the metric of a `checkpoint` config section. Saved configs may lack the keys."""
         if isinstance(section, CheckpointConfig):
             return cls(section.best_metric, section.best_mode == "largest")
         metric = str(section.get("best_metric") or cls().metric)
@@ -82,7 +81,7 @@ class BestMetric:
         return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
 
     def sort_key(self, metrics: Mapping[str, float]) -> float | None:
-        """Return a sort key (smaller is better); None if the metric is missing or not finite."""
+        """Return a sort key (smaller is better), or None if the metric is missing or not finite."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             return None
@@ -91,10 +90,10 @@ class BestMetric:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRules:
-    """Retention rules; a checkpoint is kept if any rule matches, and 0 disables a rule.
+    """Retention rules. A checkpoint is retained if any rule matches. A value of 0 disables a rule.
 
-    The rules keep the `newest` checkpoints, steps divisible by `every_steps`, the first checkpoint
-    in every period of `every_hours`, and the `best` checkpoints by `better`.
+    The rules retain the `newest` checkpoints, steps divisible by `every_steps`, the first
+    checkpoint in every period of `every_hours`, and the `best` checkpoints by `better`.
     """
 
     newest: int
@@ -111,7 +110,7 @@ class RetentionRules:
 
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
-    """Return the retained steps of `saved`, each with the reason why it is kept."""
+    """Return the retained steps of `saved`, each with the reason to keep it."""
     ordered = sorted(saved, key=lambda one: one.step)
     reasons: dict[int, list[str]] = {}
 
@@ -142,7 +141,8 @@ Tree = Any
 FORMAT = 3
 """The checkpoint format of this release.
 
-Format 1 has no manifest, time or metrics; format 2 has no array digests. Both can still be read.
+Format 1 has no manifest, time or metrics. Format 2 has no array digests. Both formats can still be
+read.
 """
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
@@ -150,7 +150,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class _MetadataFile(TypedDict):
-    """Content of the metadata file; the readers of `config` and `data` check their values."""
+    """Content of the metadata file. The readers of `config` and `data` validate their values."""
 
     format: int
     step: int
@@ -165,19 +165,19 @@ BASE = "base"
 
 
 class AdapterBase(TypedDict):
-    """The base model of adapters."""
+    """The base model of an adapter checkpoint."""
 
     address: str
     """Resolved address of the base weights, in the form of `checkpoint.restore_from`."""
     given: str
     """Original value of `checkpoint.restore_from`."""
     digest: str
-    """Digest of all base arrays (`reader.content_digest`)."""
+    """Digest of all base-model arrays (`reader.content_digest`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """Metadata of a checkpoint; `metrics` are the evaluation metrics of its step."""
+    """Metadata of a checkpoint. `metrics` are the evaluation metrics of its step."""
 
     step: int
     config: dict[str, Any]
@@ -198,7 +198,7 @@ class CheckpointMetadata:
 
 
 class CheckpointFolder:
-    """A checkpoint folder in a file system or bucket; `key` is the config key that sets it."""
+    """A checkpoint folder in a file system or bucket. `key` is the config key for its path."""
 
     def __init__(self, path: epath.PathLike, key: str = "run.dir"):
         self.path, self.key = to_epath(path), key
@@ -207,7 +207,7 @@ class CheckpointFolder:
         return self.path / str(step)
 
     def steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, oldest first, including damaged ones."""
+        """Return the steps of all complete checkpoints, including damaged ones, oldest first."""
         return sorted(
             int(entry.name)
             for entry in entries(self.path)
@@ -219,7 +219,7 @@ class CheckpointFolder:
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def describe_incomplete(self) -> list[str]:
-        """Return one warning for every entry that is named like a checkpoint but is not one."""
+        """Return one warning for every entry that is named like a checkpoint but is incomplete."""
         return [
             f"{entry}: is ignored because it is not a complete checkpoint"
             for entry in entries(self.path)
@@ -227,9 +227,9 @@ class CheckpointFolder:
         ]
 
     def unfinished(self) -> list[str]:
-        """Return the names of entries that an unfinished save or deletion left.
+        """Return the names of the entries that an unfinished save or deletion left.
 
-        In a bucket, both are step folders because there is no atomic rename.
+        In a bucket, such entries are step folders because there is no atomic rename.
         """
         return [
             entry.name
@@ -246,14 +246,14 @@ class CheckpointFolder:
         return names
 
     def free_bytes(self) -> int | None:
-        """Return the free space of the file system in bytes; None for a bucket."""
+        """Return the free space of the file system in bytes, or None for a bucket."""
         return None if in_bucket(self.path) else shutil.disk_usage(self.path).free
 
     def read_metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint: config, data position, time and metrics.
 
         Raises:
-            DamagedError: the metadata cannot be read, or belongs to another step.
+            DamagedError: the metadata cannot be read, or belongs to a different step.
             OSError: the storage is not reachable, so the state of the content is unknown.
             StorageError: a later release saved the checkpoint.
         """
@@ -290,7 +290,7 @@ class CheckpointFolder:
         return facts
 
     def read_info(self, step: int) -> CheckpointInfo | None:
-        """Return the input of the retention rules; None if the step no longer exists.
+        """Return the input of the retention rules, or None if the step no longer exists.
 
         If the metadata is damaged, the time is the modification time of the folder.
         """
@@ -317,7 +317,7 @@ class CheckpointFolder:
         def read_them() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             wanted = abstract
-            if wanted is None:  # a damaged shape can be larger than memory
+            if wanted is None:  # a damaged shape can exceed the memory
                 wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             places = ocp.checkpoint_utils.construct_restore_args(wanted)
             arguments = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
@@ -335,7 +335,7 @@ class CheckpointFolder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint; an interrupted deletion leaves nothing that looks complete."""
+        """Delete a checkpoint. An interrupted deletion leaves nothing that looks complete."""
         going = self.path / f"{step}.deleting"
         if in_bucket(going):  # a rename would copy all objects, so delete them one by one
             going = self / step
@@ -369,5 +369,5 @@ def local_time(seconds: float) -> str:
     """Format a Unix time as local time."""
     try:
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # outside the supported range
+    except (ValueError, OverflowError, OSError):  # the time is outside the supported range
         return f"{'unknown':19}"

@@ -1,6 +1,6 @@
 """List, describe, verify, compare, prune and delete the checkpoints of a run.
 
-Only `prune_checkpoints` and `delete_checkpoint` change files. No function here uses devices.
+Only `prune_checkpoints` and `delete_checkpoint` change files. The functions do not use devices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """A checkpoint; `kept` is the reason to keep it, empty if no retention rule matches."""
+    """A checkpoint. `kept` is the reason to keep it, or empty if no retention rule matches."""
 
     step: int
     saved: str
@@ -116,7 +116,8 @@ def _saved(
     saved = [one for step in folder.steps() if (one := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
     for one in saved:
-        if (size := _num_bytes(folder / one.step)) is not None:  # None: the run is deleting it
+        # The size is None if the run is deleting the checkpoint.
+        if (size := _num_bytes(folder / one.step)) is not None:
             yield one, size, reasons.get(one.step, "")
 
 
@@ -128,7 +129,7 @@ def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
 
 
 def describe_checkpoint(address: Address) -> Iterator[str]:
-    """Yield the arrays and metadata of a checkpoint, and digests independent of the layout.
+    """Read all bytes of every checkpoint, or of the named step, and yield a verdict per step.
 
     Raises:
         ConfigError: the step has no checkpoint.
@@ -154,7 +155,7 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """Read all bytes of every checkpoint, or of the named step, and yield a verdict per step.
+    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists.
 
     Raises:
         StorageError: a checkpoint is damaged; raised after all steps were checked.
@@ -186,7 +187,7 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
 
 
 def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
-    """Return the faults of a step's files, arrays and metadata, and whether it has a manifest."""
+    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists."""
     path = folder / step
     if not exists(path):
         return [], False
@@ -340,7 +341,7 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
 
 
 def _is_right(folder: CheckpointFolder, step: int) -> bool:
-    """Whether a checkpoint has a manifest and all its files and arrays match it."""
+    """Return whether a checkpoint has a manifest that matches all its files and arrays."""
     wrong, sealed = _faults(folder, step)
     return sealed and not wrong
 
@@ -354,7 +355,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _num_bytes(folder: epath.Path) -> int | None:
-    """Return the size of all files in bytes; None if the folder is being deleted."""
+    """Return the total size of all files in bytes, or None if the folder is being deleted."""
     try:
         return sum(files(folder).values())
     except FileNotFoundError:

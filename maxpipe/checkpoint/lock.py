@@ -1,22 +1,22 @@
 """A lock that allows one run per folder and expires when its process dies.
 
 `lock.json` names run, host and process. A heartbeat thread updates the file's modification time,
-or its size where the file system does not allow that. A new process may replace the lock if the
-holder is a dead process of this host, or a process of another host without a heartbeat for
-`STALE_SECONDS`. A starting run waits for the heartbeat, so a run whose host was lost can be
-restarted at once.
+or its size if the file system does not allow setting times. A new process may replace the lock if
+the holder is a dead process of this host, or a process of another host without a heartbeat for
+`STALE_SECONDS`. A starting run waits for a heartbeat of the holder, so a run whose host was lost
+can be restarted immediately.
 
-The initial age of a lock is a difference of file-system times, because the clocks of hosts may
-differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
+The initial age of a lock is measured with the clock of the file system, because the clocks of hosts
+may differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
 future does not prolong the wait.
 
 A run loses its lock if the folder or the lock is moved, deleted or replaced, and then stops
 writing. The folder is identified by device and inode, which the system does not reuse while the
 folder is open; the lock is identified by its token.
 
-A process replaces or releases a lock only while it holds a claim, a file that is named after the
-lock's token and that only one process can create. If two processes try to replace the same dead
-lock, one succeeds.
+A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
+after the lock's token and that only one process can create. If two processes try to replace the
+same dead lock, exactly one process succeeds.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -55,7 +55,7 @@ from maxpipe.io.typed_json import parse_json
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 150.0
-"""Five missed heartbeats."""
+"""The duration of five missed heartbeats."""
 
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
@@ -67,7 +67,7 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class LockContent(TypedDict):
-    """The content of `lock.json`."""
+    """Content of `lock.json`."""
 
     token: str
     run: NotRequired[str]
@@ -86,7 +86,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _NotALockError(OSError):
-    """The lock file is a pipe, a folder or too large, so it cannot be a lock."""
+    """Raised if the lock file is a pipe, a folder or too large, so it cannot be a lock."""
 
 
 class RunLock:
@@ -94,7 +94,8 @@ class RunLock:
 
     `key` is the config key that sets the folder. Commands that delete files set `to_free`: if the
     disk is full and no live lock exists, they continue without a lock. `note` is a message about
-    the previous holder. `lost` is the reason why the lock was lost, as of the last check, or empty.
+    the previous holder. `lost` is the reason why the lock was lost, as of the last check, or an
+    empty text.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class RunLock:
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost_reason = ""
-        self._folder = -1  # kept open so that the inode is not reused
+        self._folder = -1  # keep the folder open, so that the inode is not reused
         self._identity: tuple[int, int] | None = None
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
@@ -152,7 +153,8 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # Otherwise nothing is written, not even a claim: the folder may be another run's.
+                # Otherwise nothing is written, not even a claim, because the folder may belong to
+                # another run.
                 if self.check_held():
                     self._release()
         self._close_folder()
@@ -168,7 +170,7 @@ class RunLock:
             self.path.unlink()  # no other process can claim or replace it on a full disk
 
     def _is_free(self) -> bool:
-        """Whether there is no lock, or its process died on this host."""
+        """Return whether there is no lock, or its process died on this host."""
         try:
             holder = _read(self.path)
         except FileNotFoundError:
@@ -176,7 +178,7 @@ class RunLock:
         return _is_on_this_host(holder) and bool(_dead_reason_on_this_host(holder))
 
     def _open_folder(self) -> None:
-        """Create the folder and record its identity; it is not created again in this run."""
+        """Create the folder and record its identity. Later calls do not create the folder again."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         check_regular_files(folder, [FILE])
@@ -191,7 +193,7 @@ class RunLock:
     def check_held(self) -> bool:
         """Check with a few system calls whether this run still has its folder and lock.
 
-        Temporary storage failures are ignored. A lock that was lost is never regained.
+        Temporary storage failures are ignored. A lost lock is never regained.
         """
         if not self.lost_reason:
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
@@ -208,7 +210,7 @@ class RunLock:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise an error if an earlier check found that the lock was lost; does no I/O.
+        """Raise an error if an earlier check found that the lock was lost, without I/O.
 
         Raises:
             StorageError: the lock was lost.
@@ -273,7 +275,7 @@ class RunLock:
         raise OSError(f"other processes held the lock at each of {_ATTEMPTS} attempts")
 
     def _take_over(self) -> bool:
-        """Try to replace the lock of a dead process, and return whether that succeeded."""
+        """Try to replace the lock of a dead process, and return whether this succeeded."""
         mine = self.path.with_name(f"{FILE}.{self._token}")
         try:
             _write(mine, self._token)
@@ -294,7 +296,7 @@ class RunLock:
         return True
 
     def _why_dead(self, holder: LockContent, mine: Path) -> str:
-        """Return why the holder is dead; empty if another process has the lock meanwhile.
+        """Return why the holder is dead, or an empty text if another process has acquired the lock.
 
         Waits until it is known whether the holder is alive. The modification time of `mine` is the
         current time of the file system.
@@ -311,7 +313,8 @@ class RunLock:
                 break
             if _token(_read(self.path)) != _token(holder):
                 return ""
-            # Read the heartbeat before the clock, which advances while this process is stopped.
+            # Read the heartbeat before the clock, because the clock advances while this process is
+            # stopped.
             if _heartbeat_stamp(self.path) != sign:
                 age = 0.0
                 break
@@ -397,7 +400,7 @@ def _heartbeat_stamp(path: Path) -> tuple[float, int]:
 
 
 def _last_heartbeat(path: Path) -> float:
-    """Return the modification time of a file, by the clock of its file system."""
+    """Return the modification time of a file, according to the clock of its file system."""
     return _heartbeat_stamp(path)[0]
 
 
@@ -416,7 +419,7 @@ def _read(path: Path) -> LockContent:
     """Read a lock file; return `_UNREADABLE` if its content is not a valid lock.
 
     Raises:
-        _NotALockError: the file is a pipe, a folder or too large, which waiting does not change.
+        _NotALockError: the file is a pipe, a folder or too large, and waiting would not help.
         OSError: the file cannot be read.
     """
     try:
@@ -451,7 +454,7 @@ def _describe_holder(holder: LockContent) -> str:
 
 
 def _is_on_this_host(holder: LockContent) -> bool:
-    """Whether the lock's process id refers to a process of this host."""
+    """Return whether the process id in the lock refers to a process on this host."""
     return (
         0 < holder.get("pid", 0) <= _LARGEST_PID
         and holder.get("host") == platform.node()
@@ -470,7 +473,7 @@ def _dead_reason_on_this_host(holder: LockContent) -> str:
 
 
 def _namespace() -> str | None:
-    """Return the PID namespace: containers on one host may share the host name."""
+    """Return the PID namespace, because containers on one host may share the host name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -480,7 +483,7 @@ def _namespace() -> str | None:
 def _process_start(pid: int) -> str | None:
     """Return the start time of a process in ticks since boot.
 
-    The result is empty if the process does not exist, and None if that is unknown.
+    The result is empty if the process does not exist, and None if this cannot be determined.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -504,7 +507,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _file_system_time(lock: Path) -> float:
-    """Return the time of the file system's clock, since the clocks of hosts may differ."""
+    """Return the time of the file system's clock, because the clocks of hosts may differ."""
     probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
     _write(probe, "now")
     try:
@@ -515,7 +518,7 @@ def _file_system_time(lock: Path) -> float:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """Claim the right to replace or remove the lock with this token; True for one process only."""
+    """Claim the right to replace or remove this lock, and return True for only one process."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
 """Save and restore the checkpoints of a run, and resolve addresses to steps.
 
-The manager decides when a save is due and handles failed saves. It works on trees in the saved
-layout, independent of models and pipelines, so a checkpoint can be restored on any layout.
-`maxpipe.checkpoint.reader` handles damaged checkpoints.
+The manager decides when a save is due and handles failed saves. The manager works on trees in the
+saved layout, independent of models and pipelines. A checkpoint can therefore be restored on any
+layout. `maxpipe.checkpoint.reader` handles damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _FIRST_PAUSE_SECONDS = 1.0
 class CheckpointManager:
     """The checkpoints of one run.
 
-    `record(event, step=..., ...)` receives events. `agree` broadcasts a text to all processes, and
-    every process verifies a share of the files. Without `write`, no files or folders are changed.
+    `record(event, step=..., ...)` receives events. `agree` broadcasts a text to all processes.
+    Every process verifies a share of the files. Without `write`, no files or folders are changed.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class CheckpointManager:
             run_dir, self._folders, writes=write, record=record, agree=agree
         )
         self._newest_folder = self.durable
-        # The newest saved step; -1 for a new run.
+        # The newest saved step, or -1 for a new run.
         self._newest = -1
         for folder in self._folders:
             with translate_storage_errors(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
     def _check_shared(self, folder: CheckpointFolder) -> None:
-        """Check that all processes see the same folder; otherwise a save would be incomplete."""
+        """Check that all processes see the same folder. Otherwise, a save would be incomplete."""
         if self._alone:
             return
         sign = self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
@@ -146,7 +146,7 @@ class CheckpointManager:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
-        """Restore the newest intact checkpoint; None if none was saved. See `CheckpointReader`."""
+        """Restore the newest intact checkpoint, if any; see `CheckpointReader.restore_newest`."""
         found = self._reader.restore_newest(abstract, accept)
         if found is not None:
             self._newest = found.step
@@ -167,13 +167,13 @@ class CheckpointManager:
     # Save.
 
     def should_save(self, step: int) -> bool:
-        """Whether the state after `step` should be saved."""
+        """Return whether the state after `step` should be saved."""
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             return True
         return self._target(step) is not None
 
     def _target(self, step: int) -> CheckpointFolder | None:
-        """Return the folder of the periodic save of this step; None if none is due."""
+        """Return the folder for the periodic save of this step, or None if no save is due."""
         every, often = self._config.every, self._config.local_every
         if every and step % every == 0:
             return self.durable
@@ -193,9 +193,9 @@ class CheckpointManager:
     ) -> None:
         """Start to save the result of `state` in the background.
 
-        The arrays may be changed as soon as this returns. Does nothing if `step` is already the
-        newest checkpoint. With `last`, this blocks until everything is on disk, retries failures
-        at once, and always raises the last failure.
+        The arrays may be changed as soon as this method returns. If `step` is already the newest
+        checkpoint, nothing is saved. With `last`, this method blocks until everything is on disk,
+        retries failures immediately, and always raises the last failure.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`.
@@ -233,7 +233,7 @@ class CheckpointManager:
                 time.sleep(_pause(attempt))
 
     def poll(self) -> None:
-        """Poll the background save; called every step, does no I/O.
+        """Poll the background save. This method is called at every step and does no I/O.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`, or an earlier
@@ -241,8 +241,8 @@ class CheckpointManager:
         """
         for lock in self._locks:
             lock.raise_if_lost()
-        # In a run of several processes, they may detect a failure at different steps. The first
-        # process that detects a failure ends the run, whatever the value of on_failure.
+        # The processes of a run may detect a failure at different steps. The first process that
+        # detects a failure ends the run, regardless of the value of on_failure.
         if self._writer is not None:
             self._handle_result(self._writer.take_result(wait=False))
 
@@ -278,7 +278,7 @@ class CheckpointManager:
                 lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
-        """Return the error of the first process that has one; a collective call."""
+        """Return the error of the first process that has an error. This is a collective call."""
         if self._alone:
             return error
         number = getattr(error, "errno", None) or 0
@@ -289,7 +289,7 @@ class CheckpointManager:
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
     def _handle_result(self, save: SaveResult | None, *, final: bool = False) -> None:
-        """Handle a finished save."""
+        """Handle the result of a finished save."""
         if save is None:
             return
         if save.error is None:
@@ -324,7 +324,7 @@ class CheckpointManager:
             _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
 
     def _prune(self, save: SaveResult) -> None:
-        """Delete the checkpoints that no rule keeps; the step of `save` was just verified."""
+        """Delete the checkpoints that no rule retains. The step of `save` was just verified."""
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
         saved = [one for step in folder.steps() if (one := folder.read_info(step))]
@@ -355,7 +355,7 @@ class CheckpointManager:
         try:
             self.close()
         except StorageError:
-            # Keep the error that is already being raised.
+            # Do not replace the error that is already being raised.
             if error is None:
                 raise
 
@@ -387,7 +387,7 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
 def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
     """Return the folder in `checkpoint.local_dir` for the newest checkpoint of a run.
 
-    Its name contains a hash of the run's absolute path, because run names are not unique.
+    The folder name contains a hash of the run's absolute path, because run names are not unique.
     """
     run = expand_path(os.fspath(run_dir)).absolute()
     path = hashlib.sha256(os.fsencode(run)).hexdigest()[:12]
@@ -395,7 +395,7 @@ def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
 
 
 def _wait_until_exists(path: epath.Path) -> bool:
-    """Whether the path exists or appears within seconds: network file systems have delays."""
+    """Return whether the path exists or appears within seconds, as on a network file system."""
     return any(exists(path) or time.sleep(1.0) for _ in range(5))
 
 
@@ -411,7 +411,7 @@ def _prepare(folder: CheckpointFolder, primary: bool) -> None:
 
 
 def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
-    """Check that the free space suffices for a save.
+    """Check that the free disk space suffices for a save.
 
     Raises:
         OSError: the disk has too little free space.
@@ -425,7 +425,7 @@ def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
         )
     if not exists(folder / step):
         return
-    if step in folder.steps():  # the previous attempt, which failed to write the manifest
+    if step in folder.steps():  # files of the previous attempt, which failed to write the manifest
         folder.remove(step)
     else:
         name = folder.quarantine(step, "foreign")
@@ -454,10 +454,10 @@ def open_address(address: Address) -> CheckpointManager:
 
 
 def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:
-    """Return the addressed step (default: the newest), the same on all processes.
+    """Return the addressed step (default: the newest), which is the same on all processes.
 
     Raises:
-        ConfigError: the step has no checkpoint, or no checkpoint was evaluated.
+        ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.
     """
     is_first = jax.process_index() == 0
     return int(
@@ -469,7 +469,7 @@ def resolve_step(folder: CheckpointFolder, address: Address) -> int:
     """Return the addressed step (default: the newest) in a folder, without communication.
 
     Raises:
-        ConfigError: the step has no checkpoint, or no checkpoint was evaluated.
+        ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.
     """
     steps, step = folder.steps(), address.step
     if step == "best":
@@ -498,7 +498,7 @@ def read_best_metric(folder: CheckpointFolder) -> BestMetric:
 def find_best_step(
     folder: CheckpointFolder, address: Address, better: BestMetric
 ) -> tuple[int, float]:
-    """Return the step with the best value of a metric (the newest on ties) and that value.
+    """Return the step with the best value of a metric, and that value. Ties go to the newest step.
 
     Raises:
         ConfigError: no checkpoint has the metric.
@@ -506,7 +506,8 @@ def find_best_step(
     values: dict[int, float] = {}
     known: set[str] = set()
     for step in folder.steps():
-        with contextlib.suppress(DamagedError, FileNotFoundError):  # a run may be deleting the step
+        # The run may be deleting the step.
+        with contextlib.suppress(DamagedError, FileNotFoundError):
             metrics = folder.read_metadata(step).metrics or {}
             known |= metrics.keys()
             if (key := better.sort_key(metrics)) is not None:

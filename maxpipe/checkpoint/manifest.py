@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: digests of its files and of its arrays.
 
-The size and SHA-256 of every file detect changes on disk and name the changed file; neither the
-file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at
-the save. The manifest is written last, by atomic replacement, after the arrays were read back and
-compared. It contains its own checksum. Version 1 listed only files.
+The size and SHA-256 of every file detect changes on disk and identify the changed file. Neither the
+file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at the
+save. The manifest is written last, by atomic replacement, after the arrays were read back and
+compared. The manifest contains its own checksum. Version 1 listed only files.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MANIFEST_FILES = (FILE, _PARTIAL)
 _SCAN_EVERY = 8
 """Number of finished writers between two scans for new files."""
 _MAX_BYTES = 1 << 26
-# Most of the time is spent reading, in particular on network file systems.
+# Digesting spends most of its time reading, in particular on network file systems.
 _NUM_THREADS = 16
-# Files that every manifest must list.
+# Files that must be listed in every manifest.
 _REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
 
 
@@ -62,7 +62,7 @@ class _ManifestContent(TypedDict):
 
 
 class BackgroundDigester:
-    """Digests files of a local folder in the background while other files are being written.
+    """Digests the files of a local folder in the background while other files are being written.
 
     Each file must be written by one call inside `writing`, which several threads may use at once.
     A digested file is flushed to disk and dropped from the page cache, so later reads are from
@@ -75,7 +75,7 @@ class BackgroundDigester:
         self._writers: set[object] = set()
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
-        """File names, and the writers that must finish before these files are complete."""
+        """Pairs of file names and the writers that must finish before these files are complete."""
         self._found: dict[str, Future[ManifestFile]] = {}
 
     def __enter__(self) -> BackgroundDigester:
@@ -110,7 +110,7 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return size and digest by name, not for all files.
+        """Wait for pending digests, and return (possibly not all) sizes and digests by file name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.
@@ -122,7 +122,7 @@ class BackgroundDigester:
 
 
 def _complete_files(folder: epath.Path) -> list[str]:
-    # A file has a dot in its name until it is complete and renamed.
+    # The name of a file contains a dot until the file is complete and renamed.
     return [name for name in os.listdir(folder) if "." not in name] if folder.is_dir() else []
 
 
@@ -138,7 +138,7 @@ def digest_files(
 ) -> dict[str, ManifestFile]:
     """Flush all files of a folder to disk, and return their sizes and digests.
 
-    Files in `ahead` are already flushed and are not read again.
+    Files in `ahead` are already flushed, so they are not read again.
 
     Raises:
         OSError: a file cannot be read.
@@ -154,7 +154,7 @@ def digest_files(
 
 
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
-    """Read the listed files once more and return the differences from their digests.
+    """Read the listed files again and return their differences from the digests.
 
     Without the second read, a bit that flips while a file is digested would mark an intact
     checkpoint as damaged permanently.
@@ -189,12 +189,12 @@ def write(
 
 
 def has_manifest(folder: epath.Path) -> bool:
-    """Whether `folder` contains a manifest."""
+    """Return whether `folder` contains a manifest."""
     return exists(folder / FILE)
 
 
 def read_arrays(folder: epath.Path, step: int) -> dict[str, ArrayEntry] | None:
-    """Return the array entries of a manifest; None for version 1.
+    """Return the array entries of a manifest, or None for version 1.
 
     Raises:
         ValueError: the manifest is not valid.
@@ -239,7 +239,7 @@ def verify_files(
     index, count = share
     names = [name for name in expected if name in present][index::count]
     for name in [name for name in names if present[name] > expected[name]["bytes"]]:
-        names.remove(name)  # do not read a file that may be huge
+        names.remove(name)  # do not read a file that may be very large
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes instead of {size}")
     # Drop all files from the page cache first, so that processes that read the same files share
@@ -270,7 +270,7 @@ def _read(folder: epath.Path, step: int) -> _ManifestContent:
 
 
 def _names(folder: epath.Path) -> list[str]:
-    """Return the relative names of all files except the manifest, sorted."""
+    """Return the sorted relative names of all files except the manifest."""
     return [name for name in sorted(files(folder)) if name not in _MANIFEST_FILES]
 
 
@@ -301,7 +301,7 @@ def _digests(
     *,
     flush: bool = False,
 ) -> list[ManifestFile | OSError]:
-    """Return the size and SHA-256 of every file, or its error.
+    """Return the size and SHA-256 of every file, or the error that occurred.
 
     With `flush`, every file is first flushed to disk and then read from disk.
     """
@@ -321,7 +321,7 @@ def _digests(
 
 
 def _digest(path: epath.Path, drop: bool) -> ManifestFile:
-    """Return the size and SHA-256 of a file; with `drop`, bypass the page cache."""
+    """Return the size and SHA-256 of a file. With `drop`, bypass the page cache."""
     with translate_read_errors(path):
         if drop:
             _drop(path)
@@ -338,7 +338,7 @@ def _drop(path: epath.Path) -> None:
 
 
 def _flush(path: epath.Path) -> None:
-    """Flush a local file to disk, so that it survives a power failure.
+    """Flush a local file to disk, so that the file survives a power failure.
 
     A failure is not retried, because the kernel may drop pages that it could not write.
     """

@@ -1,7 +1,7 @@
 """Read checkpoints, verify them, and select the newest intact checkpoint of a run.
 
 - A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
-  the previous checkpoint. If that checkpoint is intact, the damaged one is quarantined as
+  the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
   `<step>.corrupt`, with a warning.
 - Two consecutive damaged checkpoints indicate a storage failure: the run stops and nothing is
   renamed. The same applies if the storage fails, because only content that was read twice counts
@@ -9,7 +9,7 @@
 - A checkpoint without a manifest comes from an older release, or from a run that was killed
   between commit and manifest. The reader compares its arrays with the recorded digests, or warns
   if there are none, and then writes a manifest.
-- If a run has checkpoints but none is usable, the run does not start from scratch.
+- If a run has checkpoints but none of them is usable, the run does not start from scratch.
 
 A restore compares the files with the manifest, and the restored arrays in memory with the digests
 recorded at the save. All processes agree on the result. A damaged checkpoint is read a second
@@ -57,7 +57,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.errors import StorageError, exception_chain
 
-# Failures that a retry cannot fix. Orbax reports the message of a system call, not its errno.
+# Failures that a retry cannot fix. orbax reports the message of a system call, but not its errno.
 _PERMANENT_ERRNOS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -68,7 +68,7 @@ _PERMANENT_ERRNOS = {
 }
 _PERMANENT_ERRNOS |= {errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # buckets
+_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # errors of buckets
 # Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
 # metadata can cause errors of many types. A save runs no user code.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
@@ -97,16 +97,17 @@ def unwritable_error(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether the storage may have caused the error.
+    """Return whether the storage may have caused the error.
 
-    JAX runtime errors do not count: a lost process makes the saves of the other processes fail.
+    JAX runtime errors do not count, because a lost process makes the saves of the other processes
+    fail.
     """
     by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error))
     return isinstance(error, _FAULTS) and not by_jax
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether a retry would fail with the same error."""
+    """Return whether a retry would fail with the same error."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _PERMANENT_ERRNOS)
         or any(word in str(cause) for word in _PERMANENT_MESSAGES)
@@ -119,12 +120,12 @@ EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
-"""Number of consecutive damaged checkpoints that counts as a storage failure."""
+"""Number of consecutive damaged checkpoints that indicates a storage failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Skipped:
-    """A checkpoint that looks damaged."""
+    """A skipped checkpoint that appears to be damaged."""
 
     folder: CheckpointFolder
     step: int
@@ -154,7 +155,7 @@ class CheckpointReader:
     def restore_newest(
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
-        """Restore the newest intact checkpoint; None if no checkpoint was ever saved.
+        """Restore the newest intact checkpoint, or return None if no checkpoint was ever saved.
 
         Arrays that `abstract` does not contain are not read. `accept` may raise an error before the
         arrays are read.
@@ -194,7 +195,7 @@ class CheckpointReader:
         return None
 
     def _repeated_damage_error(self, skipped: Sequence[_Skipped]) -> StorageError:
-        """Return the error for consecutive damaged checkpoints; nothing is renamed."""
+        """Return the error for consecutive damaged checkpoints. Nothing is renamed."""
         newest = skipped[0]
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
         older = [step for step in newest.folder.steps() if step < skipped[-1].step]
@@ -237,7 +238,7 @@ class CheckpointReader:
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
-        """Return the next candidate, chosen by process 0: the newest step, durable folder first."""
+        """Return the next candidate of process 0: the newest step, durable folder first."""
         found = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
@@ -278,7 +279,7 @@ class CheckpointReader:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, root_cause_text(error))
 
     def _skip(self, skipped: _Skipped) -> None:
-        """Log why a step is not used, and quarantine it."""
+        """Log why a step is skipped, and quarantine it."""
         folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""
@@ -290,7 +291,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # rename before any process lists again
+        self._agree("done" if self._primary else "")  # rename before the folder is listed
 
 
 Agree = Callable[[str], str]
@@ -301,7 +302,7 @@ _TEXT_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """A restored checkpoint: metadata, state and folder."""
+    """A restored checkpoint with its metadata, state and folder."""
 
     metadata: CheckpointMetadata
     state: Tree
@@ -313,7 +314,7 @@ class RestoredCheckpoint:
 
 
 def first_nonempty_text(text: str) -> str:
-    """Return the first nonempty text in the order of processes; a collective call."""
+    """Return the first nonempty text in process order. This is a collective call."""
     if jax.process_count() == 1:
         return text
     mine = np.zeros(_TEXT_BYTES, np.uint8)
@@ -327,9 +328,10 @@ def first_nonempty_text(text: str) -> str:
 
 @contextlib.contextmanager
 def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert any OSError inside to a StorageError, which ends the run.
+    """Context in which any OSError is converted to a StorageError, which ends the run.
 
-    No decision is based on a storage failure, because other processes may not have seen it.
+    No decision is based on a storage failure, because other processes may not have detected the
+    failure.
 
     Raises:
         StorageError: an OSError was raised inside.
@@ -418,7 +420,7 @@ def _restore(
 def _check_files_and_metadata(
     folder: CheckpointFolder, step: int
 ) -> tuple[str, CheckpointMetadata | None, RecordedDigests | None]:
-    """Return the faults of the files, the metadata, and the expected digests of the arrays."""
+    """Return the faults of the files and the metadata, and the expected digests of the arrays."""
     path = folder / step
     try:
         if manifest.has_manifest(path):
@@ -439,14 +441,15 @@ def _raise_if_any_fault(agree: Agree, fault: str) -> None:
 
 
 def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
-    """Return `abstract` with the dtypes of the checkpoint, for which the digests were recorded.
+    """Return `abstract` with the dtypes in the checkpoint, because the digests use these dtypes.
 
     Raises:
-        StorageError: the checkpoint has other arrays or shapes.
+        StorageError: the checkpoint has different arrays or shapes.
     """
     saved = contents.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
-    if "step" not in abstract and "optimizer" in saved:  # only some of the optimizer trees
+    # Without a step, `abstract` may contain only some of the optimizer trees.
+    if "step" not in abstract and "optimizer" in saved:
         trees = saved["optimizer"]
         saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
     lines = diff_shapes(saved, abstract)
@@ -496,7 +499,7 @@ def _select_sections(
 
 
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
-    """Add up the digests of all processes' shards, which gives the digests of the full arrays."""
+    """Sum the shard digests over all processes, which gives the digests of the full arrays."""
     if jax.process_count() > 1:
         mine = np.array(
             [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
@@ -509,19 +512,19 @@ def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
 
 
 def _allgather(mine: np.ndarray) -> np.ndarray:
-    """Return `[processes, ...]`: the array of every process."""
+    """Return an array `[processes, ...]` with the array of every process."""
     # XLA on CPU may run a single-device program and a multi-device program concurrently, which can
-    # mix up their messages. Wait for all pending programs before the all-gather.
+    # mix up their messages. Therefore, wait for all pending programs before the all-gather.
     jax.block_until_ready(jax.jit(jnp.add)(0, 0))
     return np.asarray(multihost_utils.process_allgather(mine))
 
 
 def content_digest(tree: Tree) -> str:
-    """Return one digest of all arrays on devices and their names, independent of the layout."""
+    """Return one layout-independent digest over the names and contents of all device arrays."""
     return combine_digests(_sum_over_processes(digest_item.digest_local_shards(tree)))
 
 
 def combine_digests(sums: Mapping[str, ArrayDigest]) -> str:
-    """Combine the digests of all arrays into one SHA-256."""
+    """Combine the digests of all arrays into one SHA-256 digest."""
     entries = {name: one.entry() for name, one in sums.items()}
     return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Check a run's records for checkpoints that were lost.
+"""Check the records of a run for lost checkpoints.
 
-A run that stopped before its first save starts again at step 0. A run whose checkpoints were lost
-does not, because the user may be able to restore them.
+A run that stopped before its first save restarts at step 0. A run whose checkpoints were lost does
+not restart, because the user may be able to restore the checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
         return
     with contextlib.suppress(ConfigError):
         if os.path.isdir(os.path.join(find_checkpoint_home(run_dir), CHECKPOINTS_FOLDER)):
-            return  # a later check reports the former `checkpoint.dir`
+            return  # a later check reports the previous `checkpoint.dir`
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"
@@ -52,7 +52,7 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
     """Compare the run's records with a folder that contains no checkpoints.
 
     Raises:
-        StorageError: the run saved a checkpoint in this folder, or in a previous one.
+        StorageError: the run saved a checkpoint in this folder or in a previous folder.
     """
     if in_bucket(run_dir):
         return
@@ -86,7 +86,7 @@ def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
 
 
 def _is_same(saved_in: str, folder: epath.Path) -> bool:
-    """Whether the recorded folder is `folder`; records of earlier releases have no folder."""
+    """Return whether `folder` is the recorded folder, which earlier releases did not record."""
     return not saved_in or _real_path(saved_in) == _real_path(os.fspath(folder))
 
 
@@ -98,7 +98,7 @@ def _real_path(path: str) -> str:
 
 
 def _setting(saved_in: str, run_dir: epath.PathLike) -> str:
-    """Return the value of `checkpoint.dir` that leads to a recorded folder."""
+    """Return the value of `checkpoint.dir` that resolves to a recorded folder."""
     home = os.path.dirname(saved_in.rstrip("/"))
     return "''" if _real_path(home) == _real_path(os.fspath(run_dir)) else os.path.dirname(home)
 

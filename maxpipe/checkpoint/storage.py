@@ -1,11 +1,11 @@
-"""Storage of runs and checkpoints: local folders and Google Cloud Storage buckets.
+"""Storage of runs and checkpoints in local folders and Google Cloud Storage buckets.
 
-A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs; this
-module adds the operations that they lack.
+A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs, and
+this module adds the operations that they lack.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
-its content was read and differs from the saved content, or is missing. Any other failure is
-retried, and then ends the run.
+its content was read and differs from the saved content, or is missing. All other failures are
+retried. If the retries fail, the run ends.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_
 T = TypeVar("T")
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
-"""Attempts before a storage failure ends the run, and the pause between attempts in seconds."""
+"""Number of attempts before a storage failure ends the run, and the pause between attempts in
+seconds."""
 
-# The path is missing or not a regular file.
+# Errors for a path that is missing or not a regular file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
-_CONTENT += (RecursionError,)  # the parser of orbax has no limit on nesting
+_CONTENT += (RecursionError,)  # orbax's parser does not limit the nesting depth
 # tensorstore raises ValueError for every failure and describes the cause in the message.
 _SYSTEM_CALL = re.compile(r"os_error_code='([0-9]+)'")
 _OUTAGE = re.compile(
@@ -49,18 +50,18 @@ _OUTAGE = re.compile(
 
 
 class DamagedError(Exception):
-    """The content on disk differs from the saved content; the text is file or array and reason."""
+    """The content on disk differs from the saved content; the message names the file or array."""
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a read error means that the content is wrong or missing."""
+    """Return whether a read error means that the content is wrong or missing."""
     if outage(error) is not None or isinstance(error, MaxpipeError):
         return False
     return isinstance(error, (*_CONTENT, OSError))
 
 
 def outage(error: BaseException) -> OSError | None:
-    """Return the storage failure that caused a read error, as a new OSError; otherwise None."""
+    """Return the storage failure that caused a read error as a new OSError, or None."""
     for cause in exception_chain(error):
         if isinstance(cause, OSError):
             return (
@@ -102,7 +103,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Return the folder of a run, which contains all its files except those in `checkpoint.dir`."""
+    """Return the folder of a run, which contains all run files except those in `checkpoint.dir`."""
     return expand_path(config.dir, "run.dir") / config.name
 
 
@@ -133,13 +134,12 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
         raise
     if not config.checkpoint.dir:
         return path
-    return checkpoint_home(
-        config.run.name, config.checkpoint
-    )  # the run folder may be a copy, or have been renamed
+    # Use the name in the config, because the run folder may be a copy or may have been renamed.
+    return checkpoint_home(config.run.name, config.checkpoint)
 
 
 def in_bucket(path: epath.PathLike) -> bool:
-    """Whether a path is in a bucket."""
+    """Return whether a path is in a bucket."""
     return url_scheme(path) != ""
 
 
@@ -168,7 +168,7 @@ def to_epath(path: epath.PathLike) -> epath.Path:
 
 @contextlib.contextmanager
 def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert any bucket error inside to an OSError."""
+    """Convert any bucket error inside the context to an OSError."""
     try:
         yield
     except (OSError, MaxpipeError):
@@ -181,7 +181,7 @@ def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert errors of reads from a bucket, whose objects are either complete or missing.
+    """Convert errors of bucket reads inside the context; objects are either complete or missing.
 
     Raises:
         StorageError: the object cannot be read, so its state is unknown.
@@ -204,7 +204,7 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Create an object; if several processes try, exactly one succeeds.
+    """Create an object. If several processes try, exactly one process succeeds.
 
     Raises:
         FileExistsError: the object exists.
@@ -213,10 +213,10 @@ def create(path: epath.PathLike, text: str) -> None:
 
 
 class PinnedFolder:
-    """A folder that is kept open, so that `path` stays valid if the folder is moved.
+    """Folder that is kept open, so that `path` stays valid if the folder is moved.
 
-    After a deletion, `path` refers to nothing; with the name, orbax would create the folder again.
-    In buckets and on systems without /proc, `path` is the name.
+    After a deletion, `path` refers to nothing. If orbax used the folder's name, it would create the
+    folder again. In buckets and on systems without /proc, `path` is the name.
     """
 
     def __init__(self, folder: epath.Path):
@@ -224,13 +224,13 @@ class PinnedFolder:
         self.path = folder
         if in_bucket(folder):
             return
-        folder.mkdir(exist_ok=True)  # the parents are created only when a run starts
+        folder.mkdir(exist_ok=True)  # parent folders are created only when a run starts
         if os.path.isdir(_OPEN_FILES):
             self._open = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self.path = epath.Path(_OPEN_FILES) / str(self._open)
 
     def restore_names(self, error: BaseException) -> BaseException:
-        """Replace the path in an error by the name of the folder."""
+        """Replace the path in an error message with the name of the folder."""
         for cause in exception_chain(error):
             cause.args = tuple(self._by_name(each) for each in cause.args)
             if isinstance(cause, OSError) and cause.filename is not None:
@@ -248,7 +248,7 @@ class PinnedFolder:
 
 
 def probe_writable(folder: epath.Path) -> None:
-    """Check that a folder is writable; create a missing folder.
+    """Check that a folder is writable. A missing folder is created.
 
     Raises:
         OSError: the folder is not writable.
@@ -264,7 +264,7 @@ def probe_writable(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Whether a file or folder exists; unlike epath, detects storage that is not reachable.
+    """Return whether a path exists. Unlike epath, this function detects unreachable storage.
 
     Raises:
         OSError: the storage is not reachable.
@@ -280,7 +280,7 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """Return the entries of a folder, sorted by name; empty if the folder does not exist.
+    """Return the entries of a folder sorted by name, or nothing if the folder does not exist.
 
     Raises:
         OSError: the folder cannot be read.
@@ -335,7 +335,7 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Yield relative names and sizes; symbolic links count as files, to avoid cycles."""
+    """Yield relative names and sizes. Symbolic links count as files, which avoids cycles."""
     left = [""]
     while left:
         below = left.pop()
@@ -371,7 +371,7 @@ def _stat(path: epath.Path) -> os.stat_result | None:
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
-    """Return the suggested action for a path of a config key that is not writable."""
+    """Return the suggested action if the path of a config key is not writable."""
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
@@ -383,7 +383,7 @@ def remedy(path: epath.PathLike, key: str) -> str:
 
 
 def _lost_link(path: epath.PathLike) -> str:
-    """Return the first broken link among the path and its parents; empty if there is none."""
+    """Return the first broken link among the path and its parents, or an empty text."""
     found = "" if in_bucket(path) else os.path.abspath(path)
     while found and found != os.path.dirname(found):
         if os.path.islink(found) and not os.path.exists(found):
@@ -393,7 +393,7 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def root_cause_text(error: BaseException) -> str:
-    """Return the text of the root cause, which orbax wraps in other exceptions."""
+    """Return the text of the root cause of an error that orbax wraps in other exceptions."""
     *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"

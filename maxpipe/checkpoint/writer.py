@@ -2,11 +2,11 @@
 
 `CheckpointWriter` runs one save at a time. orbax copies the arrays to the host while the caller
 waits; threads then write the copies and their digests, and commit both. Afterwards, everything is
-read back and compared, and the manifest is written. If the run is killed before that, the next
-start verifies the checkpoint.
+read back and compared, and the manifest is written. If the run is killed before the manifest is
+written, the next start verifies the checkpoint.
 
 `save` writes arrays that do not fit in memory: every array is computed and written slab by slab.
-orbax manages the names, commits the step with a rename and writes all other items. A slab is one
+orbax chooses the names, commits the step with a rename and writes all other items. A slab is one
 uncompressed chunk of an array, because weights compress poorly and decoding would cost more time
 than it saves.
 """
@@ -57,20 +57,20 @@ Region = tuple[slice, ...]
 T = TypeVar("T")
 
 _DATA = "ocdbt.process_0/d"
-"""Folder of an orbax item for array data."""
+"""Folder of an orbax item that contains array data."""
 
 NUM_THREADS = 3
-"""Number of concurrent slabs: one is written while the next is read."""
+"""Number of concurrent slabs. One slab is written while the next is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazySlabArray:
-    """An array that is computed by region; `read` must be thread-safe."""
+    """An array that is computed region by region. `read` must be thread-safe."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     slab: tuple[int, ...]
-    """Shape of a region; regions at the array boundary may be smaller."""
+    """Shape of a region. Regions at the array boundary may be smaller."""
     read: Callable[[Region], np.ndarray]
 
     @property
@@ -85,7 +85,7 @@ def save(
     state: Tree,
     written: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write a step whose state is a tree of `LazySlabArray`, in one process, and its manifest.
+    """Write a step whose state is a tree of `LazySlabArray`, and its manifest, in one process.
 
     Several threads call `written` with the size of every written slab in bytes.
 
@@ -144,20 +144,22 @@ class _Handler(ocp.type_handlers.TypeHandler):
         self._sums: Future[dict[str, ArrayDigest] | None] = Future()
         self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
-        """The original exception of `LazySlabArray.read`."""
+        """The original exception raised by `LazySlabArray.read`."""
         self.ahead: dict[str, manifest.ManifestFile] = {}
-        """File digests by name in the step's folder, computed during the save."""
+        """File digests keyed by name in the step's folder, computed during the save."""
 
     def typestr(self) -> str:
-        """Return the type name of numpy arrays, because the arrays are saved like numpy arrays."""
+        """Return the type name of numpy arrays, because these arrays are stored like numpy
+        arrays.
+        """
         return "np.ndarray"
 
     def sums(self) -> dict[str, ArrayDigest] | None:
-        """Wait until all arrays are written and return their digests; None if writing failed."""
+        """Wait until all arrays are written and return their digests, or None if writing failed."""
         return self._sums.result()
 
     def stop(self) -> None:
-        """Stop writing, and wait until no thread writes."""
+        """Stop writing, and wait until all threads have stopped."""
         with self._turn:
             self._stopped = True
         if self._begun:
@@ -166,7 +168,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
             self._sums.set_result(None)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[future.Future]:
-        """Start to write; orbax may still call this from another thread after Ctrl-C."""
+        """Start writing. orbax may still call this method from another thread after Ctrl-C."""
         with self._turn:
             if self._stopped:
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
@@ -246,7 +248,7 @@ def _create_array(one: LazySlabArray, info: Any) -> Any:
 
 
 def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
-    """Yield the slabs of an array; slabs at the boundary may be smaller."""
+    """Yield the slabs of an array. Slabs at the boundary may be smaller."""
     starts = (range(0, size, each) for size, each in zip(shape, slab, strict=True))
     for start in itertools.product(*starts):
         ends = (
@@ -259,7 +261,7 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
     """Call `work` for every task in a few threads, and wait for all running calls.
 
     Raises:
-        Exception: the first exception of a call; pending tasks are then dropped.
+        Exception: the first exception that a call raised. Pending tasks are then dropped.
     """
     running: set[Future[object]] = set()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -273,14 +275,14 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
             for one in running:
                 one.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # one task may still be queued
+            pool.shutdown(wait=False, cancel_futures=True)  # a task may still be queued
             raise
 
 
 Tree = Any
 
 _LOG = logging.getLogger(__name__)
-# Orbax aborts a save after this time, for example if one of several processes is lost.
+# orbax aborts a save after this time, for example if one of several processes is lost.
 _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
@@ -292,7 +294,7 @@ _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 @dataclass(slots=True)
 class SaveResult:
-    """Result of a save; fields with defaults are set at its end. `error` is None on success."""
+    """Result of a save. Fields with defaults are set at its end, and `error` is None on success."""
 
     folder: CheckpointFolder
     step: int
@@ -303,21 +305,21 @@ class SaveResult:
 
 
 _CHUNK_BYTES = 1 << 26
-"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so an export needs
+"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so exports need
 little memory for any mesh of the run."""
 
 _EVEN, _FEW = 16, 256
-"""Only arrays whose sizes above `_FEW` are multiples of `_EVEN` are divided into chunks."""
+"""Arrays are divided into chunks only if all sizes above `_FEW` are multiples of `_EVEN`."""
 
 _LAYERS = "layers"
 """Name of subtrees in which layers are stacked along the first dimension."""
 
 
 def _chunks(state: Tree) -> Tree:
-    """Return the chunking of large arrays; a chunk of stacked layers contains one layer."""
+    """Return the chunk shapes of large arrays. A chunk of stacked layers contains one layer."""
 
     def chunk(path: Any, leaf: Any) -> ocp.SaveArgs | None:
-        # For sizes with few divisors, orbax would create chunks of single rows.
+        # For sizes with few divisors, orbax would create one chunk per row.
         if leaf.nbytes <= _CHUNK_BYTES or any(size % _EVEN for size in leaf.shape if size > _FEW):
             return None
         stacked = any(getattr(key, "key", None) == _LAYERS for key in path)
@@ -355,9 +357,10 @@ class CheckpointWriter:
         )
 
     def start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
-        """Start a save; the arrays may be changed as soon as this returns.
+        """Start a save. The arrays may be changed as soon as this method returns.
 
-        Call `outcome` for the previous save first. `outcome` also reports failures of this call.
+        Call `take_result` for the previous save first. `take_result` also reports failures of this
+        call.
         """
         assert self._save is None
         begin = time.monotonic()
@@ -395,7 +398,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def set_failed(self, save: SaveResult) -> None:
-        """Report a save that was never started as the next outcome."""
+        """Report a save that was never started as the next result."""
         assert self._save is None
         self._save = save
 
@@ -421,7 +424,7 @@ class CheckpointWriter:
     def _clean_up(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
-        except StorageError:  # reported elsewhere; do not change the folder
+        except StorageError:  # the error is reported elsewhere; do not change the folder
             return
         for attempt in range(_ATTEMPTS):
             try:
@@ -431,7 +434,7 @@ class CheckpointWriter:
                     else:
                         self._delete_failed_save(save)
                 return
-            except (OSError, StorageError) as error:  # the leftover files only cost space
+            except (OSError, StorageError) as error:  # the remaining files only occupy disk space
                 if attempt == _ATTEMPTS - 1:
                     reason = root_cause_text(error)
                     _LOG.warning("%s: cannot be cleaned up: %s", save.folder.path, reason)
@@ -439,7 +442,7 @@ class CheckpointWriter:
                 time.sleep(_PAUSE_SECONDS)
 
     def _delete_failed_save(self, save: SaveResult) -> None:
-        """Delete the unfinished or wrong files of a failed save."""
+        """Delete the unfinished or incorrect files of a failed save."""
         save.folder.delete_unfinished()
         is_wrong = isinstance(save.error, SaveVerificationError | DivergenceError)
         if is_wrong and exists(save.folder / save.step):
@@ -447,11 +450,11 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress."""
+        """Return whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def take_result(self, *, wait: bool) -> SaveResult | None:
-        """Return the save that finished since the last call; None if there is none."""
+        """Return the save that finished since the last call, or None."""
         if self._thread is not None:
             if self.is_busy and not wait:
                 return None
@@ -463,7 +466,7 @@ class CheckpointWriter:
         """Wait for the save in progress, and close the orbax checkpointer."""
         if self._thread is not None:
             self._thread.join()
-        # The outcome of the save has already reported any error that orbax raises here.
+        # The result of the save has already reported any error that orbax raises here.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._checkpointer.close()
 
@@ -472,7 +475,7 @@ class CheckpointWriter:
 def ignore_orphaned_errors() -> None:
     """Suppress tracebacks of reads and writes that were in progress when orbax raised an error.
 
-    These operations fail because the event loop is closed, or because nothing awaits them.
+    Such operations fail because the event loop is closed, or because nothing awaits their result.
     """
     report = sys.unraisablehook
 

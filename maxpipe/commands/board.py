@@ -1,6 +1,6 @@
 """`maxpipe board`, `maxpipe curves` and `maxpipe goodput`: show the metrics of runs.
 
-`board` starts TensorBoard, `curves` plots metrics, and `goodput` prints the use of wall time.
+`board` starts TensorBoard, `curves` plots metrics, and `goodput` prints a breakdown of wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_SECONDS = 2.0
 
 
 def link(folder: Path, links: Path) -> int:
-    """Create a symlink to the event files of every run in `folder`, and return their number.
+    """Create a symlink to the event files of every run in `folder`. Return the number of symlinks.
 
     `folder` may itself be a run. Event files are in `<run>/tensorboard`, but TensorBoard names a
     run by the folder of its event files. The symlink gives TensorBoard the name of the run.
@@ -81,8 +81,8 @@ def _board(options: argparse.Namespace) -> int:
 def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start TensorBoard as a process that ignores Ctrl-C.
 
-    A terminal sends Ctrl-C to every foreground process, and TensorBoard would print a traceback.
-    A child process inherits ignored signals.
+    A terminal sends Ctrl-C to every foreground process, which would make TensorBoard print a
+    traceback. A child process inherits the set of ignored signals.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -96,7 +96,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
         try:
             return process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):  # the folder may have been moved
+            with contextlib.suppress(OSError):  # the run folder may have been moved
                 link(folder, links)
 
 
@@ -161,7 +161,7 @@ def _curves(options: argparse.Namespace) -> int:
 
 
 def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str, str, Path]]:
-    """Return (option, suffix, path) of every output file."""
+    """Return (option, suffix, path) for every output file."""
     found = []
     if options.out is not None:
         path = Path(options.out)

@@ -26,7 +26,7 @@ DIFFERENT = 1
 def _print(lines: Iterable[str]) -> int:
     remaining = iter(lines)
     while True:
-        with _storage_errors():  # only for errors of the storage, not of the output
+        with _storage_errors():  # only for storage errors, not for output errors
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
@@ -166,7 +166,7 @@ def _use_cpu_only() -> None:
 
 
 def _rules(run_dir: str) -> RetentionRules | None:
-    """Return the retention rules of the run's config, or None if it cannot be read."""
+    """Return the retention rules in the run's config, or None if the config cannot be read."""
     from maxpipe.checkpoint.folder import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.load import load

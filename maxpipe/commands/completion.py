@@ -4,8 +4,8 @@ The printed script calls the installed command, which computes completions from 
 heavy imports.
 
 For bash, this module also parses and writes quoted words, without expansion. Readline replaces the
-end of a line, starting within the last word. The replacement is escaped for the quote that is open
-at that character.
+end of a line, starting inside the last word. The replacement is escaped for the quote that is open
+at the start of the replacement.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Word:
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
-    """Offset in the line after every character of the text."""
+    """Offset in the line after each character of the text."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """Parse the next piece of a word. Return (open quote after it, its text, end offset)."""
+    """Parse the next segment of a word. Return (open quote after it, its text, end offset)."""
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -138,7 +138,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """Return a character escaped for an open quote, which stays open."""
+    """Return a character, escaped for a quote that is open and stays open."""
     if quote == _ANSI:
         if _is_shown(character) and character not in "'\\!":
             return character
@@ -147,7 +147,7 @@ def _inside(quote: str, character: str) -> str:
         return f"{quote}$'{_inside(_ANSI, character)}'{quote}"
     if quote == _SINGLE:
         return "'\\''" if character == "'" else character
-    if character == "!":  # interactive shells expand it to a history entry
+    if character == "!":  # interactive shells expand `!` to a history entry
         return "\"'!'\""
     return f"\\{character}" if character in _ESCAPED_IN_DOUBLE else character
 
@@ -169,7 +169,8 @@ cursor, and the end of the line that the completion replaces.
 
 Every completion ends with a null byte, which no name contains, so the shell evaluates none of the
 text. zsh and fish quote completions themselves, and zsh accepts a trailing space. For bash, the
-completions are quoted, and the first record states whether a space follows a single completion.
+completions are already quoted, and the first record specifies whether a space follows a single
+completion.
 """
 
 _BASH = """\
@@ -228,7 +229,7 @@ _MOST_STEPS = 1000
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Return completions of the last of `words`, the arguments of the program."""
+    """Return completions for the last of `words`, which are the arguments of the program."""
     *before, current = words or [""]
     command, arguments = _command(parser, before)
     choices = _choices(command)
@@ -250,14 +251,14 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
-    """Return completions in the format of `shell`: see `REQUEST_OPTION`."""
+    """Return completions in the output format of `shell`: see `REQUEST_OPTION`."""
     if shell != "bash":
         found = candidates(parser, words)
         if shell == "fish":  # a description follows a tab
             return [each.removesuffix(" ") for each in found if "\t" not in each]
         return found
     if len(words) != 2 or not words[0].endswith(words[1]):
-        return []  # the cursor is in another command, for example inside a substitution
+        return []  # the cursor is in a different command, for example inside a substitution
     line = read(words[0])
     start = len(words[0]) - len(words[1])
     found = candidates(parser, [word.text for word in line.words[1:]])
@@ -267,7 +268,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the command that the words name, and the arguments so far."""
+    """Return the parser of the command named by the words, and the arguments so far."""
     found: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:
@@ -317,7 +318,7 @@ def _expected(
 
 
 def _values(action: argparse.Action, current: str) -> list[str]:
-    """Return completions of an argument, chosen by its metavar."""
+    """Return completions for an argument, selected by its metavar."""
     shown = str(action.metavar or "")
     if action.choices:
         return _filter_prefix(current, (f"{each} " for each in action.choices))
@@ -330,7 +331,7 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown == "NAME":
         return _filter_prefix(current, _bundled_names())
     if shown == RUN_OR_FILE or shown.endswith("section.key=value"):
-        # Data files are accepted in place of a config, and may have any suffix.
+        # Data files are accepted in place of a config and may have any suffix.
         endings = () if shown.startswith(DATA_PREFIX) else _FILES
         shown = shown.removeprefix(DATA_PREFIX)
         keys = [] if shown == RUN_OR_FILE else _assignments(current)
@@ -344,7 +345,7 @@ def _bundled_names() -> Iterator[str]:
 
 
 def _assignments(current: str) -> list[str]:
-    """Return completions of `section.key=value`: sections, then keys, then known values."""
+    """Return completions for `section.key=value`: sections, then keys, then known values."""
     from maxpipe.config.keys import KEYS, SECTIONS
 
     key, sign, value = current.partition("=")
@@ -368,7 +369,7 @@ def _assignments(current: str) -> list[str]:
 
 
 def _runs(current: str, *, with_step: bool) -> list[str]:
-    """Return completions of runs by name and path, and of steps after `@`."""
+    """Return completions for runs by name or path, and for steps after `@`."""
     from maxpipe.config.schema import RunConfig
 
     run, sign, _ = current.rpartition("@")
@@ -379,7 +380,8 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
         steps = [name for each in folders for name in _numbers(each / "checkpoints")]
         numbered = (f"{run}@{each} " for each in ("newest", "best", *steps))
         found = _filter_prefix(current, numbered) if any(map(os.path.isdir, folders)) else []
-    names = [name for name in _visible_folders(below) if name[0] not in "-~"]  # these need a path
+    # Names that begin with `-` or `~` are only completed as paths.
+    names = [name for name in _visible_folders(below) if name[0] not in "-~"]
     return [
         *found,
         *_filter_prefix(current, (f"{name} " for name in names)),
@@ -402,7 +404,7 @@ def _visible_folders(folder: Path) -> list[str]:
 
 
 def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) -> list[str]:
-    """Return folders, with a trailing `/`, and files with one of the suffixes (all if empty)."""
+    """Return folders with a trailing `/`, and files with one of the suffixes (default: any)."""
     try:
         written = os.path.expanduser(current)
     except (OSError, RuntimeError):
@@ -410,7 +412,8 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
     found = []
     for path in sorted(glob.glob(f"{glob.escape(written)}*")):
         path = current + path[len(written) :]
-        if not current and path[0] in "-~":  # the name alone would be an option or a home folder
+        # Without `./`, the name would be an option or a home folder.
+        if not current and path[0] in "-~":
             path = f"./{path}"
         if os.path.isdir(os.path.expanduser(path)):
             found.append(f"{path}/")
@@ -424,7 +427,7 @@ def _filter_prefix(current: str, words: typing.Iterable[str]) -> list[str]:
 
 
 def add(commands: Commands, root: Parser) -> None:
-    """Add the command. `root` is the top-level parser."""
+    """Add the `completion` command. `root` is the top-level parser."""
 
     def command(options: argparse.Namespace) -> int:
         if options.complete:

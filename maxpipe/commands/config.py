@@ -163,7 +163,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _printable_path(given: str, where: str) -> Path:
-    """Return the path. Raise if it contains unprintable characters."""
+    """Return the path. Raise an error if the path contains unprintable characters."""
     if not given or not given.isprintable():
         rule = "must be a path of printable characters."
         raise ConfigError.one(where, ascii(given), rule, "Name another path.")
@@ -188,7 +188,7 @@ def _find_bundled(name: str) -> bundled_configs.BundledConfig:
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a config file. Raise if the file exists, unless `overwrite` is set."""
+    """Write a config file. Raise an error if the file exists, unless `overwrite` is set."""
     from maxpipe.config.config_files import SUFFIXES
 
     if path.suffix not in SUFFIXES:

@@ -73,7 +73,7 @@ def _mixture(options: argparse.Namespace) -> int:
 
 
 def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
-    """Return the shares of the sources for every stage, with the first step of the stage.
+    """Return the shares of the sources in every stage, with the first step of the stage.
 
     The first sequences of that step may still belong to the previous stage. A last stage without
     shares means that all sources have ended.
@@ -90,7 +90,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
 
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
-    """Return the samples and epochs that a run of `steps` steps reads from every source."""
+    """Return the samples and epochs that a run of `steps` steps reads from each source."""
     samples = train.stream.samples_before(train.ramp.sequences_before(int(steps)))
     return [
         {
@@ -104,7 +104,7 @@ def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
 
 
 def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
-    """Return the source and sequence number of every row of a batch."""
+    """Return the source and sequence number of every sequence in a batch."""
     found = [
         {"source": row.source, "sequence": row.sequence} for row in train.sequence_origins(batch)
     ]
@@ -186,7 +186,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
-    """Return the name of the source to prepare, or "" without a mixture."""
+    """Return the name of the source to prepare, or "" if there is no mixture."""
     from maxpipe.config.data_sources import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]
@@ -201,7 +201,7 @@ def _source_to_prepare(data: DataConfig, given: str | None) -> str:
 
 
 _MOST_DAMAGE = 10
-"""Maximum number of damaged files that `data verify` names."""
+"""Maximum number of damaged files that `data verify` lists."""
 
 
 def _verify(options: argparse.Namespace) -> int:

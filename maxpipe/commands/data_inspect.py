@@ -49,11 +49,11 @@ _OF_TEMPLATES = ("tokenizer.", "data.chat_template")
 
 
 def expand_data_files(inputs: Sequence[str]) -> list[str]:
-    """Return the inputs with paths of data files replaced by the `data.*` keys that read them.
+    """Return the inputs, with each data file path replaced by the `data.*` keys that read the file.
 
-    The keys are printed to stderr. The source type is inferred from file names, and conversations
-    and pairs from the fields of the first record. The tokenizer of a prepared folder is read from
-    its manifest. Keys in the inputs override inferred keys.
+    The keys are printed to stderr. The source type is inferred from file names. Conversations and
+    pairs are inferred from the fields of the first record. The tokenizer of a prepared folder is
+    read from its manifest. Keys in the inputs override inferred keys.
 
     Raises:
         ConfigError: the files have different types, or the inputs also name a source.
@@ -99,7 +99,7 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Config keys that would add other documents, with the values that clear them."""
+"""Config keys that would add other documents, with values that reset them."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
@@ -113,7 +113,7 @@ def overrides(keys: Mapping[str, Any]) -> list[str]:
 
 
 def is_config(argument: str) -> bool:
-    """Return whether an input is an override, the path of a config or the name of one."""
+    """Return whether an input is an override, or the path or name of a config."""
     from maxpipe.config import bundled_configs
     from maxpipe.config.check import is_override
     from maxpipe.config.config_files import SUFFIXES
@@ -124,7 +124,7 @@ def is_config(argument: str) -> bool:
 
 
 def _is_data(argument: str) -> bool:
-    """Return whether an input is the path of data: neither a config, a run nor a model."""
+    """Return whether an input is a data path, and not a config, run or model."""
     from maxpipe.config.bundled_configs import CONFIG_FILE
 
     if not argument or is_config(argument):
@@ -139,7 +139,7 @@ def _is_data(argument: str) -> bool:
 
 
 def _names_data(path: str) -> bool:
-    """Return whether a path is recognizable as data by its name, even if the file is missing."""
+    """Return whether a path looks like data by its name, even if the file does not exist."""
     from maxpipe.data.sources import ENDINGS
 
     return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
@@ -164,7 +164,7 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: str) -> dict[str, Any]:
-    """Return the keys of the tokenizer that produced a prepared folder."""
+    """Return the config keys for the tokenizer that produced a prepared folder."""
     from maxpipe.data.prepared.manifest import read_manifest
 
     found = read_manifest(os.path.expanduser(folder))["tokenizer"]
@@ -176,7 +176,7 @@ def _tokenizer(folder: str) -> dict[str, Any]:
 def _conversation(
     keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
 ) -> dict[str, Any]:
-    """Return the keys that read records without a text field as conversations or pairs.
+    """Return the config keys that read records without a text field as conversations or pairs.
 
     Without a chat template, prompts and responses are read as plain text.
     """
@@ -217,7 +217,7 @@ RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of th
 
 
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
-    """Return (inputs with a run replaced by its config file, folder of the run or "").
+    """Return the inputs, with a run replaced by its config file, and the run folder or "".
 
     A name that matches both a config and a run means the config. The folder path selects the run.
     """
@@ -307,7 +307,7 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
 
 def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
-    """Yield (batch, row) of up to `number` rows, starting at `row`, until the data ends."""
+    """Yield (batch, row) for up to `number` sequences, starting at `row`, until the data ends."""
     for given in range(number):
         yield batch, row
         row += 1
@@ -356,7 +356,7 @@ def _to_single_line(line: str) -> str:
 
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
-    """Return terminal-safe text of a span, marked if the span is not trained."""
+    """Return the terminal-safe text of a span, with a mark if the span is not trained."""
     text = "".join(
         each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
     )
@@ -504,7 +504,7 @@ def _source_statistics(
     )
     cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
     opened = open_source(
-        dataclasses.replace(source, bad_records="stop"),  # every bad record is counted
+        dataclasses.replace(source, bad_records="stop"),  # count every bad record
         seed,
         lambda: progress.report("opening", 0, 0),
         cache_dir=cache_dir,
@@ -524,7 +524,7 @@ def _source_statistics(
 
 
 def _chat_of(source: SourceConfig) -> dict[str, Any]:
-    """Return the arguments of `compute_statistics` for conversations and pairs."""
+    """Return the `compute_statistics` arguments for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}
     return {"chat": "conversation", "policy": source.long_conversations}
@@ -604,7 +604,7 @@ def _add_find(actions: Commands) -> None:
 
 
 def step_number(text: str) -> int:
-    """Parse a step number of the command line."""
+    """Parse a step number from the command line."""
     from maxpipe.config.rules import MAX_STEPS
 
     found = count(text)
@@ -614,7 +614,7 @@ def step_number(text: str) -> int:
 
 
 def _natural(text: str) -> int:
-    """Parse an integer that is at least 0."""
+    """Parse an integer that must be at least 0."""
     found = integer(text)
     if found < 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")

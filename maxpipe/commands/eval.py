@@ -1,4 +1,4 @@
-"""`maxpipe eval`: compute the loss of a model on text, or its accuracy on questions."""
+"""`maxpipe eval`: compute the loss of a model on text, or its accuracy on multiple-choice tasks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise if an option has no effect in combination with the others."""
+    """Raise an error for an option has no effect in combination."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}

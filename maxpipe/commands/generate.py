@@ -154,7 +154,7 @@ class _Printer:
         self._streams = is_alone and not options.json
         self._tokenizer = tokenizer
         self.newest = ""
-        """Text of the last completion."""
+        """Text of the latest completion."""
 
     def stream(self, text: str) -> None:
         if self._streams and text:
@@ -183,13 +183,13 @@ class _Printer:
 
 
 def _write_now(text: str) -> None:
-    """Write and flush, so that a reader gets the text immediately and an interrupt loses none."""
+    """Write and flush, so that readers receive text immediately and interrupts lose no text."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def _escape_control(text: str) -> str:
-    """Return the text without control characters on a terminal, in the encoding of stdout."""
+    """Return text in the encoding of stdout, without control characters if stdout is a terminal."""
     if sys.stdout.isatty():
         text = "".join(each for each in text if each.isprintable() or each in "\n\t")
     encoding = sys.stdout.encoding or "utf-8"

@@ -1,4 +1,4 @@
-"""Shared parts of commands: the argument parser, argument types and output files."""
+"""Define shared parts of commands: the argument parser, argument types and output files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        self.set_defaults(
-            parser=self
-        )  # the innermost parser, of the command, overrides the outer ones
+        # The innermost parser, which belongs to the command, overrides the outer parsers.
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         see = f"See `{self.prog} --help`."
@@ -45,10 +44,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
     def reject_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise for the first unknown option that resembles an option of this command.
+        """Raise an error for the first unknown option that resembles an option of this command.
 
         Raises:
-            ConfigError: suggests the known option.
+            ConfigError: the option is unknown. The error suggests the known option.
         """
         from maxpipe.config.rules import did_you_mean
 
@@ -114,13 +113,13 @@ def _normalize_option(option: str) -> str:
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Common names of output options. Some commands have one option per file format instead."""
+"""Common names of output options. Some commands have one option per file format."""
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig
 
     Commands = argparse._SubParsersAction[Parser]
-else:  # the class has no type parameters at run time
+else:  # argparse's class has no type parameters at run time
     Commands = argparse._SubParsersAction
 
 
@@ -144,10 +143,10 @@ def read_config(
     to_train: bool = False,
     saved: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Load the config of the arguments, with defaults from `saved`. Print warnings to stderr.
+    """Load the config from the arguments, with defaults from `saved`. Print warnings to stderr.
 
     Raises:
-        ConfigError: lists every error.
+        ConfigError: the config is not valid. The error lists every problem.
     """
     from maxpipe.config.load import load
 
@@ -159,7 +158,7 @@ def read_config(
 
 
 def print_notes(loaded: LoadedConfig) -> None:
-    """Print to stderr which file sets the model, if several files set it."""
+    """If several files set the model, print to stderr which file takes effect."""
     for note in loaded.notes:
         print(redact.redact_for_terminal(note), file=sys.stderr, flush=True)
 
@@ -168,7 +167,7 @@ def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
     """Load the config of a command that only reads documents: model and steps are optional.
 
     Raises:
-        ConfigError: lists every error.
+        ConfigError: the config is not valid. The error lists every problem.
     """
     return read_config(inputs, saved={"model": _PLACEHOLDER_MODEL, "train": {"steps": 1}})
 
@@ -177,14 +176,14 @@ _PLACEHOLDER_MODEL = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
-"""Model config of commands that only read documents."""
+"""Model config for commands that only read documents."""
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavars of arguments that `maxpipe.checkpoint.address` parses."""
 RUN_OR_FILE = "RUN|FILE"
-"""Metavar of an argument that is a config or a run with a config."""
+"""Metavar of an argument that is a config, or a run that has a config."""
 DATA_PREFIX = "DATA|"
-"""Prefix of the metavar of inputs that may be data files in place of a config."""
+"""Metavar prefix for inputs that may be data files in place of a config."""
 
 
 def add_address(
@@ -195,7 +194,7 @@ def add_address(
     needed: bool = False,
     about: str = "",
 ) -> None:
-    """Add a run or (with `step`) checkpoint argument; `needed` means the step has no default."""
+    """Add an argument for a run or, with `step`, a checkpoint. `needed` requires the step."""
     shown = CHECKPOINT if step else RUN
     if step:
         about = about or "RUN@STEP, RUN@newest, RUN@best, or the path of a checkpoint folder"
@@ -207,7 +206,7 @@ def add_address(
 
 
 def add_ema_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects the EMA of the parameters."""
+    """Add the option that selects the EMA parameters."""
     parser.add_argument(
         "--average",
         action="store_true",
@@ -224,7 +223,7 @@ def integer(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Parse an integer that is at least 1."""
+    """Parse an integer that must be at least 1."""
     found = integer(text)
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -248,7 +247,7 @@ def number(text: str) -> float:
 
 
 def check_place(path: str | Path, option: str) -> None:
-    """Check that `write_file` can write a file, before its content is computed."""
+    """Check that `write_file` can write a file, before the content is computed."""
     _check_outside(path, option)
     try:
         files.check_can_write(path)
@@ -257,7 +256,7 @@ def check_place(path: str | Path, option: str) -> None:
 
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
-    """Write the output file of an option."""
+    """Write the output file that an option selects."""
     _check_outside(path, option)
     try:
         writer(Path(path))

@@ -1,4 +1,4 @@
-"""`maxpipe plan` and `maxpipe compile`: predict memory and time of a run before its launch."""
+"""`maxpipe plan` and `maxpipe compile`: predict the memory and time of a run before its launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from maxpipe.plan.topology import Topology
 
 SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
-"""Options that need `--search`."""
+"""Options that require `--search`."""
 DRAWINGS = (".svg", ".png")
 """File suffixes that `--draw` supports."""
 
@@ -92,7 +92,7 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
         if not (name and equals):
             rule = "must be NAME=VALUE; an empty VALUE selects the compiler's default."
             raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
-        # jax accepts booleans only in Python's spelling.
+        # jax accepts booleans only as `True` and `False`.
         found[name] = value.title() if value in ("true", "false") else value
     return found
 
@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
-    """Return the topology of the options, or the devices of this machine."""
+    """Return the topology that the options select, or the devices of this machine."""
     from maxpipe.plan import topology
 
     if options.topology is not None:
@@ -122,7 +122,7 @@ def _target(options: argparse.Namespace, config: Config) -> Topology:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise for options that would have no effect."""
+    """Raise an error for options that would have no effect."""
     unread = [
         ("slices", options.topology is None, "needs --topology", "Add --topology."),
         (
@@ -160,7 +160,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.draw is not None and not options.draw.endswith(DRAWINGS):
         rule, action = f"must end in {' or '.join(DRAWINGS)}.", f"Write --draw {options.draw}.svg."
         raise ConfigError.one("command line: --draw", options.draw, rule, action)
-    for name in ("draw", "write"):  # computing their content may take minutes
+    for name in ("draw", "write"):  # computing the file content may take minutes
         if (path := getattr(options, name)) is not None:
             check_place(path, f"--{name}")
 

@@ -24,14 +24,14 @@ def print_line(text: str) -> None:
     try:
         print(redact.redact_for_terminal(text), flush=True)
     except BrokenPipeError:
-        pass  # the reader may be `head`; the command's work is still needed
+        pass  # the reader may be `head`, but the command must still finish
     except OSError as error:
         action = "Free space there, or redirect the output."
         raise StorageError.unwritable("standard output", error, action) from error
 
 
 class ProgressBar:
-    """A progress bar on a terminal, or a line every few seconds, on standard error."""
+    """A progress bar on a terminal, or a line every few seconds otherwise, on standard error."""
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit
@@ -52,7 +52,7 @@ class ProgressBar:
     def report(self, task: str, done: int, total: int, remark: str = "") -> None:
         """Show the progress of a task, with a remark such as the rate.
 
-        An empty name means the previous task, and a total of 0 an unknown total.
+        An empty name means the previous task. A total of 0 means that the total is unknown.
         """
         if task:
             self._name, self._of = task, f"{done} of {total}{self._unit}, " if total else ""
@@ -77,8 +77,8 @@ class ProgressBar:
 class PhaseProgress:
     """Show the phase and elapsed time of a command with an unknown amount of work.
 
-    A terminal shows one line that is updated; other output gets a line every ten seconds. A thread
-    prints them, because a phase is one long call into the compiler.
+    A terminal shows one line that is updated in place. Other output gets one line every ten
+    seconds. A thread prints the lines, because a phase is one long call into the compiler.
     """
 
     def __init__(self, command: str) -> None:
@@ -88,7 +88,7 @@ class PhaseProgress:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def begin(self, phase: str) -> None:
-        """Set the name of the phase that starts now."""
+        """Start a phase with this name."""
         self._phase = phase
 
     def __enter__(self) -> Self:

@@ -77,11 +77,11 @@ _DRAWINGS = {
 
 
 _ENDINGS = {".svg": "svg", ".png": "png", ".csv": "csv", ".json": "perfetto"}
-"""Output format of `--out` by file suffix."""
+"""Output format of `--out`, keyed by file suffix."""
 
 
 def _drawings(options: argparse.Namespace) -> dict[str, Path]:
-    """Return the output file of every requested format."""
+    """Return the output file for every requested format."""
     asked = {kind: getattr(options, kind) for kind in _DRAWINGS}
     found = {kind: Path(path) for kind, path in asked.items() if path is not None}
     if options.out is None:
@@ -99,7 +99,7 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
 def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
-    """Write the requested files. CSV and Perfetto files contain the first schedule only."""
+    """Write the requested files. CSV and Perfetto files contain only the first schedule."""
     from maxpipe.schedule import csv_format, pictures
 
     schedule = schedules[0]
@@ -120,7 +120,7 @@ def _write_drawings(
 
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return names and sizes of schedules, from options, then configs, then small defaults."""
+    """Return schedule names and sizes: from options, then configs, then small defaults."""
     from maxpipe.config.bundled_configs import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
@@ -155,7 +155,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
         "Set pipeline.schedule="
     )
     guess = found.rstrip(".")
-    if found and guess not in SCHEDULES:  # several schedules match
+    if found and guess not in SCHEDULES:  # several schedule names match
         return ConfigError.one(where, None, rule, f"Write {found}")
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
@@ -170,7 +170,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
 
 
 def _check_compare_options(options: argparse.Namespace, names: list[str]) -> None:
-    """Reject a schedule name or a single-schedule output format with `--compare`."""
+    """Reject a schedule name or a single-schedule output format in combination with `--compare`."""
     others = [f"{names[0]} also names a schedule"] if names else []
     single = [kind for kind in _drawings(options) if kind not in ("svg", "png")]
     others += [f"--{kind} writes one schedule" for kind in single]
@@ -229,7 +229,7 @@ def _reads_group(name: str) -> bool:
 
 
 def _usual_repeats(name: str) -> int | None:
-    """Return the fixed or default number of repeats of a schedule; None if any number works."""
+    """Return the fixed or default number of repeats of a schedule, or None if any number works."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
     from maxpipe.schedule.csv_format import read_orders
 

@@ -52,7 +52,8 @@ def _train(options: argparse.Namespace) -> int:
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
     except KeyboardInterrupt:
-        # No file is written yet. Running library threads would abort Python during a normal exit.
+        # No file has been written yet. Running library threads would abort Python during a normal
+        # exit.
         progress.close()
         os._exit(ExitCode.INTERRUPTED)
     finally:
@@ -71,7 +72,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> list[Source]:
-    """Open the sources of files, or of the `data.*` keys of a config and overrides."""
+    """Open the sources of files, or of the `data.*` keys of a config and its overrides."""
     from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors

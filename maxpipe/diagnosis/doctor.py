@@ -1,7 +1,7 @@
-"""Checks before a run starts: versions, folders, data, clocks, devices and processes.
+"""Check versions, folders, data, clocks, devices and processes before a run starts.
 
-Every check returns a `CheckResult`. `probe` tests devices in separate processes, so that a
-device that hangs is reported and does not block the doctor.
+Every check returns a `CheckResult`. `probe` tests devices in separate processes. A device that
+hangs is reported and does not block the doctor.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A clock before this year has not been set."""
+"""Minimum year of a clock that has been set."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check; `action` is the remedy if the status is not ok."""
+    """The result of one check. `action` is the remedy if the status is not ok."""
 
     name: str
     status: Literal["ok", "warning", "FAILED"]
@@ -85,14 +85,14 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckTarget:
-    """The config under test, or defaults if there is none."""
+    """The config under test, or default values if there is no config."""
 
     config: Config | None = None
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     teacher_devices: int = 0
-    """Number of teacher devices, in addition to the mesh."""
+    """Number of teacher devices, in addition to the devices of the mesh."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> CheckTarget:
@@ -103,7 +103,7 @@ class CheckTarget:
 
 
 def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. Without inputs, run those that need no config."""
+    """Run the checks and yield their results. Without inputs, skip checks that need a config."""
     yield check_versions()
     target = CheckTarget()
     if inputs:
@@ -131,7 +131,7 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return checks, environment and config as JSON values, without secrets."""
+    """Return the checks, environment and config as JSON values, without secrets."""
     try:
         config = to_dict(load(inputs).config) if inputs else None
     except ConfigError:
@@ -172,7 +172,7 @@ def check_versions() -> CheckResult:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version: 0.10.2rc1 is treated as 0.10.2."""
+    """Return the release numbers of a version. For example, 0.10.2rc1 is treated as 0.10.2."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
@@ -190,7 +190,7 @@ def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]
 
 
 def check_folders(target: CheckTarget) -> Iterator[CheckResult]:
-    """Check that the folders of a run can be written and have free space."""
+    """Check that the folders of a run are writable and have free space."""
     run_dir, config = run_folder(target.run), target.config
     if config is None or not config.checkpoint.dir:
         yield _folder("run folder", run_dir, config)
@@ -299,7 +299,7 @@ def _folder(
 
 
 def _measure_clock_skew(folder: Path) -> float:
-    """Write and delete a file. Return its modification time minus the local time, in seconds."""
+    """Write and delete a file. Return the file time minus the local time in seconds."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()
@@ -332,7 +332,7 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         except ConfigError as error:
             yield from _config_error_checks(section_of(name), error)
             continue
-        except StorageError as error:  # for example a full disk while unpacking a file
+        except StorageError as error:  # for example, the disk is full while a file is unpacked
             yield _storage_error_check(section_of(name), error)
             continue
         text = f"{source.name}, {pluralize(len(source), 'document')}, the first has "
@@ -447,7 +447,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # A run cannot reuse the programs that the doctor compiles.
+    # Disable the cache, because a run cannot reuse the doctor's compiled programs.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(
@@ -510,6 +510,6 @@ def check_loopback() -> CheckResult:
 def _spec(
     runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
 ) -> dict[str, Any]:
-    """Return the spec of `probe`. `folder` is the run folder, which contains the shared secret."""
+    """Return the spec for `probe`. `folder` is the run folder, which contains the shared secret."""
     found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
     return found | {"folder": folder, "teacher_devices": teacher_devices}

@@ -1,6 +1,6 @@
-"""Versions, machine and environment variables, for bug reports.
+"""Report versions, machine and environment variables, for bug reports.
 
-This process uses neither jax nor a device; `probe.py` tests devices in a separate process.
+This process does not use jax or a device. `probe.py` tests devices in a separate process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, maxpipe and `PACKAGES`; None if not installed."""
+    """Return the versions of Python, maxpipe and `PACKAGES`, with None for missing packages."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found["maxpipe"] = maxpipe.__version__
     return found | {name: installed_version(name) for name in PACKAGES}
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return operating system, CPUs and memory, with the limits of this process."""
+    """Return the operating system, CPUs and memory, with the limits of this process."""
     memory = None
     with contextlib.suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -85,7 +85,7 @@ def _distribution() -> str | None:
 
 
 def _memory_limit() -> float:
-    """Return the memory limit of this container in bytes, or infinity."""
+    """Return the memory limit of this container in bytes, or infinity if there is no limit."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
     return float("inf")
@@ -98,7 +98,7 @@ def variables() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with suffix `-dirty` if it has local changes."""
+    """Return the commit of this checkout, with suffix `-dirty` if there are local changes."""
     root = _PROJECT.parent
     if not (root / ".git").exists() or not _PROJECT.is_file():
         return None
@@ -121,12 +121,12 @@ def commit() -> str | None:
 def probe(
     specs: Sequence[Mapping[str, Any]], seconds: float, *, inherit: bool = True
 ) -> list[list[dict[str, Any]]]:
-    """Run one `probe` process per spec, concurrently with a time limit. Return their records.
+    """Run one `probe` process per spec, concurrently and with a time limit. Return their records.
 
     Without `inherit`, the environment variables of `variables` are not passed to the processes.
     The last record of a failed process has status FAILED.
     """
-    # Import the same modules as this process, and none from the working folder.
+    # Import the same modules as this process, and no modules from the working folder.
     paths = [path or str(Path.cwd()) for path in sys.path]
     values = {
         name: value
@@ -190,9 +190,9 @@ def report() -> dict[str, Any]:
 
 
 def requirements() -> Iterator[tuple[str, str, bool]]:
-    """Yield (package, minimum version, whether it is required) of every range in pyproject.toml.
+    """Yield (package, minimum version, whether it is required) for every range in pyproject.toml.
 
-    Packages of extras are optional. Development packages are skipped.
+    Packages that belong to extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":

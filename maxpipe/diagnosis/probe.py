@@ -1,8 +1,8 @@
 """Test the devices of a run, their results and their collectives.
 
-Run with `python -m maxpipe.diagnosis.probe SPEC`. The test is a separate process, because broken
-links and busy devices hang instead of failing, and the caller must be able to stop the test. It
-prints one JSON record per result, with name, status, text and action.
+Run with `python -m maxpipe.diagnosis.probe SPEC`. The test runs in a separate process that the
+caller can stop, because broken links and busy devices hang instead of failing. The test prints one
+JSON record per result, with name, status, text and action.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _collectives(mesh: Mesh, axis: str) -> None:
 
 
 def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
-    """Return the names of collectives with wrong results on local devices."""
+    """Return the names of the collectives that give wrong results on the local devices."""
     size = mesh.shape[axis]
     # Row i is the input of device i. Sums of these small integers are exact in float32.
     rows = (np.arange(size * size).reshape(size, size) % 251).astype(np.float32)
@@ -131,7 +131,7 @@ def _clocks() -> None:
     differences = []
     for number in range(_CLOCK_ROUNDS):
         multihost_utils.sync_global_devices(f"clocks {number}")
-        # Two int32 values, because jax would round a float64.
+        # Use two int32 values, because jax would round a float64.
         thousands, rest = divmod(time.time(), 1000)
         mine = np.array([int(thousands), int(rest * 1e6)], np.int32)
         read = np.asarray(multihost_utils.process_allgather(mine), np.int64)

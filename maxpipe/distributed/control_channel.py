@@ -1,13 +1,14 @@
-"""The control channel: a connection from every process of a run to the coordinator in process 0.
+"""Connect every process of a run to the coordinator in process 0 through a control channel.
 
-The processes monitor each other through this channel. It uses only threads and sockets, so a
-process responds while its main thread compiles, waits in a collective or sleeps in a reader. Peers
-authenticate with the run's secret. The coordinator decides for all processes; in a run of one
-process, that process is its own coordinator. The coordinator ends the run, in order of priority, if
-a process reports a failure, disconnects or does not respond, or if no process makes progress.
+The processes monitor each other through this channel. The channel uses only threads and sockets, so
+a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
+Peers authenticate with the run's secret. The coordinator decides for all processes; in a run of one
+process, that process is its own coordinator. The coordinator ends the run if a process reports a
+failure, disconnects or does not respond, or if no process makes progress. The conditions are
+checked in this order of priority.
 
 jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
-limits of the control channel are shorter, so that it reports first.
+limits of the control channel are shorter, so that the control channel reports first.
 """
 
 from __future__ import annotations
@@ -71,16 +72,17 @@ _STOPPED_TWICE = (
     f"stopped immediately by a second stop request\n  Nothing more was saved.\n{_AGAIN}"
 )
 _ONE_REQUEST_SECONDS = 1.0
-"""Time in which repeated signals count as one request: shells, launchers and `timeout` may signal
-first a process and then its process group."""
+"""Time in which repeated signals count as one request. Shells, launchers and `timeout` may signal a
+process first and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""Time in which repeated Ctrl-C counts as one request; shorter, because a user may press it twice.
+"""Time in which repeated Ctrl-C counts as one request. This time is shorter, because a user may
+press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Signals that request a stop: from a scheduler, a closed terminal or Ctrl-C."""
+"""Signals that request a stop, from a scheduler, a closed terminal or Ctrl-C."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
-"""Seconds to deliver pending messages before a process exits."""
+"""Time in seconds to deliver pending messages before a process exits."""
 _NO_SECRET = "; there is no secret of process 0 in the run's folder"
 _OTHER_SECRET = "; the program at this address does not know the secret of this run"
 _SAME_SECRET = (
@@ -94,21 +96,22 @@ _MAX_DETAIL = 300
 
 @dataclass
 class CoordinatorState:
-    """State received from the coordinator; guarded by the condition of the channel."""
+    """State received from the coordinator, guarded by the condition of the channel."""
 
     welcome: bool = False
     refused: JoinFailure | None = None
     asked: bool = False
-    """Whether a stop was requested; the coordinator then collects the progress of all processes."""
+    """Whether a stop was requested. The coordinator then collects the progress of all processes."""
     code: StopCode = 75
-    """Exit code of all processes after the stop."""
+    """Exit code that all processes use after the stop."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Processes by compared name and value."""
+    """Processes, keyed by compared name and value."""
 
 
 class ControlChannel:
-    """The channel of this process; as a context manager, it runs a thread and catches `SIGNALS`.
+    """The control channel of this process. As a context manager, it runs a thread and catches
+    `SIGNALS`.
 
     `say` prints a line for the user, who sees the output of process 0.
 
@@ -132,7 +135,7 @@ class ControlChannel:
         self.tell: Callable[[str], None] = say
         """Function that prints a line on every process."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
-        """Called before the channel ends the process."""
+        """Function that is called before the channel ends the process."""
         self._phases, self._limits = phases, limits
         self._selector = selectors.DefaultSelector()
         self._coordinator = None
@@ -164,19 +167,22 @@ class ControlChannel:
         return self
 
     def catch_signals(self) -> None:
-        """Install the signal handlers; called again after libraries may have replaced them."""
+        """Install the signal handlers. Also called after libraries may have replaced them."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # Signals stay ignored if they are, as with `nohup` or in background jobs of a script.
+            # Signals that are already ignored stay ignored, as with `nohup` or in background jobs
+            # of a script.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
         # Python calls a handler only when the main thread next runs Python code, possibly after a
-        # compilation. Through this descriptor, the thread receives the signal number at once.
+        # compilation. Through this descriptor, the channel's thread receives the signal number at
+        # once.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._closed = self._coordinator is None  # the coordinator ends after all goodbyes
+        # The coordinator ends after it has received all goodbyes.
+        self._closed = self._coordinator is None
         self._send({"bye": True})
         if self._connection is not None:
             self._connection.flush(_GOODBYE_SECONDS)
@@ -206,11 +212,11 @@ class ControlChannel:
         facts: Mapping[str, str],
         secret: Callable[[], bytes | None],
     ) -> JoinFailure | None:
-        """Wait until all processes have joined; return the failure if they cannot run together.
+        """Wait until all processes have joined. Return the failure if they cannot run together.
 
         Args:
             address: host and port at which the coordinator listens until all have joined.
-            facts: values by name that must be equal in all processes.
+            facts: values, keyed by name, that must be equal in all processes.
             secret: function that returns the run's secret, or None if it is not available yet.
         """
         hello: Hello = {
@@ -233,7 +239,7 @@ class ControlChannel:
                 return found
             self._last_heard, self._connection = time.monotonic(), found
             self._selector.register(found, selectors.EVENT_READ)
-        if self._stop_requested_at:  # requested before the connection existed
+        if self._stop_requested_at:  # a stop was requested before the connection existed
             self._send({"stop": self._stop_code})
         with contextlib.suppress(OSError):
             self._wakes.send(b"\0")  # wakes the thread
@@ -251,7 +257,7 @@ class ControlChannel:
     def _connect_to_coordinator(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> AuthenticatedConnection | JoinFailure:
-        """Connect to process 0, or return the failure; sends nothing to other programs."""
+        """Connect to process 0 or return the failure, without sending data to other programs."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
 
@@ -266,7 +272,8 @@ class ControlChannel:
         reason = _NO_SECRET
         while time.monotonic() < end():
             try:
-                if (key := secret()) is None:  # not written yet, or removed by process 0
+                # The secret is not written yet, or was removed by process 0.
+                if (key := secret()) is None:
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
                 wire = connect(address, key, end)
@@ -288,13 +295,13 @@ class ControlChannel:
         about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
         return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
 
-    # Calls of the training loop.
+    # Calls from the training loop.
 
     def should_stop(self) -> bool:
-        """Return whether to stop now, a collective call with the same result on all processes."""
+        """Return whether to stop now. A collective call with the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # the threads of all processes respond
+                self._changed.wait(1.0)  # the channel threads of all processes respond
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
@@ -304,10 +311,10 @@ class ControlChannel:
         return UserInterrupt(text) if interrupted else Preemption(text)
 
     def compare_across_processes(self, name: str, value: str) -> dict[str, list[int]]:
-        """Compare a value over all processes, a collective call.
+        """Compare a value across all processes. This is a collective call.
 
         Returns:
-            The processes by value; a single entry if all values are equal.
+            The processes, keyed by value. There is a single entry if all values are equal.
         """
         self._comparing = True
         self._send({"same": name, "value": value})
@@ -319,7 +326,7 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
-        """If the body fails, end all other processes with the same reason and exit code."""
+        """End all other processes with the same reason and exit code if the body fails."""
         try:
             yield
         except Preemption:  # all processes stop together
@@ -329,8 +336,8 @@ class ControlChannel:
                 # All processes fail in the same way, and process 0 records the reason.
                 time.sleep(_VERDICT_SECONDS)
             if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
-                # A collective may have failed because another process died: the coordinator then
-                # reports which one.
+                # A collective may have failed because another process died. The coordinator then
+                # reports which process died.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)
             code = error.exit_code if isinstance(error, MaxpipeError) else ExitCode.BUG
             if isinstance(error, KeyboardInterrupt):
@@ -339,12 +346,13 @@ class ControlChannel:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Report a failure of this process to all others, and end it independently of jax."""
+        """Report a failure to all other processes, and end this process independently of jax."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        if self._coordinator is not None:  # jax aborts processes that lose process 0
+        # jax aborts processes that lose their connection to process 0.
+        if self._coordinator is not None:
             self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # At exit, jax would wait for the other processes, which have ended.
         atexit.register(_exit_now, code)
@@ -387,14 +395,14 @@ class ControlChannel:
                     self._exit(self._stop_code, _NO_TIME)
 
     def _flush_pending(self) -> float:
-        """Send queued messages; return the seconds until the next call, as in the coordinator."""
+        """Send queued messages. Return the time in seconds until the next call."""
         if self._connection is None or not self._connection.has_unsent:
             return math.inf
         self._connection.send_pending()
         return _RESEND_SECONDS
 
     def _check_coordinator(self, now: float) -> None:
-        """Check that process 0 responds; other processes are checked by the coordinator."""
+        """Check that process 0 responds. The coordinator checks the other processes."""
         limit = self._limits.heartbeat_seconds
         if (
             self._connection is None
@@ -408,7 +416,7 @@ class ControlChannel:
         self._exit(ExitCode.HANG, text)
 
     def _heartbeat(self) -> Heartbeat:
-        """Return the state of this process for the coordinator, sent about once per second."""
+        """Return this process's state for the coordinator, sent about once per second."""
         where = self._phases.status()
         return {
             "phase": where.phase,
@@ -440,7 +448,7 @@ class ControlChannel:
             self._coordinator.read(source)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler: the next stop check waits for the coordinator's decision."""
+        """Handle a signal. The next stop check waits for the coordinator's decision."""
         self._state.asked = True
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -461,7 +469,7 @@ class ControlChannel:
             self._connection.send(message)
 
     def _handle_message(self, message: CoordinatorMessage) -> None:
-        """Handle a message of the coordinator."""
+        """Handle a message from the coordinator."""
         with self._changed:
             at = self._answered
             if "welcome" in message:
@@ -530,15 +538,15 @@ def _format_error(error: BaseException) -> str:
 def _delay_aborts(delay: bool = True) -> None:
     """Delay an abort by jax, so that the control channel can report the reason first.
 
-    A jax thread calls abort if process 0 is lost. The signal handler is `sleep` of the C library,
-    which sleeps six seconds because the signal number is 6; Python handlers cannot run in that
-    thread. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends the
-    process at once. If Python's faulthandler is enabled, its handler is not replaced.
+    A jax thread calls abort if process 0 is lost. Python handlers cannot run in that thread, so the
+    signal handler is `sleep` of the C library. `sleep` waits for six seconds, because the signal
+    number is 6. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends
+    the process at once. If Python's faulthandler is enabled, its handler is not replaced.
     """
     if faulthandler.is_enabled():
         return
     libc = ctypes.CDLL(None)
-    once = getattr(libc, "sysv_signal", libc.signal)  # with SA_RESETHAND, if available
+    once = getattr(libc, "sysv_signal", libc.signal)  # sysv_signal sets SA_RESETHAND
     once.argtypes = ctypes.c_int, ctypes.c_void_p
     handler = ctypes.cast(libc.sleep, ctypes.c_void_p) if delay else None  # SIG_DFL
     once(signal.SIGABRT, handler)

@@ -1,6 +1,6 @@
-"""The coordinator in process 0, which tracks all processes of a run and decides for them.
+"""Run the coordinator in process 0, which tracks all processes of a run and decides for them.
 
-`control_channel` is the client side, `protocol` defines the messages, and `listener` accepts
+`control_channel` is the client side, `protocol` authenticates messages, and `listener` accepts
 connections.
 """
 
@@ -40,7 +40,8 @@ STOPPED_BEFORE_FIRST_STEP = (
 def free_port() -> int:
     """Return a free port for the coordinator of processes that are about to start.
 
-    The port is outside the ephemeral range, so that no outgoing connection can use it meanwhile.
+    The port is outside the ephemeral range, so no outgoing connection can use the port in the
+    meantime.
     """
     for port in random.sample(range(61_000, 65_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -57,14 +58,14 @@ class Timeouts:
     heartbeat_seconds: float = 100.0
     """Maximum time without a message from a process."""
     stall_seconds: float = 0.0
-    """Maximum time without progress of any process; 0 disables the limit."""
+    """Maximum time without progress of any process. 0 disables the limit."""
     grace_seconds: float = 0.0
-    """Maximum time from a stop request to the exit, even without a save; 0 disables the limit."""
+    """Maximum time from a stop request to the exit, even without a save. 0 disables the limit."""
 
 
 @dataclass(frozen=True)
 class JoinFailure:
-    """The reason why processes cannot run together."""
+    """The reason why the processes cannot run together."""
 
     text: str
     late: bool = False
@@ -106,7 +107,7 @@ StopCode = Literal[75, 130]
 
 
 class MemberMessage(TypedDict):
-    """A message from a process to the coordinator, with one of these contents."""
+    """A message from a process to the coordinator. The fields that are set define its type."""
 
     hello: NotRequired[Hello]
     beat: NotRequired[Heartbeat]
@@ -127,7 +128,7 @@ class ExitMessage(TypedDict):
 
 
 class CoordinatorMessage(TypedDict):
-    """A message from the coordinator to a process, with one of these contents."""
+    """A message from the coordinator to a process. The fields that are set define its type."""
 
     welcome: NotRequired[Literal[True]]
     refused: NotRequired[str]
@@ -146,7 +147,7 @@ def sanitize_peer_text(text: str, most: int) -> str:
 
 
 def sanitize_exit_code(code: int) -> int:
-    """Return a peer's exit code, which must be a failure."""
+    """Return the exit code of a peer, which must indicate a failure."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
@@ -158,13 +159,13 @@ class Member:
     host: str = ""
     pid: int = 0
     connection: AuthenticatedConnection | None = None
-    """Connection to the process; None for process 0."""
+    """Connection to the process, or None for process 0."""
     settings: dict[str, str] = field(default_factory=dict)
     heard: float = 0.0
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
     mark: tuple[int, float, float] | None = None
-    """Step, own seconds and time at the last comparison of process times."""
+    """Step, time without waits and clock time at the last comparison of process times."""
     left: bool = False
 
     def __str__(self) -> str:
@@ -172,7 +173,7 @@ class Member:
 
 
 class Coordinator:
-    """Tracks the processes of a run and decides for them; `say` prints a line.
+    """Tracks the processes of a run and decides for them. `say` prints a line.
 
     Args:
         count: number of processes.
@@ -194,7 +195,8 @@ class Coordinator:
         self._listener: Listener | None = None
         self._selector = selector
         self._unknown: dict[AuthenticatedConnection, float] = {}
-        """Authenticated connections without a hello, with the time of their authentication."""
+        """Authenticated connections that sent no hello yet, with the time of their
+        authentication."""
         self._refusal = ""
         self._lock = threading.RLock()
         self._goodbye = threading.Condition(self._lock)
@@ -203,7 +205,7 @@ class Coordinator:
         self._is_ending = False
         self._asked = False
         self._stop_code: StopCode = 75
-        """Exit code of the first stop request, used by all processes."""
+        """Exit code of the first stop request, which all processes use."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._last_report = time.monotonic()
@@ -213,7 +215,7 @@ class Coordinator:
     # Connections.
 
     def listen(self, address: tuple[str, int], secret: bytes) -> None:
-        """Open the port for the other processes; it is closed after all have connected.
+        """Open the port for the other processes. The port is closed after all have connected.
 
         Raises:
             OSError: the port is in use.
@@ -233,8 +235,9 @@ class Coordinator:
             self._selector.unregister(source)
 
     def flush_pending(self) -> float:
-        """Do the work between messages, and return the seconds until the next call."""
-        wires = [each.connection for each in list(self._members.values())]  # the main thread joins
+        """Do the work that is due between messages, and return the seconds until the next call."""
+        # Copy the members, because the main thread may add process 0 meanwhile.
+        wires = [each.connection for each in list(self._members.values())]
         behind = [wire for wire in wires if wire and wire.has_unsent]
         for wire in behind:
             wire.send_pending()
@@ -287,7 +290,7 @@ class Coordinator:
         wire.close()
 
     def _admit(self, wire: AuthenticatedConnection, hello: Hello) -> Member | None:
-        """Admit a process according to its hello, or reject it if its settings are wrong."""
+        """Admit a process based on its hello, or reject it if its settings are wrong."""
         index, count = hello["index"], hello["count"]
         came = Member(
             index, sanitize_peer_text(hello["host"], 255), hello["pid"], wire, hello["facts"]
@@ -296,7 +299,8 @@ class Coordinator:
             told = f"has num_processes={count}, but process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
-        # A process may replace one that stopped responding, for example after its host was lost.
+        # A process may replace a process that stopped responding, for example after a host was
+        # lost.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
             return self._refuse(came, f"{came} has the same process_id as {before}")
         self._unknown.pop(wire, None)
@@ -304,14 +308,14 @@ class Coordinator:
         return came
 
     def _refuse(self, came: Member, text: str) -> None:
-        """Reject one process; the others continue, since the process can be started again."""
+        """Reject one process. The run continues, because the process can be started again."""
         if came.connection is not None:
             came.connection.send({"refused": text})
         self._refusal = f"; {text}"
         self._say(f"rejected: {text}")
 
     def reject_incomplete_group(self) -> JoinFailure:
-        """Report the missing processes to the connected ones, and return the failure."""
+        """Report the missing processes to the connected processes, and return the failure."""
         with self._lock:
             missing = f"{self._format_processes(self._missing())} of {self._count}"
             text = f"{missing} did not join within {self._limits.init_seconds:g} s"
@@ -322,7 +326,7 @@ class Coordinator:
         return JoinFailure(text, late=True)
 
     def close(self) -> None:
-        """Close all connections; peers that have not received `bye` see the end of the stream."""
+        """Close all connections. Peers that have not received `bye` see the end of the stream."""
         wires = [
             member.connection for member in self._members.values() if member.connection is not None
         ]
@@ -332,7 +336,7 @@ class Coordinator:
             self._listener.close()
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait until all other processes have left, as detected by the thread."""
+        """Wait until the thread has detected that all other processes have left."""
         with self._goodbye:
             others = [member for member in self._members.values() if member.connection is not None]
             if self._welcomed:
@@ -340,7 +344,7 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Wait until the other processes have disconnected; called by the reading thread."""
+        """Wait until the other processes have disconnected. Called by the reading thread."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
@@ -355,14 +359,14 @@ class Coordinator:
     # Messages.
 
     def join(self, member: Member) -> None:
-        """Add a process of the run that has connected."""
+        """Add a connected process to the run."""
         with self._lock:
             member.heard = time.monotonic()
             self._members[member.index] = member
             self._try_welcome()
 
     def handle(self, index: int, message: MemberMessage) -> None:
-        """Handle a message of a process."""
+        """Handle a message from a process."""
         with self._lock:
             member = self._members.get(index)
             if member is None:
@@ -387,7 +391,7 @@ class Coordinator:
                 self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
                     self._broadcast({"ask": self._stop_code})
-                else:  # no process has begun, and missing ones cannot respond
+                else:  # no process has started, and missing processes cannot respond
                     self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
             elif "at" in message:
                 self._answers[index] = message["at"]
@@ -404,7 +408,7 @@ class Coordinator:
                     self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide_stop_step(self) -> None:
-        """Choose the step at which all processes stop: one after the last started step."""
+        """Choose the step at which all processes stop: the step after the last started step."""
         furthest = max(self._answers.values())
         if furthest == 0:
             self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
@@ -412,11 +416,11 @@ class Coordinator:
             self._broadcast({"stop_at": furthest + 1})
 
     def _broadcast(self, message: CoordinatorMessage, but: int = -1) -> None:
-        """Send a message to all processes, to process 0 last."""
+        """Send a message to all processes, and to process 0 last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
-            if member.connection is None:  # process 0 stays until all others have left
+            if member.connection is None:  # process 0 continues until all other processes have left
                 self._tell_self(message)
             elif not member.left:
                 member.connection.send(message)
@@ -433,7 +437,7 @@ class Coordinator:
                     self._broadcast({"refused": text})
                     return
         self._welcomed = True
-        self._close_port()  # jax's service uses the same port next
+        self._close_port()  # jax's service uses the same port afterwards
         for member in self._members.values():
             member.heard = time.monotonic()
         self._broadcast({"welcome": True})
@@ -461,11 +465,11 @@ class Coordinator:
     # Timeouts.
 
     def check_timeouts(self) -> None:
-        """Check all processes; called about once per second."""
+        """Check all processes. Called about once per second."""
         with self._lock:
             if not self._welcomed:
                 self._poll_listener()  # close connections that timed out
-                self._try_welcome()  # a silent process may have sent a message again
+                self._try_welcome()  # a silent process may have resumed sending
                 self._report_missing()
             elif not self._is_ending:
                 self._check_silence()
@@ -519,10 +523,10 @@ class Coordinator:
             self._end(ExitCode.HANG, text)
 
     def _check_early_exits(self) -> None:
-        """End the run if a process left early and the others wait for it.
+        """End the run if a process left early and other processes are waiting for it.
 
-        Nothing happens while the others make progress or save: process 0 may still be verifying the
-        files of all processes.
+        The run continues while the other processes make progress or save, because process 0 may
+        still be verifying the files of all processes.
         """
         limit, alone = self._limits.heartbeat_seconds, time.monotonic() - self._first_goodbye
         rest = [each for each in self._members.values() if not each.left]
@@ -540,8 +544,9 @@ class Coordinator:
     def _check_stall(self) -> None:
         """End the run if no process makes progress.
 
-        While one process makes progress, the others may be waiting for it. Heartbeats can be a
-        second old, or older if a host was frozen, so every process must confirm with a new one.
+        While one process makes progress, the other processes may be waiting for it. Heartbeats can
+        be a second old, or older if a host was frozen, so every process must confirm the stall with
+        a new heartbeat.
         """
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]
@@ -553,7 +558,8 @@ class Coordinator:
             self._suspected = {each.index: each.num_beats for each in here}
         if any(each.num_beats <= self._suspected.get(each.index, 0) for each in here):
             return
-        # A process that reads data delays the others, even in a phase that all enter together.
+        # A process that reads data delays the other processes, even in a phase that all processes
+        # enter together.
         holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)
         holding = holding or [each for each in here if each.beat["step"] == behind]
@@ -595,7 +601,7 @@ class Coordinator:
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:
-        """End all processes; only the first reason is reported."""
+        """End all processes. Only the first reason is reported."""
         if not self._is_ending:
             self._is_ending = True
             self._broadcast({"leave": {"code": int(code), "text": text, "stacks": stacks}}, but)

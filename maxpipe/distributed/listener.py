@@ -1,8 +1,8 @@
 """The port of process 0 that accepts the other processes and rejects unauthenticated peers.
 
-Any host can connect to the port, so the cost of unauthenticated connections is limited: their
-number, the bytes that they may send and their lifetime. After each check of the port, the listener
-pauses for a multiple of the CPU time of the check.
+Any host can connect to the port, so the number, received bytes and lifetime of unauthenticated
+connections are limited. After each check of the port, the listener pauses for a multiple of the CPU
+time of the check.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from maxpipe.distributed.protocol import AuthenticatedConnection, UnauthenticatedPeer
 
 _MAX_UNAUTHENTICATED, _SECONDS = 64, 10.0
-"""Maximum number of unauthenticated connections, in addition to one per process, and the time limit
-of authentication in seconds."""
+"""Maximum number of unauthenticated connections in addition to one per process, and the time limit
+for authentication in seconds."""
 _ACCEPTS = 16
 """Maximum number of connections accepted per check."""
 _PAUSE_FACTOR, _MIN_PAUSE_SECONDS = 30.0, 0.01
@@ -31,14 +31,14 @@ _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def own_addresses(host: str) -> list[str]:
-    """Return the local addresses to which `host` resolves; empty if it does not resolve."""
+    """Return the local addresses to which `host` resolves, or nothing if it does not resolve."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
-    except socket.gaierror:  # other hosts may resolve the name, or this host later
+    except socket.gaierror:  # other hosts, or this host later, may resolve the name
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
-        return []  # many hosts map their name to 127.0.1.1, which other hosts cannot reach
+        return []  # many hosts map their names to 127.0.1.1, which other hosts cannot reach
     return [each for each in found if _is_local_address(each)]
 
 
@@ -47,7 +47,7 @@ def _resolve(host: str, port: int) -> list[Any]:
 
 
 def _is_local_address(address: str) -> bool:
-    """Whether a local interface has the address; false for addresses of routers or services."""
+    """Return whether a local interface, as opposed to a router or service, has the address."""
     family, kind, _, _, where = _resolve(address, 0)[0]
     try:
         with socket.socket(family, kind) as probe:
@@ -60,7 +60,7 @@ def _is_local_address(address: str) -> bool:
 
 
 class Listener:
-    """Sockets that accept the processes of the run; `say` prints a line.
+    """Sockets that accept the processes of the run. `say` prints a line.
 
     Args:
         address: host and port to which the other processes connect.
@@ -75,7 +75,8 @@ class Listener:
         self, address: tuple[str, int], secret: bytes, count: int, say: Callable[[str], None]
     ):
         self._secret, self._most = secret, _MAX_UNAUTHENTICATED + count
-        self._unauthenticated: dict[UnauthenticatedPeer, None] = {}  # oldest first
+        # The oldest connection is first.
+        self._unauthenticated: dict[UnauthenticatedPeer, None] = {}
         self._opened: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self.num_refused, self.last_refused = 0, ""
@@ -102,11 +103,11 @@ class Listener:
             self._selector.register(opened, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a connection is waiting."""
+        """Return a descriptor that becomes readable when a connection is waiting."""
         return self._selector.fileno()
 
     def accept_authenticated(self) -> list[AuthenticatedConnection]:
-        """Check the port and return newly authenticated processes; empty before `rests_until`."""
+        """Check the port and return newly authenticated processes; empty before `paused_until`."""
         now, begin = time.monotonic(), time.thread_time()
         if now < self.paused_until:
             return []
@@ -115,7 +116,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # not just closed to make room
+            elif source in self._unauthenticated:  # not closed by an eviction
                 proved += self._authenticate(source)
         for stranger in [each for each in self._unauthenticated if now - each.since > _SECONDS]:
             self._reject(stranger)
@@ -138,7 +139,7 @@ class Listener:
             self._selector.register(stranger, selectors.EVENT_READ)
 
     def _evict_oldest(self) -> None:
-        """Close the oldest connection of the address with the most connections."""
+        """Close the oldest connection from the address with the most connections."""
         ((busiest, _),) = Counter(each.address for each in self._unauthenticated).most_common(1)
         self._reject(next(each for each in self._unauthenticated if each.address == busiest))
 

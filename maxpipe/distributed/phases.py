@@ -18,7 +18,7 @@ ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Phases before the first step."""
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
-"""Phases that may wait for other processes; in all others, a process delays the others."""
+"""Phases that may wait for other processes. In all other phases, a process delays the others."""
 UNTIMED = (COMPILE,)
 """Phases of unknown duration without visible progress."""
 
@@ -29,17 +29,17 @@ class PhaseStatus:
 
     phase: str
     step: int
-    """Newest started step."""
+    """Latest step that was started."""
     seconds: float
-    """Seconds since the last progress."""
+    """Time since the last progress, in seconds."""
     own_seconds: float
-    """Total seconds after set-up, without waiting for devices or other processes."""
+    """Total time after set-up in seconds, excluding waits for devices or other processes."""
     detail: str = ""
-    """Reason for waiting, if known."""
+    """Reason for the current wait, if known."""
 
 
 class Phases:
-    """Tracks nested phases; time counts for the innermost phase."""
+    """Tracks nested phases. Time counts for the innermost phase."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -50,7 +50,7 @@ class Phases:
         self._own = 0.0
         self.step = 0
         self.detail = ""
-        """Reason for waiting, as in `PhaseStatus`."""
+        """Reason for the current wait, as in `PhaseStatus`."""
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Phases:
                 self._progressed = self._clock()
 
     def progress(self, step: int | None = None) -> None:
-        """Record progress; `step` is the newest started step."""
+        """Record progress. `step` is the latest step that was started."""
         with self._lock:
             self._progressed = self._clock()
             self.step = self.step if step is None else step
@@ -81,7 +81,7 @@ class Phases:
             return PhaseStatus(self._open[-1], self.step, idle, self._own, self.detail)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call."""
+        """Return the time spent in each phase since the last call, in seconds."""
         with self._lock:
             self._add_elapsed()
             taken, self._seconds = self._seconds, {}

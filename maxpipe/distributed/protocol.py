@@ -1,15 +1,15 @@
-"""Authenticated messages between the coordinator and the processes of a run.
+"""Send authenticated messages between the coordinator and the processes of a run.
 
-Both ends know the run's secret, and prove it before they send anything else:
+Both ends have the run's secret, and each end proves this before it sends other data:
 
     member -> hub   protocol name, nonce of the member
     hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)
     member -> hub   HMAC(secret, "member", both nonces)
 
 The hub is the coordinator in process 0, and a member is any other process. A proof is valid only
-for its nonces and role, so replayed or reflected proofs are rejected. After that, every message has
-a length and an HMAC of its number and content, with a key per connection and direction. Messages
-are JSON and not encrypted.
+for its nonces and role, so replayed or reflected proofs are rejected. After the handshake, every
+message has a length and an HMAC of its number and content, with a key per connection and direction.
+Messages are unencrypted JSON.
 
 Only `connect` and `flush` block. Messages that a peer does not read are queued up to a limit, at
 which the connection is closed.
@@ -56,16 +56,16 @@ _MAX_DRAINED_READS = 64
 
 
 class PeerAuthenticationError(ConnectionError):
-    """The peer does not know the run's secret."""
+    """The peer does not have the run's secret."""
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of several parts; all except the last have a fixed length per role."""
+    """Return the HMAC of several parts. All parts except the last have a fixed length per role."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
 class AuthenticatedConnection:
-    """Messages over a socket with an authenticated peer."""
+    """An authenticated connection that sends and receives messages over a socket."""
 
     def __init__(self, sock: socket.socket, key: bytes, nonces: bytes, *, is_hub: bool):
         self._socket, self._lock = sock, threading.Lock()
@@ -84,11 +84,11 @@ class AuthenticatedConnection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether unsent data is queued."""
+        """Return whether unsent data is queued."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Queue and send a message; return False if the connection is closed."""
+        """Queue and send a message. Return False if the connection is closed."""
         text = json.dumps(message).encode()
         with self._lock:
             number = struct.pack(">Q", self._num_sent)
@@ -97,7 +97,7 @@ class AuthenticatedConnection:
         return self.send_pending()
 
     def send_pending(self) -> bool:
-        """Send queued data without blocking; return False if the connection is closed."""
+        """Send queued data without blocking. Return False if the connection is closed."""
         with self._lock:
             try:
                 while self._unsent:
@@ -113,13 +113,13 @@ class AuthenticatedConnection:
         return True
 
     def flush(self, seconds: float) -> None:
-        """Wait until all data is sent, for at most `seconds`."""
+        """Wait for at most `seconds` until all data is sent."""
         end = time.monotonic() + seconds
         while self.send_pending() and self.has_unsent and time.monotonic() < end:
             time.sleep(0.01)
 
     def receive(self, kind: type[_T]) -> list[_T] | None:
-        """Return the complete messages received so far; None if the connection has ended.
+        """Return the complete messages received so far, or None if the connection has ended.
 
         Invalid data closes the connection.
         """
@@ -154,25 +154,24 @@ class AuthenticatedConnection:
         return found
 
     def _end(self) -> None:
-        """Shut down the connection; the next read detects its end."""
+        """Shut down the connection. The next read detects the end of the stream."""
         self._unread.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket so that sent data still arrives."""
+        """Close the socket so that data that was already sent still arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            for _ in range(
-                _MAX_DRAINED_READS
-            ):  # unread data would reset the connection and drop sent data
+            # Unread data would reset the connection and drop sent data.
+            for _ in range(_MAX_DRAINED_READS):
                 if not self._socket.recv(PIECE_BYTES):
                     break
         self._socket.close()
 
 
 class UnauthenticatedPeer:
-    """A connection whose peer is not authenticated yet."""
+    """A connection to a peer that is not authenticated yet."""
 
     def __init__(self, sock: socket.socket, address: str):
         self.address, self.since = address, time.monotonic()
@@ -184,7 +183,7 @@ class UnauthenticatedPeer:
         return self._socket.fileno()
 
     def advance(self, secret: bytes) -> AuthenticatedConnection | None:
-        """Read received data; return the connection once the peer is authenticated.
+        """Read received data, and return the connection once the peer is authenticated.
 
         Raises:
             OSError: the peer failed to authenticate, or has disconnected.
@@ -226,10 +225,10 @@ def connect(
     Args:
         address: host and port.
         secret: secret of the run.
-        end: function that returns the deadline on the monotonic clock.
+        end: function that returns the deadline, as a time of the monotonic clock.
 
     Raises:
-        PeerAuthenticationError: the peer does not know the secret.
+        PeerAuthenticationError: the peer does not have the secret.
         OSError: there is no response.
     """
     begin = time.monotonic()
@@ -263,7 +262,8 @@ FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
 _SECRET_PREFIX = ".secret-"
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1024
-"""Length limits of a secret in bytes. Short secrets could be guessed offline from one handshake."""
+"""Length limits of a secret in bytes. An attacker could guess a short secret offline from one
+handshake."""
 _ACTION = (
     f"Run `openssl rand -hex 32` once, and set {VARIABLE} to its output in the environment of "
     "every process."
@@ -276,7 +276,8 @@ def generate_secret() -> str:
 
 
 def secret_from_environment(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the secret in the environment or in the file named there; None if neither is set.
+    """Return the secret from the environment, or from the file named in the environment. Return
+    None if neither is set.
 
     Raises:
         ConfigError: the secret has an invalid length, or its file is not private.
@@ -332,7 +333,7 @@ def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
             draft.unlink()
         raise StorageError.unwritable(folder, error) from error
     try:
-        read_published_secret(folder, port)  # check that the other processes can use it
+        read_published_secret(folder, port)  # check that the other processes can read the secret
         yield text.encode()
     finally:
         remove_secret(folder, port)
@@ -345,7 +346,7 @@ def remove_secret(folder: Path, port: int) -> None:
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Remove secrets, for any port, of processes that were killed while waiting.
+    """Remove the secrets, for all ports, of processes that were killed.
 
     The caller must hold the folder's lock, so that all processes of its run have connected.
     """
@@ -355,19 +356,19 @@ def remove_stale_secrets(folder: Path) -> None:
 
 
 def read_published_secret(folder: Path, port: int) -> bytes | None:
-    """Return the secret that process 0 published; None if there is none yet.
+    """Return the secret that process 0 published, or None if it is not published yet.
 
     Raises:
         ConfigError: other users could have read the secret.
     """
     path = secret_path(folder, port)
     try:
-        os.listdir(folder)  # otherwise NFS may cache the absence of the file for a minute
+        os.listdir(folder)  # otherwise, NFS may cache the absence of the file for a minute
         return _read(path)
     except PermissionError as error:
         rule = f"must be readable only by the user of the processes: {error.strerror}."
         raise ConfigError.one(str(path), None, rule, _ACTION) from error
-    except OSError:  # not written yet, or being replaced
+    except OSError:  # the file is not written yet, or is being replaced
         return None
 
 

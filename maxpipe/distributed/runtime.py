@@ -1,7 +1,7 @@
-"""Start a process: devices, other processes, compilation cache and signals.
+"""Set up a process: devices, connections to other processes, compilation cache and signals.
 
-Only this module changes jax's global settings and the process environment. It must run before the
-first use of a device.
+Only this module changes jax's global settings and the process environment. The module must run
+before the first use of a device.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
-# jax aborts a process with SIGABRT if others do not connect or are lost, so its limits are longer.
+# jax aborts a process with SIGABRT if other processes do not connect or are lost, so the limits of
+# jax are longer.
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-"""Prefixes of jax errors about missing or lost processes."""
+"""Prefixes of jax error messages about missing or lost processes."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
-    """Select the platform and open the compilation cache, for a single process.
+    """Select the platform and open the compilation cache of a single process.
 
     Raises:
         ConfigError: the selected platform has no devices on this machine.
@@ -61,17 +62,17 @@ def join_processes(
     facts: Mapping[str, str],
     folder: Path,
 ) -> Iterator[ControlChannel]:
-    """Start one process of a run, join the others and yield the control channel.
+    """Start one process of a run, join the other processes and yield the control channel.
 
-    Stop signals are caught inside.
+    Stop signals are caught inside the context.
 
     Args:
         config: runtime settings of the processes.
         cpu_devices: number of virtual CPU devices of this process.
         phases: phases of this process, reported to the coordinator.
-        facts: values by name that must be equal in all processes.
+        facts: values, keyed by name, that must be equal in all processes.
         folder: run folder, shared by all processes. Process 0 publishes a secret in the folder if
-            the processes get none from the environment or from jax.
+            the processes get no secret from the environment or from jax.
 
     Raises:
         ConfigError: the selected platform has no devices on this machine, `facts` differ between
@@ -82,7 +83,7 @@ def join_processes(
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
-        _find_devices(config)  # fail with an explanation before jax uses the devices
+        _find_devices(config)  # fail with a clear message before jax uses the devices
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
@@ -107,7 +108,7 @@ def join_processes(
 
 
 def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
-    # Suppress warnings of XLA's C++ code, which are for its developers.
+    # Suppress the warnings of XLA's C++ code, which are intended for XLA developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
     if config.platform != "auto":
@@ -131,8 +132,8 @@ def _find_devices(config: RuntimeConfig) -> None:
 
 def _use_devices(config: RuntimeConfig) -> None:
     on_cpu = jax.default_backend() == "cpu"
-    # XLA for CPU loads a cached program without the order of its collectives. Devices that run them
-    # in different orders deadlock or exchange wrong values.
+    # XLA for CPU loads a cached program without the order of its collectives. Devices that run
+    # collectives in different orders deadlock or exchange wrong values.
     if not (on_cpu and jax.device_count() > 1):
         _open_cache(config.compilation_cache)
     if on_cpu and (jax.process_count() > 1 or config.cpu_collectives == "gloo"):
@@ -142,7 +143,8 @@ def _use_devices(config: RuntimeConfig) -> None:
 _ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
 """Overlap expert all-to-alls with shared experts and weight gradients."""
 _BY_FUSIONS = {
-    # Both options: a gather that starts early overlaps with a loop, but uses memory there.
+    # With both options, a gather that starts early overlaps with a loop, but uses memory during the
+    # loop.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_ASYNC_ALL_TO_ALL,
@@ -157,18 +159,18 @@ _BY_SPARSE_CORES = {
     "xla_sc_disable_megacore_partitioning": "true",
     **_ASYNC_ALL_TO_ALL,
 }
-"""Offload reduce-scatters, and since libtpu 0.0.50 all-gathers, to the sparse cores of the chip."""
+"""Offload reduce-scatters and, since libtpu 0.0.50, all-gathers to the sparse cores of the chip."""
 _ASYNC_OPTIONS = {
     "TPU v5 lite": _BY_FUSIONS,
     "TPU v5": _BY_SPARSE_CORES,
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
-"""Options by device kind; other devices support neither."""
+"""Options keyed by device kind. Other devices support neither fusions nor sparse cores."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
 """Options to save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
-"""Fuse the quantization of operands into 8-bit matmuls. For operands of several matmuls,
+"""Fuse the quantization of operands into 8-bit matmuls. If an operand is used by several matmuls,
 `parallel.low_precision` materializes the quantized values."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """VMEM limit of a fusion. A higher limit than the default reduces the cycles of decoder layers by 3
@@ -176,8 +178,8 @@ to 5%, and increases compile time by a third to two thirds."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
-(70B, 405B). The listed device kinds always use 32 MiB: with `d_model=4096`, this saves 1 to 2% on
-v5p, nothing with experts (`benchmarks/tpu_step.md`) and 13% on v6e
+(70B, 405B). The listed device kinds always use 32 MiB. With `d_model=4096`, this limit saves 1 to
+2% on v5p, nothing with experts (`benchmarks/tpu_step.md`) and 13% on v6e
 (`benchmarks/low_precision.md`)."""
 
 
@@ -191,8 +193,8 @@ def compiler_options(
 ) -> dict[str, str]:
     """Return the XLA options of the train step for a platform and device kind.
 
-    `spares_memory` prefers less memory over fewer cycles. `in_8_bits` means that some matmuls are
-    8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
+    `spares_memory` prefers less memory over fewer cycles. `in_8_bits` indicates that some matmuls
+    are 8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
         return {}
@@ -219,7 +221,7 @@ def _remove_log_printers() -> None:
 
 
 def _keep_stdout_for_python() -> None:
-    """Discard C-level stdout, to which gloo reports every connection, but keep Python's stdout."""
+    """Discard C-level stdout, where gloo reports every connection, but keep Python's stdout."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     with open(os.devnull, "wb") as nowhere:
@@ -282,7 +284,7 @@ def _address(config: RuntimeConfig) -> tuple[str, int]:
 
 
 def _broadcast_address(index: int) -> tuple[tuple[str, int], bytes]:
-    """Broadcast host, a free port and a new secret from process 0 over the devices."""
+    """Broadcast the host, a free port and a new secret from process 0 over the devices."""
     word = np.zeros(_SECRET_BYTES + 300, np.uint8)  # a host name has at most 253 bytes
     if index == 0:
         text = secrets.token_bytes(_SECRET_BYTES)
@@ -294,12 +296,12 @@ def _broadcast_address(index: int) -> tuple[tuple[str, int], bytes]:
 
 
 def _own_address() -> str:
-    """Return the address at which other hosts can reach this host, the host of process 0."""
+    """Return the address at which other hosts can reach this host, which runs process 0."""
     # Use the interface of the default route, because host names often resolve to loopback.
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation; nothing is sent
         return probe.getsockname()[0]
-    # jax already knows the coordinator address, but only in a private module.
+    # jax stores the coordinator address, but only in a private module.
     from jax._src.distributed import global_state
 
     host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
@@ -307,7 +309,7 @@ def _own_address() -> str:
 
 
 def _name_of_host() -> str:
-    """Return the name of this host; empty if it is unknown or resolves to loopback."""
+    """Return the name of this host, or an empty text if it is unknown or resolves to loopback."""
     with contextlib.suppress(OSError, ValueError):
         name = socket.gethostname()
         for *_, address in socket.getaddrinfo(name, None):
@@ -340,7 +342,7 @@ def _initialize(config: RuntimeConfig) -> None:
 
 
 def _bind_address(config: RuntimeConfig) -> str | None:
-    """Return the bind address of jax's service; None for the default, all addresses."""
+    """Return the bind address of jax's service, or None for the default (all addresses)."""
     if os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return None
     return config.coordinator if own_addresses(_address(config)[0]) else None
@@ -371,7 +373,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
-    """End the process if the body, which may not be interruptible, exceeds the time limit."""
+    """End the process if the body exceeds the time limit. The body may not be interruptible."""
 
     def leave() -> None:
         print(f"{redact.redact_text(message)}\n", end="", file=sys.stderr, flush=True)

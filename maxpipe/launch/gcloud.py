@@ -1,4 +1,5 @@
-"""TPU VMs of Google Cloud: a queued resource allocates slices, and every host starts the run.
+"""Create jobs on TPU VMs of Google Cloud: a queued resource allocates slices, and every host starts
+the run.
 
 Hosts start their process with `maxpipe launch local`, so the same restart policy applies.
 """
@@ -14,7 +15,7 @@ from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_varia
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 
 _MAX_FAILED_QUERIES = 10
-"""Number of failed queries in a row, half a minute apart, before the script gives up."""
+"""Number of consecutive failed queries, half a minute apart, before the script gives up."""
 _SETTINGS = """\
 name={name}
 location=({location})

@@ -1,6 +1,6 @@
-"""A JobSet for GKE: one Job per slice, one pod per host, and restarts by exit code.
+"""Create a JobSet for GKE: one Job per slice, one pod per host, and restarts by exit code.
 
-A failed pod immediately fails its Job. The JobSet then restarts all Jobs or none, because the
+A failed pod immediately fails its Job. The JobSet then restarts all Jobs or no Jobs, because the
 processes of a run cannot continue alone. If a queue is named, Kueue admits the JobSet, as XPK
 clusters require.
 """
@@ -39,11 +39,11 @@ _RULES = (
     ("nodeTaken", "RestartJobSetAndIgnoreMaxRestarts", {"condition": "DisruptionTarget"}),
     ("final", "FailJobSet", {"values": list(filter(is_final, range(1, 256)))}),
 )
-"""Failure rules in order: (name, action of the JobSet, matching pods). All other failures use up
-restarts: kills, and exit code 71. After the death of a node, the remaining pods exit with 71 long
-before Kubernetes reports the lost pod."""
+"""Failure rules in order, as (name, action of the JobSet, matching pods). All other failures, i.e.
+kills and exit code 71, use up restarts. After the death of a node, the remaining pods exit with 71
+long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Factor on `launch.restarts`: a JobSet counts all restarts, even after newer checkpoints."""
+"""Multiplier for `launch.restarts`. A JobSet counts all restarts, even after newer checkpoints."""
 
 
 _SUBMIT_SCRIPT = """\
@@ -79,11 +79,11 @@ od -An -N32 -tx1 /dev/urandom | tr -d ' \n' |
 "${{kubectl[@]}}" apply -f "$here/{manifest}"
 """
 """`terminalState` is empty until the JobSet finishes. Foreground deletion removes old Jobs and pods
-before new ones with the same names are created."""
+before new Jobs and pods with the same names are created."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write multi-line strings as blocks, and lists of integers on one line."""
+    """YAML dumper that writes multi-line strings as blocks, and lists of integers on one line."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = "|" if "\n" in data else None
@@ -99,7 +99,7 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def create_submission(job: Job) -> Submission:
-    """Return the manifest and the script that submits it.
+    """Return the manifest, and the script that submits the manifest.
 
     Raises:
         ConfigError: GKE cannot run the job.
@@ -235,7 +235,7 @@ def _jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod_rule(pods: dict[str, Any]) -> dict[str, Any]:
-    """Return a pod failure rule. The Job's failure message ends with the index of the rule."""
+    """Return a pod failure rule. The failure message of the Job ends with the index of the rule."""
     if "condition" in pods:
         condition = {"type": pods["condition"], "status": "True"}
         return {"action": "FailJob", "onPodConditions": [condition]}
@@ -308,5 +308,5 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _secret_name(job: Job) -> str:
-    """Return the name of the Secret that `submit.sh` creates. Users create the other Secret."""
+    """Return the name of the Secret that `submit.sh` creates. Users create all other Secrets."""
     return f"{job.name}-link"

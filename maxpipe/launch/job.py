@@ -1,4 +1,4 @@
-"""Cluster jobs, the hosts of a topology, and the restart policy.
+"""Define cluster jobs, the hosts of a topology, and the restart policy.
 
 A job is a set of files and the command that submits them. The restart policy uses the exit code
 and the newest checkpoint of a run.
@@ -30,14 +30,14 @@ from maxpipe.plan.topology import Topology
 KEY = "launch.topology"
 _CHIPS_PER_HOST = 4
 _SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
-"""Sizes of single-host slices, in chips. All other TPU hosts have four chips."""
+"""Sizes of single-host slices in chips. All other TPU hosts have four chips."""
 _GPUS_PER_HOST = {"gb200": 4}
-"""GPUs per host, for GPUs whose slice spans several hosts."""
+"""Number of GPUs per host, for GPU types whose slices span several hosts."""
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """Google Cloud names of a TPU type; empty if it is not available."""
+    """Google Cloud names of a TPU type, or empty if the type is not available."""
 
     runtime_version: str
     """Runtime image of a TPU VM."""
@@ -63,11 +63,11 @@ class Hosts:
     topology: Topology
     hosts_per_slice: int
     chips_per_host: int
-    """TPU chips, GPUs or virtual CPU devices per host."""
+    """Number of TPU chips, GPUs or virtual CPU devices per host."""
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts of all slices."""
+        """Total number of hosts across all slices."""
         return self.hosts_per_slice * self.topology.num_slices
 
     @property
@@ -127,7 +127,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Run name as a valid resource name: lower-case letters, digits and hyphens."""
+        """Run name as a valid resource name, with lower-case letters, digits and hyphens."""
         name = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")[:40]
         return name.strip("-") if name[:1].isalpha() else f"run-{name}".strip("-")
 
@@ -137,7 +137,7 @@ class Job:
         return self.workdir / run_folder(self.config.run)
 
     def host_config(self, **mesh: int) -> str:
-        """Return the config of every process, which discovers the others from the cluster."""
+        """Return the config of every process; processes discover each other through the cluster."""
         config = self.config
         runtime = dataclasses.replace(config.runtime, num_processes=0, process_id=0, coordinator="")
         resolved = dataclasses.replace(config.mesh, **mesh)
@@ -146,7 +146,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Submission:
-    """Files by name, and the command that submits them."""
+    """Job files keyed by name, and the command that submits them."""
 
     files: Mapping[str, str]
     submit_command: Sequence[str]
@@ -154,7 +154,7 @@ class Submission:
     """Program that must be installed on this machine to submit the job."""
 
     def render(self, folder: Path) -> str:
-        """Return the text of all files, each after its path."""
+        """Return the text of all files, each preceded by its path."""
         return "\n".join(f"# --- {folder / name}\n{text}" for name, text in self.files.items())
 
     def write(self, folder: Path) -> None:
@@ -175,7 +175,7 @@ class Submission:
             raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
-        """Submit the files and return the exit code of the tool.
+        """Submit the files, and return the exit code of the submission tool.
 
         Raises:
             ConfigError: the tool is not installed.
@@ -196,7 +196,7 @@ def required_variables(names: Sequence[str]) -> str:
 
 
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
-"""Exit codes without a restart: failures that a restart would repeat, and Ctrl-C."""
+"""Exit codes that cause no restart: failures that a restart would repeat, and Ctrl-C."""
 
 _MEANINGS = {
     ExitCode.DONE: "done",
@@ -210,7 +210,8 @@ _MEANINGS = {
 
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
-    """Return the step of the newest complete checkpoint. Incomplete ones have no numeric name.
+    """Return the step of the newest complete checkpoint. Incomplete checkpoints have no numeric
+    name.
 
     If checkpoints are `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the step is read
     from the event records of the run, because the launcher does not read buckets.
@@ -225,7 +226,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
 
 
 class _StepEvent(TypedDict):
-    """A line of `events.jsonl` with a step. Other lines are skipped."""
+    """A line of `events.jsonl` that has a step. Other lines are skipped."""
 
     event: str
     step: int
@@ -235,7 +236,8 @@ def _newest_recorded_step(run_dir: Path) -> int | None:
     newest = None
     with contextlib.suppress(OSError):
         for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
-            if record["event"] in ("start", "checkpoint"):  # a start may use an older checkpoint
+            # The run may start from an older checkpoint.
+            if record["event"] in ("start", "checkpoint"):
                 newest = record["step"] or None
     return newest
 
@@ -254,7 +256,7 @@ def is_interrupted(code: int) -> bool:
 
 
 def is_final(code: int) -> bool:
-    """Return whether a restart is useless: any exit except a stop, a hang or a kill."""
+    """Return whether a restart is useless: true for any exit except a stop, hang or kill."""
     return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
@@ -271,7 +273,7 @@ def describe_exit_code(code: int) -> str:
 
 
 class RestartPolicy:
-    """Count consecutive failures without a newer checkpoint, and decide on restarts."""
+    """Counts consecutive failures without a newer checkpoint, and decides on restarts."""
 
     def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
         self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
@@ -279,7 +281,7 @@ class RestartPolicy:
         self.failures_without_progress = 0
 
     def newest_step(self) -> int | None:
-        """Return the newest step that a restart could resume from."""
+        """Return the newest step from which a restart could resume."""
         return newest_step(self._run_dir, self._elsewhere)
 
     def should_restart(self, code: int) -> bool:

@@ -1,8 +1,8 @@
 """Start, monitor and restart the processes of a run on this machine.
 
-Every process has a log file, which contains all attempts. The launcher prints the log of the first
-process. This module does not import jax, so the launcher occupies no device and survives crashes
-of its processes.
+Every process has one log file for all attempts. The launcher prints the log of the first process.
+This module does not import jax, so the launcher occupies no device and survives crashes of its
+processes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _TRACEBACK = re.compile(
     r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*$", re.MULTILINE
 )
 _MAXPIPE_ERROR = re.compile(r"(?:^\S.*\n(?:  \S.*\n){2,})+", re.MULTILINE)
-"""Error messages of maxpipe: location and value, then indented rule and action."""
+"""Pattern of maxpipe's error messages: location and value, then indented rule and action."""
 
 
 class ProcessLog:
-    """The log file of one process, with a header line before every attempt."""
+    """The log file of one process, with a header line before each attempt."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -73,13 +73,13 @@ class ProcessLog:
         return file
 
     def text(self) -> str:
-        """Return the output of the newest attempt."""
+        """Return the output of the latest attempt."""
         with open(files.open_regular(self.path), "rb") as file:
             file.seek(self._start)
             return file.read(_MOST_BYTES).decode(errors="replace")
 
     def first_error(self) -> str:
-        """Return the first traceback or error message of the newest attempt, or its last lines."""
+        """Return the first traceback or error message of the latest attempt, or its last lines."""
         text = self.text()
         found = min(
             filter(None, (_TRACEBACK.search(text), _MAXPIPE_ERROR.search(text))),
@@ -92,12 +92,12 @@ class ProcessLog:
         return "\n".join(lines)
 
     def follow(self) -> LogFollower:
-        """Return a follower of the output of the newest attempt."""
+        """Return a follower for the output of the latest attempt."""
         return LogFollower(self.path, self._start)
 
 
 class LogFollower:
-    """Copy new content of a file to stdout."""
+    """Copies new content of a file to stdout."""
 
     def __init__(self, path: Path, start: int):
         self._file = os.fdopen(files.open_regular(path), "rb")
@@ -122,10 +122,10 @@ class LogFollower:
 
 
 GRACE_SECONDS = 5.0
-"""Time for the other processes to report and exit after one process failed. They are then killed,
-because they would wait for the failed process in a collective."""
+"""Time for the other processes to report and exit after one process has failed. The other processes
+are then killed, because they would wait for the failed process in a collective."""
 _POLL_SECONDS = 0.1
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_PARENT_DEATH_SIGNAL = 1  # the value of PR_SET_PDEATHSIG for prctl(2)
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
     print(check_local(loaded, processes), file=sys.stderr, flush=True)
     config = loaded.config
     folder = run_folder(config.run)
-    # A single process of a multi-host run shares the run folder with other hosts.
+    # If this is one process of a multi-host run, the run folder is shared with other hosts.
     alone = processes == 1 and config.runtime.num_processes != 1
     names = [socket.gethostname()] if alone else [str(rank) for rank in range(processes)]
     logs = [ProcessLog(folder / "logs" / f"process-{name}.log") for name in names]
     elsewhere = config.checkpoint.dir or config.checkpoint.local_dir
     restarts = RestartPolicy(config.launch.restarts, folder, elsewhere)
     attempt = 0
-    # Processes that stop together meet at a barrier, which times out after this many seconds.
+    # Stopping processes wait for each other at a barrier, which times out after this many seconds.
     patience = float(config.runtime.heartbeat_timeout_seconds)
     with _StopSignals() as requests:
         while True:
@@ -184,7 +184,7 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
 
 
 class _StopSignals:
-    """Count SIGTERM, SIGHUP and SIGINT instead of exiting."""
+    """Counts SIGTERM, SIGHUP and SIGINT instead of exiting."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -208,7 +208,7 @@ class _StopSignals:
 
     @property
     def code(self) -> int:
-        """Exit code of the launcher after the signals."""
+        """Exit code of the launcher, based on the received signals."""
         by_key = self.signal_number == signal.SIGINT
         if self.count > 1:
             return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
@@ -227,7 +227,7 @@ def _attempt(
         _start_processes(commands, logs, attempt) as processes,
         contextlib.closing(logs[0].follow()) as out,
     ):
-        # Threads wait instead of polling, so the queue has the order in which processes exit.
+        # Threads wait instead of polling, so the queue preserves the order in which processes exit.
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
         for rank, process in enumerate(processes):
             wait = _report_exit(process.wait, ends, rank)
@@ -265,7 +265,7 @@ def _attempt(
 def _start_processes(
     commands: Sequence[Sequence[str]], logs: Sequence[ProcessLog], attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the processes, and kill the remaining ones at the end of the block."""
+    """Start the processes, and kill the remaining processes at the end of the block."""
     processes: list[subprocess.Popen[bytes]] = []
     variables = _variables(len(commands))
     try:
@@ -279,7 +279,7 @@ def _start_processes(
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env=os.environ | variables,
-                        # Ctrl-C reaches only the launcher, which sends a signal to the processes.
+                        # Ctrl-C reaches only the launcher, which then signals the processes.
                         start_new_session=True,
                         preexec_fn=_stop_with_parent,
                     )
@@ -292,10 +292,10 @@ def _start_processes(
 
 
 def _variables(processes: int) -> dict[str, str]:
-    """Return additional environment variables of the processes.
+    """Return the additional environment variables of the processes.
 
-    Several local processes share a generated secret. A single process gets none: it may belong to
-    a multi-host run, where all hosts must have the same secret.
+    Several local processes share a generated secret. A single process gets no secret, because it
+    may belong to a multi-host run, where all hosts must have the same secret.
     """
     found = {"PYTHONUNBUFFERED": "1"}
     if processes > 1 and protocol.secret_from_environment() is None:
@@ -321,7 +321,7 @@ def _report_exit(
 
 def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.send_signal(number)  # no effect if the process has exited
+        process.send_signal(number)  # this has no effect if the process has exited
 
 
 def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
@@ -330,7 +330,7 @@ def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
     if requests.count > 1:
         _print_status(f"killed: {saved}")
         return requests.code
-    # During startup a process has no state to save, and the signal ends it.
+    # During startup, a process has no state to save, and the signal ends the process.
     if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.signal_number):
         _print_status(f"stopped: {saved}; run the same command again to resume")
         return requests.code

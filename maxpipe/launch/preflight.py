@@ -1,4 +1,4 @@
-"""Checks before a launch starts processes or submits a job."""
+"""Check a run before a launch starts processes or submits a job."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error with the origin of every key added."""
+    """Return the error, with the origin of every config key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
@@ -72,7 +72,7 @@ def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is the URL of a bucket or another remote store."""
+    """Return whether a path is a URL of a bucket or another remote store."""
     return url_scheme(path) != ""
 
 
@@ -80,7 +80,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
     """Check a run of `processes` processes on this machine, and return the report.
 
     Raises:
-        ConfigError: the run cannot start; lists every reason.
+        ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     total = config.mesh.cpu_devices
@@ -128,11 +128,11 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
 def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
     """Check a run on other hosts. Return (config with resolved mesh, hosts, report).
 
-    Relative paths on the hosts are relative to `workdir`. With `shared`, this machine and the
-    hosts share a file system.
+    Relative paths on the hosts start at `workdir`. With `shared`, this machine and the hosts share
+    a file system.
 
     Raises:
-        ConfigError: the run cannot start; lists every reason.
+        ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
     _refuse_secrets(loaded)
@@ -178,7 +178,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
 
 
 def _refuse_secrets(loaded: LoadedConfig) -> None:
-    """Raise if the config contains secrets, because job files include the config."""
+    """Raise an error if the config contains secrets, because job files include the config."""
     rule = "must not contain a secret: the job files would include it."
     action = "Remove it, and name an environment variable of the hosts in launch.environment."
     problems = [
@@ -207,7 +207,7 @@ def _here(config: Config) -> Topology:
 
 
 def output_paths(config: Config) -> dict[str, str]:
-    """Return the output folders of a run by the key that sets them."""
+    """Return the output folders of a run, keyed by the config key that sets each folder."""
     found = {"run.dir": str(run_folder(config.run))}
     if config.checkpoint.dir:
         found["checkpoint.dir"] = checkpoint_home(run_folder(config.run), config.checkpoint)
@@ -215,7 +215,7 @@ def output_paths(config: Config) -> dict[str, str]:
 
 
 def _check_output_paths(config: Config, found: Preflight) -> None:
-    """Create the output folders and check that they can be written."""
+    """Create the output folders and check that they are writable."""
     for key, path in output_paths(config).items():
         if is_remote(path):
             found.add_unchecked(f"{path}: the run writes here when it starts")
@@ -242,14 +242,15 @@ def _check_parent(folder: Path, found: Preflight) -> None:
 
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of every input of the run. Relative paths start at `workdir`."""
+    """Yield (key, path) for every input of the run. Relative paths start at `workdir`."""
     tokenizer = config.tokenizer
     named = {
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.compiled_step": config.runtime.compiled_step,
     }
     folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
-    if source and newest_step(folder, config.checkpoint.dir) is None:  # else it is not read
+    # Otherwise, the file is not read.
+    if source and newest_step(folder, config.checkpoint.dir) is None:
         named["checkpoint.restore_from"] = _restore_run_path(source, config.run.dir, workdir)
     of_data = [
         given for section, each in named_sources(config) for given in _paths_of(section, each)
@@ -260,7 +261,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
 
 
 def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) of the files that a source reads."""
+    """Yield (key, path) for the files that a source reads."""
     if source.source in FILES:
         key = f"{section}.path" if source.path else f"{section}.paths"
         yield from ((key, path) for path in paths_of(source))
@@ -271,7 +272,7 @@ def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
 def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
     """Return the path of the run or Hugging Face folder of `checkpoint.restore_from`.
 
-    A source that cannot be parsed is returned unchanged.
+    A value that cannot be parsed is returned unchanged.
     """
     if (folder := folder_of(source)) is not None:
         return os.path.abspath(workdir / os.path.expanduser(folder))

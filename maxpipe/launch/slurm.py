@@ -1,4 +1,5 @@
-"""A SLURM job: `srun` starts a process on every GPU or node, and jax discovers the others.
+"""Create SLURM jobs. `srun` starts a process on every GPU or node, and jax discovers the other
+processes.
 
 The job script implements the restart policy of `job.py` in shell.
 """
@@ -119,7 +120,7 @@ def create_submission(job: Job) -> Submission:
     per_host = job.hosts.num_processes // job.hosts.num_hosts
     checkpoint = job.config.checkpoint
     elsewhere = checkpoint.dir or checkpoint.local_dir
-    # A process uses all CPU devices of a node, but only one GPU.
+    # One process uses all CPU devices of a node, but only one GPU.
     devices = {"cpu_devices": job.hosts.chips_per_host} if topology.platform == "cpu" else {}
     words = {
         "name": job.config.run.name,
@@ -172,7 +173,7 @@ def _directives(job: Job, per_host: int) -> list[str]:
 
 
 def _check_paths(job: Job) -> None:
-    """Check paths in sbatch directives, where `%`, backslash and spaces are special."""
+    """Check the paths in sbatch directives, where `%`, backslash and spaces are special."""
     for key, path, action in (
         ("command line: --write", job.folder, "Name another folder with --write."),
         ("launch.workdir", job.workdir, "Set launch.workdir to another folder."),

@@ -1,9 +1,9 @@
 """Calibrate the hardware figures of the cost model on the local devices.
 
-The forward, input gradient and weight gradient of a layer run in the slots of the pipeline engine,
-on all devices at once and on a single device. Messages, gathers, reductions and all-to-alls run
-over all devices. The costs of splitting a layer, of collective matmuls and of a tick are fitted to
-the remaining difference between measured and predicted steps.
+The forward pass, input gradient and weight gradient of a layer are timed in the slots of the
+pipeline engine, first on all devices at once and then on a single device. Messages, gathers,
+reductions and all-to-alls are timed over all devices. The costs of sharding a layer, of collective
+matmuls and of a tick are fitted to the remaining difference between measured and predicted steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from maxpipe.step.build import make_remat_policy
 
 Tree = Any
 TimedProgram = tuple[Callable[..., Tree], tuple[Tree, ...]]
-"""A program on one device, and its arguments except the loop count."""
+"""A per-device program, and its arguments without the loop count."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
@@ -66,20 +66,22 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
 )
 """Timed sequences of slots, each with its rematerialization mode."""
 SIZED_PROGRAM = PROGRAMS[4]
-"""The sequence that is timed with several microbatch sizes."""
+"""The slot sequence that is timed at several microbatch sizes."""
 SIZES = (0.25, 0.5, 1, 2)
-"""Timed microbatch sizes, as multiples of the microbatch size of the config."""
+"""Timed microbatch sizes, as multiples of the microbatch size in the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
-"""Loop counts inside a program; the time difference excludes the overhead of a call."""
+"""Loop counts of the timed programs. The difference between the two times excludes the call
+overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
-"""Elements per row, and numbers of rows, in the buffers of two programs: 4 and 68 MiB."""
+"""Elements per row, and the two numbers of rows of the timed buffers: 4 and 68 MiB."""
 NUM_STREAMED_PARAMS = 2**25
-"""Parameters in the timed update: 512 MiB with moments and gradients, more than fits in caches.
-The number is per device, or the total of the devices that share a machine's memory."""
+"""Number of parameters in the timed update. With moments and gradients they occupy 512 MiB, which
+exceeds the caches. The number is per device, or the total of the devices that share a machine's
+memory."""
 _MAX_MEMORY_SHARE = 0.9
-"""Largest fraction of a layer's time that is attributed to memory traffic."""
+"""Maximum fraction of a layer's time that is attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
-"""A slowdown above this means that devices share cores."""
+"""Slowdown above which devices are assumed to share cores."""
 
 
 @dataclass(frozen=True)
@@ -87,41 +89,42 @@ class Measurements:
     """Measured times in seconds on one device while all devices are busy."""
 
     forward: float
-    """Forward of one layer for one microbatch."""
+    """Time of a forward pass of one layer for one microbatch."""
     input_grad: float
     weight_grad: float
     names_recomputed: float
-    """Recomputation in a backward with `pipeline.remat=names`."""
+    """Time of recomputation in a backward pass with `pipeline.remat=names`."""
     forward_alone: float
-    """Forward of one layer while the other devices are idle."""
+    """Time of a forward pass of one layer while the other devices are idle."""
     deferred: float = 0.0
-    """Additional time of a backward in two slots, for inputs and for weights, compared with one
-    slot; included in both gradients."""
+    """Additional time of a backward pass in two slots (input and weight gradients) compared with
+    one slot. `input_grad` and `weight_grad` include this time."""
     none_recomputed: float = 0.0
-    """Time to write and read all saved activations with `pipeline.remat=none`."""
+    """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """Pairs of bytes that a forward moves through memory, and seconds per sequence of a layer's
-    forward and backward, for several microbatch sizes."""
+    """Measurements at several microbatch sizes, as pairs: the bytes that a forward pass moves
+    through memory, and the time of a layer's forward and backward passes in seconds per
+    sequence."""
     hop: float = 0.0
-    """Message of a microbatch to the next device."""
+    """Time to send the activation of a microbatch to the next device."""
     gather: float = 0.0
-    """All-gather of one layer's weights over all devices."""
+    """Time to all-gather the weights of one layer over all devices."""
     scatter: float = 0.0
-    """Reduce-scatter of one layer's gradient over all devices."""
+    """Time to reduce-scatter the gradient of one layer over all devices."""
     exchange: float = 0.0
-    """All-to-all of an array of the size of a message."""
+    """Time of an all-to-all of an array as large as a message."""
     tokens: float = 0.0
     """Half the time of a token all-gather followed by a reduce-scatter."""
     latency: float = 0.0
-    """Collective of a few elements, which measures the latency."""
+    """Time of a collective over a few elements, which measures the latency."""
     fresh: float = 0.0
-    """Seconds per byte of a program's temporary memory."""
+    """Time to allocate temporary memory, in seconds per byte."""
     streamed: float = 0.0
-    """Seconds per byte that is read or written in an update."""
+    """Time of a parameter update, in seconds per byte read or written."""
 
 
 def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measurements]:
-    """Calibrate the local devices; return published figures, fitted figures and measurements.
+    """Calibrate the local devices. Return published figures, fitted figures and measurements.
 
     Raises:
         ConfigError: the config does not fit the devices, or the device type is unknown.
@@ -130,19 +133,19 @@ def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measuremen
     target = local_topology(config.runtime, config.mesh.cpu_devices)
     devices = jax.devices()
     published = published_hardware()[target.hardware.topology]
-    measured_file(published.topology)  # check that it is writable before minutes of measuring
+    measured_file(published.topology)  # check that the file is writable before the long measurement
     return published, *calibrate(resolve_config(loaded, target), published, devices)
 
 
 def calibrate(
     config: Config, hardware: Hardware, devices: Sequence[Any]
 ) -> tuple[Hardware, Measurements]:
-    """Return the fitted figures of the devices and the measurements.
+    """Return the fitted hardware figures and the measurements.
 
     Args:
         config: config with a resolved mesh, whose layers and microbatch are timed.
         hardware: published figures; peak FLOP/s and memory size are not changed.
-        devices: devices of one type.
+        devices: devices, all of the same type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
     found = measure(sizes, devices)
@@ -155,7 +158,7 @@ def calibrate(
 def fit_hardware(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int
 ) -> Hardware:
-    """Return the figures with which the cost model reproduces the measurements."""
+    """Return hardware figures for which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
@@ -164,7 +167,7 @@ def fit_hardware(
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )
-    # From here on, times are those of a layer at the fastest microbatch size.
+    # All times below are for one layer at the fastest microbatch size.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).most_common_layer.size_factor
     layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
@@ -207,7 +210,7 @@ def fit_hardware(
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # A transfer as fast as an almost empty collective does not determine the bandwidth.
+        # A transfer that is as fast as an almost empty collective does not determine the bandwidth.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -227,7 +230,8 @@ def _fit_size_figures(
 ) -> dict[str, float]:
     """Fit how the time per token depends on the microbatch size, relative to the prediction.
 
-    The prediction already includes reading weights and accumulating gradients per microbatch.
+    The prediction already includes the per-microbatch cost of reading weights and accumulating
+    gradients.
     """
     beside = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
     fastest, least = min(beside, key=itemgetter(1))
@@ -245,7 +249,7 @@ def _fit_size_figures(
 
 
 def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
-    """Return the predicted seconds of `SIZED_PROGRAM` per sequence of a microbatch."""
+    """Return the predicted time of `SIZED_PROGRAM` in seconds per sequence."""
     kinds, remat = SIZED_PROGRAM
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
@@ -256,7 +260,7 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the all-to-all bandwidth relative to `rate` in bytes/s; unchanged if undetermined."""
+    """Return the all-to-all bandwidth divided by `rate`, or the old ratio if not measurable."""
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
     sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
@@ -266,7 +270,7 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the bandwidth of token collectives relative to `rate`; unchanged if undetermined."""
+    """Return the token bandwidth divided by `rate`, or the old ratio if it was not measurable."""
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
@@ -275,10 +279,10 @@ def _tokens_rate(
 
 
 def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """Return the figures with a higher memory bandwidth if the published one is too low.
+    """Return the figures, with a higher memory bandwidth if the published bandwidth is too low.
 
-    Small layers fit in caches. If memory traffic would explain nearly all of the measured time,
-    memory and matmuls are both assumed to be faster by the same factor.
+    Small layers fit in caches. If memory traffic would explain nearly all of the measured time, the
+    memory bandwidth and the matmul rate are both increased by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
     model = CostModel(sizes, hardware).most_common_layer
@@ -295,7 +299,7 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 
 def _memory_seconds(endless: CostModel) -> float:
-    """Return the memory seconds of a layer's forward, for a model with infinitely fast matmuls."""
+    """Return the memory time of a layer's forward pass in seconds, with infinitely fast matmuls."""
     return (
         endless.most_common_layer.score_seconds
         if endless.overlaps
@@ -304,10 +308,10 @@ def _memory_seconds(endless: CostModel) -> float:
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
-    """Measure layers and, with several devices, collectives.
+    """Measure layers and, if there are several devices, collectives.
 
     Raises:
-        ConfigError: times vary too much because the machine is busy.
+        ConfigError: the times vary too much because the machine is busy.
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
@@ -353,7 +357,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
                 f"measured a negative time for {name}: times vary too much on this machine.",
                 "Measure again while no other programs run.",
             )
-    # These are differences of differences, so a value near 0 may be measured as negative.
+    # The following values are differences of differences, so a value near 0 may be measured as
+    # negative.
     more = {
         "names_recomputed": max(0.0, named - plain),
         "none_recomputed": max(0.0, kept - plain),
@@ -372,7 +377,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
-    """Return the sizes for every timed microbatch size, in ascending order."""
+    """Return the run sizes for every timed microbatch size, in ascending order."""
     found = []
     for rows in sorted({max(1, int(share * sizes.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.microbatch_size
@@ -383,7 +388,7 @@ def _sizes(sizes: Sizes) -> list[Sizes]:
 
 
 def _recomputed_share(sizes: Sizes) -> float:
-    """Return the fraction of a forward that a backward with `remat=full` recomputes."""
+    """Return the fraction of a forward pass that a backward pass with `remat=full` recomputes."""
     pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
     full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
     layer = CostModel(full, published_hardware()["cpu"]).most_common_layer
@@ -398,7 +403,7 @@ def _ring(config: Config, devices: Sequence[Any]) -> Mesh:
 
 
 def _layers(runs: Sequence[tuple[Sizes, str, Remat]], mesh: Mesh) -> list[float]:
-    """Return the seconds of one layer for every program."""
+    """Return the time of one layer in seconds, for every program in `PROGRAMS`."""
     programs = [_layer(*run, mesh) for run in runs]
     return [seconds / LAYERS for seconds in _seconds(mesh, programs, LAYER_LOOP_COUNTS)]
 
@@ -458,7 +463,7 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
 def _time_collective(
     mesh: Mesh, x: jax.Array, move: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> float:
-    """Return the seconds of a collective that preserves the shape of `x`."""
+    """Return the time in seconds of a collective that preserves the shape of `x`."""
 
     def run(x: jax.Array, turns: jax.Array) -> jax.Array:
         return lax.fori_loop(
@@ -479,7 +484,7 @@ def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
-    """Return the shape `[B, T, D]` of a device's shard of a microbatch with split tokens."""
+    """Return the shape `[B, T, D]` of one shard of a microbatch whose tokens are sharded."""
     tokens = sizes.config.train.sequence_length
     return sizes.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
 
@@ -487,7 +492,7 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
-    # As between the matmuls of a layer: move tokens to the first dimension, reduce, and move back.
+    # Move tokens to the first dimension, reduce and move back, as layers do between matmuls.
     part = reduce_scatter(jnp.moveaxis(whole, 1, 0), STAGE, 0)
     return jnp.moveaxis(part, 0, 1)
 
@@ -498,7 +503,7 @@ def _reduce_scatter(whole: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _time_update(mesh: Mesh) -> float:
-    """Return the seconds per byte that a parameter update moves through memory."""
+    """Return the time of a parameter update, in seconds per byte moved through memory."""
 
     def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
         def body(_: Any, state: Tree) -> Tree:
@@ -518,7 +523,7 @@ def _time_update(mesh: Mesh) -> float:
 
 
 def _time_allocation(mesh: Mesh) -> float:
-    """Return the seconds per byte of temporary memory that a program clears and partly writes."""
+    """Return the time to clear and partly write temporary memory, in seconds per byte."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
         buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
@@ -540,7 +545,7 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return the seconds per loop iteration of every program; the last argument is the count."""
+    """Return each program's seconds per loop iteration; the last argument is the loop count."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))
@@ -555,7 +560,7 @@ def _seconds(
 
 
 def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Compile a function to run on all devices of the mesh at once."""
+    """Compile a function that runs on all devices of the mesh at once."""
 
     def on_each(*given: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run(*given))

@@ -1,7 +1,7 @@
 """Compile the train step ahead of time for absent devices, and report its costs.
 
-Memory, operations, collectives and their overlap with compute are read from the compiled program,
-which is not run. The trip counts of loops over layers follow from the schedule table.
+Memory, operations, collectives and their overlap with compute are read from the compiled program.
+The program does not run. The trip counts of loops over layers are computed from the schedule table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SLOTS = {
     "I": scopes.INPUT_GRAD,
     "W": scopes.WEIGHT_GRAD,
 }
-"""Scope of a slot's layers in the program, by slot type."""
+"""Scope of a slot's layers in the program, keyed by slot type."""
 SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
@@ -77,16 +77,17 @@ SCOPES = (
 
 @dataclass(frozen=True)
 class CollectiveTraffic:
-    """Collectives of one type over the same axes."""
+    """Collectives of one type over the same mesh axes."""
 
     kind: str
     axes: str
     """Mesh axes that the group spans, e.g. `data+fsdp`."""
     link: str
-    """`ici`, `dcn` if the group spans slices, or `host` for transfers to and from host memory."""
+    """Link type: `ici`, `dcn` if the group spans slices, or `host` for transfers to and from host
+    memory."""
     asynchronous: bool
     count: float
-    """Executions per device and step."""
+    """Number of executions per device and step."""
     total_bytes: float
     """Bytes sent per device and step."""
     cycles_behind: float
@@ -97,7 +98,7 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Compiler report of a train step; bytes and FLOP are per device."""
+    """Compiler report for a train step. Bytes and FLOP are per device."""
 
     topology: str
     num_devices: int
@@ -111,58 +112,60 @@ class CompileReport:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Bytes of outputs that alias arguments."""
+    """Size in bytes of the outputs that alias arguments."""
     temp_bytes: int
-    """Temporary memory as reported by the compiler; on TPUs larger than the actual peak."""
+    """Temporary memory as reported by the compiler. On TPUs, the value exceeds the actual peak."""
     peak_bytes: int
-    """Peak memory of a TPU, including arguments and outputs but excluding host memory, which is
-    assumed to be full at the peak. 0 on other devices, whose temporaries are one allocation. See
-    decision 16."""
+    """Peak memory on a TPU, including arguments and outputs. Host memory is excluded; it is assumed
+    to be full at the peak. On other devices the value is 0, because all temporaries are one
+    allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
-    """Arguments and temporaries in host memory."""
+    """Bytes of arguments and temporaries in host memory."""
     memory_bytes: float
-    """Memory of one device."""
+    """Memory capacity of one device."""
     flops: float
     """FLOP of all executed matmuls, including recomputation."""
     model_flops: float
-    """FLOP that the model requires for forward and backward."""
+    """FLOP that the model requires for the forward and backward passes."""
     cycles: float
-    """Compiler estimate without synchronous collectives, plus kernels at `kernel_efficiency`; 0 if
-    the compiler provides no estimate."""
+    """Compiler estimate excluding synchronous collectives, plus kernels at `kernel_efficiency`. The
+    value is 0 if the compiler provides no estimate."""
     pieces: dict[str, float]
-    """Part of `cycles` by program region, named as in `parallel.scopes`."""
+    """Cycles of each program region, which are part of `cycles`. Region names are from
+    `parallel.scopes`."""
     kernel_flops: float
-    """Part of `flops` in kernels, for which the compiler has no cycle estimate."""
+    """FLOP in kernels, a part of `flops`. The compiler has no cycle estimate for kernels."""
     kernel_efficiency: float
-    """Assumed fraction of peak FLOP/s in kernels."""
+    """Assumed fraction of peak FLOP/s that kernels achieve."""
     seconds: float
     """`cycles` converted to seconds."""
     collectives: list[CollectiveTraffic]
     transfers: list[CollectiveTraffic]
     """Transfers to and from host memory."""
     copies: int
-    """Number of buffers copied inside loops."""
+    """Number of buffer copies inside loops."""
     buffers: dict[str, int]
-    """Bytes of the buffers carried by the loop over ticks, part of `working_bytes`."""
+    """Size in bytes of the buffers carried by the tick loop, a part of `working_bytes`."""
     beside_bytes: int = 0
-    """Bytes on the device during the step that are not arguments: the reference parameters of GRPO,
-    calculated."""
+    """Calculated bytes in device memory that are not arguments of the step: the reference
+    parameters of GRPO."""
     entries: list[ProfileLine] = field(default_factory=list)
-    """Operations of the busiest stages by cycles, in descending order; empty without estimates."""
+    """Operations of the busiest stages in descending order of cycles; empty without cycle
+    estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Descriptions of figures that the compiler does not determine."""
+    """Descriptions of the figures that the compiler cannot determine."""
 
     @property
     def total_bytes(self) -> int:
-        """Memory that the step needs on one device."""
+        """Memory in bytes that the step needs on one device."""
         held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
         return (self.peak_bytes or held) + self.program_bytes
 
     @property
     def working_bytes(self) -> int:
-        """Part of `total_bytes` that is allocated only during the step."""
+        """Bytes that are allocated only during the step, a part of `total_bytes`."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes + self.program_bytes
         return self.total_bytes - held
 
@@ -173,7 +176,7 @@ class CompileReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CompileReport:
-        """Create a report from the values of `to_json`; unknown keys are ignored."""
+        """Create a report from the values of `to_json`. Unknown keys are ignored."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         for name in ("collectives", "transfers"):
             own[name] = [CollectiveTraffic(**each) for each in values[name]]
@@ -193,18 +196,18 @@ class CompileReport:
 
 
 def build_steps(config: Config, present: Sequence[Any]) -> Steps:
-    """Build the steps of a config on these devices.
+    """Build the steps of a config for these devices.
 
     Raises:
         ConfigError: the config does not fit the devices.
     """
-    # Only evaluation reads token lengths, and it is not compiled here.
+    # Only evaluation reads token lengths, and evaluation is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
     return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
 
 def ignore_phase(phase: str) -> None:
-    """Ignore the phase; the default callback."""
+    """Default phase callback, which ignores the phase."""
 
 
 def compile_step(
@@ -216,7 +219,7 @@ def compile_step(
 ) -> CompileReport:
     """Compile the train step of a config for a topology, and save the program to `save` if given.
 
-    `given` overrides compiler options of the run; an empty value removes an option. `begin` is
+    `given` overrides compiler options of the run. An empty value removes an option. `begin` is
     called with the name of each phase.
 
     Raises:
@@ -285,7 +288,7 @@ def _save_error(save: Path) -> ConfigError:
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
-    """Return the figures that a compiler without a GPU does not determine."""
+    """Return descriptions of the figures that a compiler without a GPU cannot determine."""
     found = [
         "time: the compiler estimates no cycles for GPUs",
         "kernels: without a GPU there is no autotuning and there are no Triton matmuls, so a run "
@@ -334,7 +337,7 @@ def _out_of_memory_error(
 
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
-    """Build the report of a compiled train step; the compile times are left at 0."""
+    """Build the report of a compiled train step. The compile times are left at 0."""
     mesh, stated = steps.param_layout.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
@@ -356,7 +359,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
         output_bytes=stated.output_size_in_bytes,
         alias_bytes=stated.alias_size_in_bytes,
         temp_bytes=stated.temp_size_in_bytes,
-        # XLA's peak includes host memory.
+        # The peak that XLA reports includes host memory.
         peak_bytes=stated.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
         program_bytes=stated.generated_code_size_in_bytes,
         host_bytes=on_host,
@@ -381,13 +384,13 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
 
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """Return the cycles of kernels at their assumed fraction of peak FLOP/s."""
+    """Return the cycles of kernels at the assumed fraction of peak FLOP/s."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
 
 
 def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
-    """Return the cycles by program region, including kernels."""
+    """Return the cycles of each program region, including kernels."""
     cycles: dict[str, float] = {}
     for name in sorted({each.region for each in found.entries if each.region}):
         mine = Profile([each for each in found.entries if each.region == name])
@@ -396,7 +399,7 @@ def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of all packages that determine the compiled program."""
+    """Return the versions of all packages that affect the compiled program."""
     found = {}
     for name in ("maxpipe", "jax", "jaxlib", "libtpu", *PLUGINS, *CUDNN):
         try:
@@ -407,10 +410,10 @@ def versions() -> dict[str, str]:
 
 
 def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
-    """Return the costs of a compiled train step for the average stage and for the busiest stages.
+    """Return the costs of a compiled train step, for the average stage and for the busiest stages.
 
-    Use the first for work and communication. Use the second for time, because stages wait for each
-    other.
+    Use the average stage for work and communication, and the busiest stages for time, because
+    stages wait for each other.
     """
     module = parse_hlo(text)
 
@@ -431,7 +434,7 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
 
 
 def window_shares(model: Model) -> dict[int, float]:
-    """Return the fraction of attention layers by window size, where 0 means no window."""
+    """Return the fraction of attention layers, keyed by window size. 0 means no window."""
     found: Counter[int] = Counter()
     for layer, kind in enumerate(model.all_layers):
         for part in model.layer_types[kind].parts.values():
@@ -443,7 +446,7 @@ def window_shares(model: Model) -> dict[int, float]:
 
 
 def _activation_bytes(steps: Steps) -> int:
-    """Return the bytes of an activation between two stages."""
+    """Return the size in bytes of an activation between two stages."""
     rows, tokens = steps.shape
     mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
     mine = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -463,7 +466,7 @@ def executions(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return mean trip counts of dynamic loops, and the fraction of ticks that run conditionals.
 
-    The layers of a tick are those of the average stage, or of the busiest stage.
+    The layers per tick are those of the average stage, or of the busiest stage.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -512,12 +515,12 @@ def executions(
 
 
 def _layer_loop(scope: str) -> str:
-    """Return the pattern of the loop over a chunk's layers in a scope."""
+    """Return the pattern for the loop over a chunk's layers in a scope."""
     return rf"{scope}({scopes.RECOMPUTE}/)?while$"
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Return the mean trip counts of the inner loops that run at most one layer of a type."""
+    """Return the mean trip counts of the inner loops, which run at most one layer of a type."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}
@@ -528,7 +531,7 @@ def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
 
 
 def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> dict[str, float]:
-    """Return the mean trip count of the loop over layers, by slot type."""
+    """Return the mean trip count of the loop over layers, keyed by slot type."""
     stages = np.arange(schedule.num_stages)
 
     def layers(slots: SlotColumns) -> np.ndarray:
@@ -537,7 +540,7 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
     turns = {kind: layers(slots) for kind, slots in schedule.kinds}
     if schedule.mixed and not average:
-        # Stages run different slot types in a tick: only the longest determines the time.
+        # Stages run different slot types in a tick. Only the longest slot determines the time.
         longest = np.argmax([turns[kind] * weight for kind, weight in _LENGTH.items()], axis=0)
         for place, kind in enumerate(_LENGTH):
             turns[kind] = np.where(longest == place, turns[kind], 0)
@@ -545,7 +548,8 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
 
 _LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
-"""Approximate relative duration of a layer by slot type in a mixed tick; only the order matters."""
+"""Approximate relative duration of a layer in a mixed tick, keyed by slot type. Only the order
+matters."""
 
 
 def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[CollectiveTraffic]:
@@ -577,7 +581,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 
 
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
-    """Sum transfers to and from host memory; cycles that several transfers share count once."""
+    """Sum the transfers to and from host memory. Cycles shared by several transfers count once."""
     result = []
     for kind in dict.fromkeys(each.kind for each in found):
         group = [each for each in found if each.kind == kind]
@@ -601,7 +605,7 @@ def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
 
 
 def _slice_index(device: Any) -> int:
-    """Return the slice of a device; for absent GPUs, every slice is a separate process."""
+    """Return the slice index of a device. For absent GPUs, every slice is a separate process."""
     if getattr(device, "platform", "") == "gpu":
         return device.process_index
     return getattr(device, "slice_index", 0) or 0

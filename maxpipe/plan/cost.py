@@ -1,12 +1,12 @@
-"""Predict the time of a step from the compute of its ticks and the exposed communication.
+"""Predict the step time from the compute time of ticks and the exposed communication.
 
-Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is that
-of its busiest stage, or the sum of all stages where devices share cores. Messages between stages
-overlap with the compute of a tick.
+Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is the
+time of its busiest stage, or the sum over all stages if devices share cores. Messages between
+stages overlap with the compute of a tick.
 
-The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of
-the layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with
-compute, except for the keys and values of ring attention. Device and link figures come from
+The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of the
+layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with compute,
+except for the keys and values in ring attention. Device and link figures come from
 `configs/hardware/` or from a calibration.
 """
 
@@ -44,36 +44,38 @@ from maxpipe.plan.traffic import (
 from maxpipe.schedule.table import Schedule, SlotColumns
 
 RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
-"""Forward passes that a layer's backward recomputes, by `pipeline.remat`; for `names`, this depends
-on the device. Compilers skip unused operations at the end: see `LayerCost.again`."""
+"""Number of forward passes that a layer's backward pass recomputes, keyed by `pipeline.remat`. For
+`names`, the number depends on the device. Compilers skip trailing operations whose results are
+unused: see `LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes moved per query-key pair and pass by the softmax of plain attention and its gradient,
-fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
+"""Bytes moved per query-key pair and pass by the softmax of plain attention and its gradient. The
+value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
-"""Slot types: forward, backward, and the input and weight halves of a backward."""
+"""Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
+backward slot."""
 OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
-"""Cost of an attention kernel's backward as a multiple of its forward, by platform (default: 2.5).
-On TPU, two kernels both recompute the scores."""
+"""Cost of an attention kernel's backward pass relative to its forward pass, keyed by platform
+(default: 2.5). On TPU, the backward pass has two kernels, which both recompute the scores."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of the parts of a step on given hardware."""
+    """Predicted times of the parts of a step on given hardware."""
 
     sizes: Sizes
     hardware: Hardware
 
     @property
     def contention(self) -> float:
-        """Slowdown of compute while all devices are busy, because devices share cores."""
+        """Slowdown of compute while all devices are busy, if devices share cores."""
         shared = self.hardware.shared_by
         return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
 
     @property
     def overlaps(self) -> bool:
-        """Whether communication can overlap with compute: false if devices share cores."""
+        """Whether communication can overlap with compute; false if devices share cores."""
         return not self.hardware.shared_by
 
     # Links.
@@ -84,7 +86,7 @@ class CostModel:
         return BYTES[self.sizes.config.model.compute_dtype]
 
     def send_seconds(self, sent: CommVolume) -> float:
-        """Return the seconds of one transfer in which all devices send at the same time."""
+        """Return the time in seconds of one transfer in which all devices send at the same time."""
         if not sent.axes or not sent.num_bytes:
             return 0.0
         hardware, mesh = self.hardware, self.sizes.config.mesh
@@ -102,14 +104,14 @@ class CostModel:
         return seconds + latency
 
     def total_send_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """Return the seconds of several consecutive transfers."""
+        """Return the total time in seconds of several consecutive transfers."""
         return sum(map(self.send_seconds, sent))
 
     def reduce_scatter_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """Return the seconds of reduce-scatters.
+        """Return the time of reduce-scatters in seconds.
 
         XLA for TPU implements a reduce-scatter over all devices as an all-reduce followed by a
-        slice. Measured rates already include this.
+        slice. Measured bandwidths already include this cost.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
         whole = self.sizes.num_devices if published else 0
@@ -118,15 +120,15 @@ class CostModel:
         )
 
     def exposed_seconds(self, seconds: float, work: float) -> float:
-        """Return the exposed part of a transfer that overlaps with `work` seconds of compute."""
+        """Return the exposed time of a transfer that overlaps with `work` seconds of compute."""
         return max(0.0, seconds - work * self.overlaps)
 
     # Work.
 
     def roofline_seconds(self, flops: float, moved: float) -> float:
-        """Return the roofline time: the larger of matmul time and memory time.
+        """Return the roofline time: the larger of the matmul time and the memory time.
 
-        On devices that share cores, the two times add up.
+        If devices share cores, the two times are added.
         """
         arithmetic = flops / (self.hardware.flops * self.hardware.matmul_efficiency)
         traffic = moved / (self.hardware.memory_gb_per_second * 1e9)
@@ -134,38 +136,38 @@ class CostModel:
 
     @cached_property
     def layers(self) -> Mapping[str, LayerCost]:
-        """Costs by layer type."""
+        """Costs of a layer, keyed by layer type."""
         return {kind: LayerCost(self, kind) for kind in self.sizes.model.layer_types}
 
     @property
     def most_common_layer(self) -> LayerCost:
-        """Costs of the most frequent layer type."""
+        """Costs of a layer of the most common type."""
         return self.layers[self.sizes.most_common_layer_type]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
-        """Return the total cost of these numbers of layers by type."""
+        """Return the total cost of the given numbers of layers by type."""
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """Return the seconds of these numbers of layers by type in slots of one type."""
+        """Return the time in seconds of these numbers of layers by type, in slots of one type."""
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property
     def recomputed(self) -> float:
-        """Number of forward passes that a backward recomputes."""
+        """Number of forward passes that a backward pass recomputes."""
         remat = self.sizes.config.pipeline.remat
         return (RECOMPUTED_FORWARDS | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def message_seconds(self) -> float:
-        """Seconds of a message to the next stage."""
+        """Time to send a message to the next stage, in seconds."""
         return self.send_seconds(
             CommVolume(self.sizes.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
         )
 
     @cached_property
     def head_seconds(self) -> float:
-        """Seconds of the loss of a microbatch, including MTP heads.
+        """Time of the loss of one microbatch in seconds, including MTP heads.
 
         All stages share the work of the loss head.
         """
@@ -175,12 +177,12 @@ class CostModel:
         trained_ahead = sizes.trained.mtp_matrix_elements()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= sizes.tokens
-        # Every additional block reads the matrix again, and reads and writes its gradient.
+        # Every additional block reads the head matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
         moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
-            # The loss is inside a conditional, in which compilers do not start gathers early.
+            # The loss is inside a conditional, where compilers do not start gathers early.
             weights = HeadTraffic(sizes)
             gathers = self.total_send_seconds(weights.gathered) + self.reduce_scatter_seconds(
                 weights.scattered
@@ -195,9 +197,9 @@ class CostModel:
 
     @property
     def mtp_seconds(self) -> float:
-        """Seconds of the MTP layers of a microbatch, including their embedding lookup.
+        """Time of the MTP layers of one microbatch in seconds, including their embedding lookup.
 
-        Their forward pass runs twice, independent of `pipeline.remat`.
+        Their forward pass runs twice, independently of `pipeline.remat`.
         """
         if not (layers := self.sizes.mtp_layers):
             return 0.0
@@ -207,13 +209,13 @@ class CostModel:
 
     @cached_property
     def embed_seconds(self) -> float:
-        """Seconds of the embedding lookup of a microbatch and its gradient."""
+        """Time of the embedding lookup of one microbatch and its gradient, in seconds."""
         return self.total_send_seconds(lookup(self.sizes))
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Times of one layer of a type for one microbatch."""
+    """Predicted times of one layer of a given type for one microbatch."""
 
     model: CostModel
     name: str
@@ -237,11 +239,11 @@ class LayerCost:
 
     @cached_property
     def forward(self) -> float:
-        """Seconds of a forward pass, including tensor-parallel reductions."""
+        """Time of a forward pass in seconds, including tensor-parallel reductions."""
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the compute seconds of `forwards` forwards without kernels, plus one reduction."""
+        """Return the time of `forwards` forward passes without kernels, plus one reduction."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
@@ -251,13 +253,14 @@ class LayerCost:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Seconds of recomputation in a backward, without operations whose result is unused.
+        """Time of recomputation in a backward pass, in seconds.
 
-        The backward does not use the output of a layer's last branch. The last projection is
-        therefore not recomputed, and its reduction is not repeated.
+        Operations whose results are unused are excluded: the backward pass does not use the output
+        of a layer's last branch. The last projection is therefore not recomputed, and its reduction
+        is not repeated.
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
-        if remat == "none":  # no communication and no waiting for other devices
+        if remat == "none":  # no communication, and no wait for other devices
             return self.model.hardware.none_recomputed * self.seconds / self.split_factor
         unread = self._skipped_recompute_seconds if remat in ("full", "chunk") else 0.0
         return recomputed * self.forward - unread
@@ -273,7 +276,7 @@ class LayerCost:
 
     @cached_property
     def _sums(self) -> float:
-        """Seconds of the tensor-parallel reductions of a forward."""
+        """Time of the tensor-parallel reductions in a forward pass, in seconds."""
         return (
             self.model.send_seconds(tensor_sums(self.model.sizes, self.name))
             / self.model.contention
@@ -281,25 +284,25 @@ class LayerCost:
 
     @property
     def _uses_collective_matmul(self) -> bool:
-        """Whether collective matmuls gather the tokens part by part."""
+        """Whether collective matmuls gather the tokens in chunks."""
         sizes = self.model.sizes
         return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
 
     @property
     def seconds(self) -> float:
-        """Seconds of a forward on a device while all other devices are idle."""
+        """Time of a forward pass in seconds while all other devices are idle."""
         return self.matmul_seconds + self.score_seconds + self.kernel_seconds
 
     @cached_property
     def score_seconds(self) -> float:
-        """Seconds of a forward for the memory traffic of attention scores."""
+        """Time of a forward pass's memory traffic for attention scores, in seconds."""
         pairs = sum(map(self.model.sizes.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
-        """Seconds of a forward without scores and kernels."""
+        """Time of a forward pass without scores and kernels, in seconds."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
         flops += 2.0 * sum(map(sizes.products, parts))
@@ -308,13 +311,13 @@ class LayerCost:
 
     @cached_property
     def moved_bytes(self) -> float:
-        """Bytes of activations that a forward reads and writes."""
+        """Size in bytes of the activations that a forward pass reads and writes."""
         sizes = self.model.sizes
         return sum(sizes.declared_bytes(part, part.traffic) for part in self._kind.parts.values())
 
     @cached_property
     def size_factor(self) -> float:
-        """Time per token, relative to a microbatch of the fastest size."""
+        """Time per token, relative to the time per token at the fastest microbatch size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -329,13 +332,13 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Seconds of recomputing scores in a backward; included in measured backward costs."""
+        """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
         flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Seconds of attention kernels in a forward; included in measured layer rates."""
+        """Time in seconds of a forward pass's attention kernels; 0 if part of measured rates."""
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -353,7 +356,7 @@ class LayerCost:
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
-        """Attention operations of a layer, each with the FLOP of a forward."""
+        """Attention operations of a layer, each with its FLOP in a forward pass."""
         sizes = self.model.sizes
         return [
             (each, 4.0 * sizes.scores(part) * each.head_dim)
@@ -368,13 +371,13 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Seconds of gradient accumulation, if no matmul overlaps with it."""
+        """Time of gradient accumulation in seconds; 0 if matmuls overlap with the accumulation."""
         moved = 3 * 4.0 * self._trained
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
 
     def exchange_seconds(self, action: str) -> float:
-        """Return the exposed seconds of token exchanges in a slot of this type."""
+        """Return the exposed time of token exchanges in a slot of this type, in seconds."""
         return self._exchange_seconds[action]
 
     @cached_property
@@ -394,9 +397,9 @@ class LayerCost:
         )
 
     def slot(self, action: str) -> float:
-        """Return the seconds of a slot of this type, including exposed communication.
+        """Return the time of a slot of this type in seconds, including exposed communication.
 
-        The time is that of a device while all others are idle: see `contention`.
+        The other devices are assumed to be idle: see `contention`.
         """
         return self._slots[action]
 
@@ -407,7 +410,7 @@ class LayerCost:
     def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
-        # The backward of a kernel only computes input gradients.
+        # The backward pass of a kernel only computes input gradients.
         kernel = self.kernel_seconds
         inputs = (
             self._with_sums(hardware.input_grad_cost)
@@ -431,7 +434,7 @@ class LayerCost:
             gathers += 1
         traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
         if hardware.is_tpu:
-            own += scatter  # XLA for TPU does not overlap it: see `benchmarks/compile_reports.md`
+            own += scatter  # XLA for TPU does not overlap this: see `benchmarks/compile_reports.md`
         else:
             traffic += scatter
         left = model.exposed_seconds(
@@ -441,13 +444,13 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Fraction of trained weights among the weights that process each token."""
+        """Fraction of trained weights among the weights that are applied to each token."""
         sizes = self.model.sizes
         computed = sizes.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the seconds to write or read saved activations; included in measured costs."""
+        """Return the time in seconds to save or load activations; 0 if part of measured costs."""
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
@@ -456,17 +459,17 @@ class LayerCost:
         deferred = sizes.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         hardware = self.model.hardware
-        # A copy into or out of a buffer slice reads and writes every byte.
+        # A copy into or out of a buffer slice reads and writes each byte.
         return 2 * moved / (hardware.memory_gb_per_second * hardware.copy_efficiency * 1e9)
 
     @cached_property
     def gather(self) -> float:
-        """Seconds to gather the layer's weights."""
+        """Time to gather the layer's weights, in seconds."""
         return self.model.total_send_seconds(self.traffic.gathered)
 
     @cached_property
     def scatter(self) -> float:
-        """Seconds to reduce-scatter the layer's gradient."""
+        """Time to reduce-scatter the layer's gradient, in seconds."""
         return self.model.reduce_scatter_seconds(self.traffic.scattered)
 
 
@@ -475,28 +478,28 @@ class Cost:
     """Predicted time of one step on one device."""
 
     parts: dict[str, float]
-    """Seconds by cause; the sum is the step time."""
+    """Time in seconds, keyed by cause. The sum is the step time."""
     model_flops: float
-    """FLOP that the model requires from one device per step."""
+    """FLOP per step that the model requires from one device."""
     peak_flops: float
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Bytes that a device sends per step, by axes and link."""
+    """Bytes that a device sends per step, keyed by axes and link."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Step time in seconds."""
         return sum(self.parts.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation (PaLM, arXiv:2204.02311)."""
+        """Model FLOPs utilization (PaLM, arXiv:2204.02311)."""
         return self.model_flops / self.seconds / self.peak_flops
 
 
 def predict_cost(
     sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None
 ) -> Cost:
-    """Predict the cost of a step; `held` is the predicted memory, if already known."""
+    """Predict the cost of a step. `held` is the predicted memory, if it is already known."""
     sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
@@ -531,7 +534,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[K]` seconds of layers in each tick, and of compute that overlaps with a message."""
+    """Return `[K]` layer times per tick in seconds, and the parts that overlap with messages."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.stages))
@@ -545,15 +548,15 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if shared := model.hardware.shared_by:
         everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
         total = np.maximum(total, everyone)
-    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed, and otherwise
-    # with half of a tick.
+    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed. Otherwise, it
+    # overlaps with half a tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 
 def _slot_seconds(
     model: CostModel, schedule: Schedule, action: str, slots: SlotColumns, *, computes: bool
 ) -> np.ndarray:
-    """Return `[K, P]`: seconds of each stage's layers in slots of one type.
+    """Return the time `[K, P]` of each stage's layers in slots of one type, in seconds.
 
     With `computes`, idle stages also compute: in every tick with a slot of this type, all stages
     run every layer type that any stage has at that position of its chunk.
@@ -570,20 +573,20 @@ def _slot_seconds(
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
     run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
-    if len(kinds) == 1:  # padded chunks also run the length of the longest chunk
+    if len(kinds) == 1:  # padded chunks run as many layers as the longest chunk
         run |= slots.active[:, :, None, None]
     return np.broadcast_to((run.any(axis=1).sum(axis=1) @ seconds)[:, None], slots.active.shape)
 
 
 def _ideal(model: CostModel, schedule: Schedule) -> float:
-    """Return the seconds of layers without any idle time."""
+    """Return the time of all layers in seconds, without any idle time."""
     sizes = model.sizes
     layers = sum(model.slots(action, sizes.ring_layers) for action, _ in schedule.kinds)
     return sizes.microbatches * layers / sizes.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the exposed seconds of token exchanges between devices."""
+    """Return the exposed time of token exchanges between devices, in seconds."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
     layers = model.total(model.sizes.ring_layers, exchanged)
@@ -591,7 +594,7 @@ def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the seconds of the prologue layers, which all stages run in parallel."""
+    """Return the time of the prologue layers in seconds; all stages run them in parallel."""
     rounds, layers = schedule.prologue, model.sizes.prologue_layers
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
@@ -600,7 +603,7 @@ def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _gathers(model: CostModel, schedule: Schedule) -> float:
-    """Return the seconds of weight gathers that are not done layer by layer."""
+    """Return the time of the weight gathers outside layers, in seconds."""
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
     layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
@@ -608,7 +611,7 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
-    """Return the seconds of gradient reductions that are not done layer by layer."""
+    """Return the time of the gradient reductions outside layers, in seconds."""
     sizes, found = (
         model.sizes,
         model.total_send_seconds(merge_by_axes(step_end_traffic(model.sizes))),
@@ -620,13 +623,13 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
 
 
 def _update(model: CostModel) -> float:
-    """Return the seconds of the optimizer update, limited by memory bandwidth."""
+    """Return the time of the optimizer update in seconds, limited by memory bandwidth."""
     moved = 2.4 * state(model.sizes.trained)["state"]
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the seconds to allocate the memory of a step, on devices that free it after a step."""
+    """Return the time in seconds to allocate a step's memory, if each step frees its memory."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

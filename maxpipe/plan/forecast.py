@@ -1,4 +1,4 @@
-"""Forecast one layout, or search for the best layouts, of a config on a topology; without jax."""
+"""Forecast the layouts of a config on a topology, or search for the best; without jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maxpipe.plan.topology import Topology, resolve_config
 
 
 def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
-    """Forecast memory and time of a config on a topology.
+    """Forecast the memory and step time of a config on a topology.
 
     Raises:
         ConfigError: the config does not fit the topology.
@@ -32,7 +32,7 @@ def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan as values, and the smallest changes after which it fits if it does not."""
+    """Return the plan as JSON values, and the smallest changes with which it would fit, if any."""
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
@@ -74,7 +74,7 @@ def best_layouts(
     keep: int = NUM_RESULTS,
     report: ProgressCallback = ignore_progress,
 ) -> SearchResult:
-    """Return the `keep` fastest layouts of a config on a topology; for `report`, see `search`."""
+    """Return the `keep` fastest layouts of a config on a topology. For `report`, see `search`."""
     return search(
         config,
         topology.hardware,

@@ -14,21 +14,21 @@ import numpy as np
 
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _SLICE_IDS = 100_000
-"""Device 4 of the first slice has the id 100004, of the second 200004."""
+"""Device 4 has the id 100004 in the first slice, and 200004 in the second."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction of a computation."""
+    """An instruction in a computation."""
 
     name: str
     shape: str
-    """Shape as printed; for a tuple, the shapes of all members."""
+    """Shape as printed. For a tuple, the shapes of all members."""
     opcode: str
     operands: tuple[str, ...]
-    """Names of instructions in the same computation; for a constant, its value."""
+    """Operand names in the same computation; for a constant, its value."""
     attributes: str
-    """Everything after the operands."""
+    """The text after the operands."""
 
     @cached_property
     def op_name(self) -> str:
@@ -38,17 +38,17 @@ class Instruction:
 
     @cached_property
     def cycles(self) -> int:
-        """Cycle estimate of the compiler; 0 if there is none."""
+        """Cycle estimate of the compiler, or 0 if the compiler provides no estimate."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the result, without padding."""
+        """Size of the result in bytes, without padding."""
         return sum(array_bytes(self.shape))
 
     def computation(self, role: str) -> str | None:
-        """Return the name of the computation called as `body`, `condition`, `calls` ..."""
+        """Return the name of the computation in the attribute `body`, `condition`, `calls` ..."""
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else None
 
@@ -63,12 +63,12 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name in printed order, which is the execution order of a scheduled module."""
+"""Instructions by name, in printed order. In a scheduled module, this is the execution order."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed program."""
+    """A parsed HLO module."""
 
     computations: dict[str, Computation]
     entry: str
@@ -81,7 +81,9 @@ def array_dims(shape: str) -> list[tuple[int, ...]]:
 
 
 def array_bytes(shape: str) -> list[int]:
-    """Return the bytes of each array in a printed shape; tokens and opaque values are skipped."""
+    """Return the size in bytes of each array in a printed shape. Tokens and opaque values are
+    skipped.
+    """
     sizes = []
     for kind, dims in _ARRAY.findall(shape):
         digits = re.search(r"\d+", kind)
@@ -122,7 +124,7 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # The metadata of a kernel contain line breaks; cycles and origin are on the last line.
+            # The metadata of a kernel contains line breaks. Cycles and origin are on the last line.
             current[-1] += f"\n{line}"
     if not entry:
         raise ValueError("not the text of an HLO module: no line starts with ENTRY")
@@ -138,13 +140,13 @@ def _instruction(text: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     pieces = split_operands(rest[len(opcode) + 1 : end - 1])
-    # CPU programs print an operand as `f32[8]{0} %name`, TPU programs as `%name`.
+    # CPU programs print an operand as `f32[8]{0} %name`. TPU programs print it as `%name`.
     operands = tuple(piece.split()[-1].lstrip("%") for piece in pieces)
     return Instruction(name, shape, opcode, operands, rest[end:])
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the position after the bracket that matches the bracket at `start`."""
+    """Return the position after the bracket that closes the bracket at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match.group() == "(" else -1
@@ -154,7 +156,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_operands(text: str) -> list[str]:
-    """Split operands at commas outside brackets, without comments such as `/*index=5*/`."""
+    """Split operands at commas outside brackets, and drop comments such as `/*index=5*/`."""
     pieces, depth, start = [], 0, 0
     text = re.sub(r"/\*.*?\*/", "", text)
     for position, letter in enumerate(text + ","):
@@ -172,7 +174,7 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices of the first group; the other groups are shifted copies."""
+    """Return the devices in the first group. All other groups are shifted copies of this group."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
@@ -190,7 +192,7 @@ def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
 
 
 def group_between_slices(target: str) -> tuple[int, ...]:
-    """Return the device ids of the first group in `{1,2}x{0:63}` or `{{100000->200032},...}`."""
+    """Return the device ids in the first group of `{1,2}x{0:63}` or `{{100000->200032},...}`."""
     if found := re.match(r"\{([\d,]+)\}x\{(\d+)", target):
         return tuple(
             int(each) * _SLICE_IDS + int(found.group(2)) for each in found.group(1).split(",")
@@ -199,7 +201,7 @@ def group_between_slices(target: str) -> tuple[int, ...]:
 
 
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the devices in the order in which a message from the first source passes them."""
+    """Return the devices in the order in which a message from the first source reaches them."""
     after = {int(source): int(target) for source, target in pairs}
     members = [next(iter(after), 0)]
     while (target := after.get(members[-1])) is not None and target not in members:
@@ -208,11 +210,13 @@ def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
 
 
 def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
-    """Return the array of `[4,8]<=[8,4]T(1,0)`: iota over the source, transposed and reshaped."""
+    """Return the array for `[4,8]<=[8,4]T(1,0)`: an iota over the source shape, then a
+    transpose.
+    """
     dims = [int(dim) for dim in shape.split(",")]
     origin = [int(dim) for dim in source.split(",")] if source else dims
     numbers = np.arange(math.prod(origin)).reshape(origin)
     if order:
         numbers = numbers.transpose([int(dim) for dim in order.split(",")])
-    # `device_ids=([4,8]T(1,0))` has no source: the shape itself is transposed.
+    # `device_ids=([4,8]T(1,0))` has no source shape: the shape itself is transposed.
     return numbers.reshape(dims) if source else numbers

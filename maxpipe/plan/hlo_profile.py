@@ -1,9 +1,9 @@
 """Compute the costs of a compiled program from its optimized HLO text.
 
-The profiler visits `compiled.as_text()` from its entry and multiplies loop bodies by their trip
-counts. TPU programs contain the compiler's cycle estimate of every compute instruction, but none
-for synchronous collectives, so cycles and bytes are reported separately. Trip counts of layer loops
-are dynamic: the caller passes their averages, and the fraction of ticks that run a branch.
+The profiler visits `compiled.as_text()` from its entry computation and multiplies the costs of loop
+bodies by their trip counts. TPU programs contain a cycle estimate for every compute instruction but
+not for synchronous collectives, so cycles and bytes are reported separately. Trip counts of layer
+loops are dynamic: the caller passes their averages, and the fraction of ticks that run a branch.
 
     compiled = steps.compile_train()
     profile = profile_program(parse_hlo(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
@@ -42,7 +42,7 @@ BETWEEN_SLICES = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""Names in XLA for TPU of collectives over the network of the hosts."""
+"""Names of collectives over the host network in XLA for TPU."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _ON_HOST = "S(5)"
@@ -57,12 +57,12 @@ class InstructionCost:
     instruction: Instruction
     region: str
     count: float
-    """Executions per run of the program."""
+    """Number of executions per run of the program."""
     flops: float = 0.0
-    """FLOP of the matmuls in one execution, where a multiply-add counts 2. For a kernel, they come
-    from its scope name or its own cost estimate."""
+    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the FLOP come
+    from its scope name or its cost estimate."""
     fused: Computation = field(default_factory=dict)
-    """Instructions of a fusion; empty for other instructions."""
+    """Instructions in a fusion; empty for other instructions."""
 
     @property
     def is_kernel(self) -> bool:
@@ -71,12 +71,12 @@ class InstructionCost:
 
     @property
     def cycles(self) -> float:
-        """Estimated cycles of all executions."""
+        """Total estimated cycles across all executions."""
         return self.instruction.cycles * self.count
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of the largest result, over all executions."""
+        """Size of the largest result in bytes, times the number of executions."""
         return max(array_bytes(self.instruction.shape), default=0) * self.count
 
 
@@ -93,20 +93,20 @@ class Collective:
     group: tuple[int, ...]
     """Positions of the first group's devices in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Bytes sent by each device in one execution, with a ring algorithm. For ragged collectives,
-    the full capacity, sent evenly to all devices."""
+    """Bytes sent by each device in one execution, assuming a ring algorithm. For a ragged
+    collective, the full capacity is assumed to be sent evenly to all devices."""
     is_async: bool
-    """Whether start and done are two instructions."""
+    """Whether the start and the done are separate instructions."""
     between: tuple[str, ...] = ()
-    """Compute instructions between start and done, in scheduled order."""
+    """Compute instructions between the start and the done, in scheduled order."""
     cycles_between: float = 0.0
-    """Estimated cycles of these instructions, including loops."""
+    """Total estimated cycles of these instructions, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """Estimated cycles by instruction, since several collectives may be in flight at once."""
+    """Estimated cycles keyed by instruction, since several collectives may be in flight at once."""
     flops_between: float = 0.0
-    """FLOP of these instructions' matmuls and kernels, including loops."""
+    """FLOP of the matmuls and kernels in these instructions, including loops."""
     between_slices: bool = False
-    """Whether hosts send the data between slices; `group` then contains device ids."""
+    """Whether the hosts send the data between slices. `group` then contains device ids."""
 
     @property
     def total_bytes(self) -> float:
@@ -115,7 +115,7 @@ class Collective:
 
     @property
     def stride(self) -> int:
-        """Distance between neighbours of the group; distinguishes mesh axes of equal size."""
+        """Distance between neighbours in the group, which distinguishes mesh axes of equal size."""
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
@@ -124,14 +124,14 @@ class HostTransfer:
     """An asynchronous transfer to or from host memory."""
 
     kind: str
-    """`TO_HOST` or `FROM_HOST`."""
+    """Direction of the transfer: `TO_HOST` or `FROM_HOST`."""
     name: str
     region: str
     count: float
     num_bytes: float
-    """Bytes of one execution."""
+    """Bytes transferred in one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between start and done, including loops."""
+    """Estimated cycles of each instruction between the start and the done, including loops."""
 
 
 @dataclass
@@ -144,25 +144,25 @@ class Profile:
     """Copies and transposes of buffers inside loops."""
     transfers: list[HostTransfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
-    """`op_name` of loops with unknown trip counts, which are counted once."""
+    """`op_name` of loops with unknown trip counts. Their bodies are counted once."""
 
     @property
     def cycles(self) -> float:
-        """Total estimated cycles, without synchronous collectives and kernels."""
+        """Total estimated cycles, excluding synchronous collectives and kernels."""
         return sum(entry.cycles for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """FLOP of all matmuls and kernels."""
+        """Total FLOP of matmuls and kernels."""
         return sum(entry.flops * entry.count for entry in self.entries)
 
     @property
     def kernel_flops(self) -> float:
-        """FLOP of kernels only."""
+        """Total FLOP of kernels."""
         return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
     def largest(self, number: int) -> list[InstructionCost]:
-        """Return the entries with the most cycles over all executions."""
+        """Return the entries with the most cycles across all executions."""
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
@@ -187,14 +187,14 @@ def profile_program(
 
     Args:
         module: a parsed program.
-        trips: average trip count by pattern of a loop's `op_name`. Overrides the trip count in
-            the text; the first match applies.
-        shares: fraction of executions that run the most expensive branch, by pattern of a
-            conditional's `op_name` (default: 1); the others run the cheapest branch.
-        windows: fraction of attention layers by window size, if layers differ.
-        regions: pattern of `op_name` by region name. Called computations belong to the region of
-            their caller.
-        copy_bytes: minimum size of listed copies inside loops.
+        trips: average trip counts, keyed by patterns for a loop's `op_name`. Overrides the trip
+            count in the text; the first match applies.
+        shares: fraction of executions that run the most expensive branch, keyed by patterns for a
+            conditional's `op_name` (default: 1). The other executions run the cheapest branch.
+        windows: fraction of attention layers, keyed by window size, if layers differ.
+        regions: patterns for `op_name`, keyed by region name. Called computations belong to the
+            region of their caller.
+        copy_bytes: minimum size in bytes of the listed copies inside loops.
     """
     walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)
@@ -265,7 +265,7 @@ class _Walk:
             yield name, 1.0
 
     def _window(self, branch: str) -> int | None:
-        """Return the window size in the scope names of a branch; None if there is none."""
+        """Return the window size in the scope names of a branch, or None if there is none."""
         found = (
             scopes.parse_window(each.op_name) for each in self.module.computations[branch].values()
         )
@@ -290,7 +290,7 @@ class _Walk:
         return float(values[0]) if len(values) == 1 else None
 
     def cost(self, name: str) -> tuple[float, float, int]:
-        """Return cycles, FLOP and number of instructions of one execution, for comparison."""
+        """Return the cycles, FLOP and number of instructions of one execution, as a sort key."""
         if name not in self.costs:
             computation = self.module.computations[name]
             self.costs[name] = self._cost_of(computation.values(), computation)
@@ -325,10 +325,10 @@ class _Walk:
     # Work.
 
     def _flops(self, each: Instruction, computation: Computation) -> float:
-        """Return the FLOP of one execution, including the matmuls of a fusion."""
+        """Return the FLOP of one execution, including the matmuls in a fusion."""
         if each.opcode == "fusion":
-            # Kernels are not inside fusions. Custom calls in a fusion that prepares a kernel carry
-            # the kernel's FLOP in their name, which must not be counted twice.
+            # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
+            # contain the kernel's FLOP in their names. This FLOP count must not be added twice.
             inside = self._inside(each)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
@@ -357,14 +357,16 @@ class _Walk:
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in each.operands if name in computation]
         if wrapped is not None and each.opcode in ("fusion", "call-start"):
-            # Fusions may have additional operands and calls have none, so use the inner operands.
+            # Use the operands of the inner collective, because fusions may have additional operands
+            # and calls have none.
             operands = [self._inside(each)[name] for name in wrapped.operands]
         if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
-            kind = "reduce-scatter"  # as XLA for TPU writes it
+            kind = "reduce-scatter"  # as XLA for TPU emits it
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the others are the output, sizes and offsets
+            operands = operands[:1]  # the other operands are the output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
-        # GPU programs have a start and a done for every collective, even for synchronous ones.
+        # GPU programs have a start and a done for every collective, including synchronous
+        # collectives.
         is_async = self._is_start(each) and '"is_sync":true' not in each.attributes
         between = self._between(each, computation) if is_async else []
         cycles, flops, _ = self._cost_of(between, computation)
@@ -386,7 +388,7 @@ class _Walk:
     def _cross_slice_collective(
         self, recv: Instruction, computation: Computation
     ) -> Collective | None:
-        """Return a collective between slices, which is a send to and a receive from the host."""
+        """Return a collective between slices, implemented by a send and a receive via the host."""
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
         kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
         if kind is None:
@@ -442,8 +444,9 @@ class _Walk:
         if each.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(each).values()
-        # A TPU may run one collective inside several fusions: the first starts it, others continue
-        # it during their own work, and the last ends it. The collective appears in all of them.
+        # A TPU may run one collective inside several fusions. The first fusion starts the
+        # collective, later fusions continue it during their own work, and the last fusion ends it.
+        # The collective appears in all these fusions.
         for other in inside:
             if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
                 continues = "chain_id=" in other.attributes and not self._is_start(each)
@@ -462,17 +465,17 @@ class _Walk:
         return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
 
     def _is_done(self, each: Instruction) -> bool:
-        if each.opcode == "copy-done":  # a copy of a buffer that is still in flight
+        if each.opcode == "copy-done":  # this copies a buffer that is still in flight
             return False
         return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
 
     def _has(self, each: Instruction, target: str) -> bool:
-        """Whether the instruction is a fusion that contains this custom call."""
+        """Return whether the instruction is a fusion that contains this custom call."""
         inside = self._inside(each).values() if each.opcode == "fusion" else ()
         return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
 
     def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
-        """Return the compute instructions between a start and its done."""
+        """Return the compute instructions between a start and the matching done."""
         names = list(computation)
         first = names.index(start.name)
         carriers, found = {start.name}, []
@@ -481,10 +484,10 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return found
-                carriers.add(name)  # passes on the collective's state, as loops also do
+                carriers.add(name)  # passes on the collective's state, as a loop also does
             if other.opcode in _COMPUTE:
                 found.append(other)
-        # The done may be in the next loop iteration: then the rest of this iteration is in between.
+        # If the done is in the next loop iteration, include the remainder of this iteration.
         return found
 
     def _is_copy(self, each: Instruction) -> bool:
@@ -510,13 +513,13 @@ _CONTRACTED = re.compile(
 
 
 def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
-    """Return the number of multiplications of a matmul."""
+    """Return the number of multiplications in a matmul."""
     out = array_dims(each.shape)[0]
     if each.opcode != "convolution":
         listed = _CONTRACTED.search(each.attributes)
         dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
         return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
-    # XLA for TPU writes matmuls as convolutions, with other dimensions as spatial dimensions.
+    # XLA for TPU lowers matmuls to convolutions, with other dimensions as spatial dimensions.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
     window = re.search(r"window=\{([^}]*)\}", each.attributes)
     assert labels is not None
@@ -534,7 +537,7 @@ def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] =
 
 
 def _pairings(length: int, kernel: int, out: int, settings: Mapping[str, str], dim: int) -> int:
-    """Return the number of multiplied pairs of kernel and array elements in a spatial dimension."""
+    """Return the number of (input, kernel) products along one spatial dimension."""
 
     def setting(name: str, default: int) -> int:
         parts = settings.get(name, "").split("x")
@@ -551,7 +554,7 @@ def _first_match(table: Mapping[str, float], text: str, default: float) -> float
 
 
 def _sent_bytes(kind: str, operand_bytes: int, size: int) -> float:
-    """Return the bytes that each device sends with a ring algorithm."""
+    """Return the number of bytes that each device sends, assuming a ring algorithm."""
     around = (size - 1) / size
     match kind:
         case "all-gather":

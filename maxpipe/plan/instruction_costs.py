@@ -1,9 +1,9 @@
 """List the most expensive operations of a compiled step by cycles.
 
-An entry is an instruction of the compiled program with all its executions. Cycles are the
-compiler's estimate. For kernels, which have no estimate, cycles follow from their FLOP at an
-assumed efficiency. For collectives, they follow from the bytes at the published link bandwidth,
-minus the cycles of work scheduled between start and done.
+An entry is an instruction of the compiled program, summed over its executions. Cycles are the
+compiler's estimate. The compiler has no estimate for kernels: their cycles are computed from their
+FLOP at an assumed efficiency. Cycles of collectives are computed from their bytes at the published
+link bandwidth, minus the cycles of work scheduled between start and done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOVES = (
     ("copy", {"copy", "transpose", "copy-start", "concatenate", "pad", "convert"}),
     ("fill", {"broadcast", "iota"}),
 )
-"""Categories of instructions without arithmetic; the first matching category applies."""
+"""Categories of instructions without arithmetic. The first matching category applies."""
 _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
     *("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"),
 }
@@ -36,35 +36,36 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 @dataclass(frozen=True)
 class ProfileLine:
-    """An entry, or the sum of several entries."""
+    """An entry of the profile, or the sum of several entries."""
 
     kind: str
-    """`matmul`, `kernel`, `copy` ...; see `instruction_kind`."""
+    """Category, such as `matmul`, `kernel` or `copy`: see `instruction_kind`."""
     region: str
-    """Scope of the program: `forward`, `backward`, `head`, `update` ..."""
+    """Region of the program, such as `forward`, `backward`, `head` or `update`."""
     part: str
-    """Name of a layer's part, or `rotary`; empty outside layers."""
+    """Name of the layer part, or `rotary`; empty outside layers."""
     name: str
-    """Name of the instruction; empty for a sum."""
+    """Name of the instruction, or empty for a sum."""
     shape: str
     """Shape of the result."""
     count: float
-    """Executions per step."""
+    """Number of executions per step."""
     cycles: float
     """Cycles per step."""
     flops: float
     """FLOP of matmuls and kernels per step."""
     of_peak: float
-    """Fraction of peak FLOP/s of matmuls and kernels; assumed for kernels."""
+    """Achieved fraction of peak FLOP/s of matmuls and kernels. For kernels, the value is
+    assumed."""
 
     @property
     def location(self) -> str:
-        """Region and part."""
+        """Region and layer part."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Return all entries sorted by cycles; empty if the compiler estimates no cycles."""
+    """Return all entries sorted by cycles, or nothing if the compiler estimates no cycles."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []
@@ -89,7 +90,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the line of an entry; `peak` is FLOP per cycle and `kernels` their efficiency."""
+    """Return the profile line of an entry, given the peak FLOP per cycle and kernel efficiency."""
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
     return ProfileLine(
@@ -106,7 +107,7 @@ def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLi
 
 
 def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
-    """Sum entries by kind and place, sorted by cycles."""
+    """Sum the entries by kind and location, sorted by cycles."""
     grouped: dict[tuple[str, str, str], list[ProfileLine]] = defaultdict(list)
     for each in listed:
         grouped[each.kind, each.region, each.part].append(each)
@@ -128,8 +129,8 @@ def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
 def instruction_kind(entry: InstructionCost) -> str:
     """Return the category of an instruction or fusion.
 
-    A fusion with a matmul is always a `matmul`. A fusion without arithmetic gets a category of data
-    movement. All other fusions are `elementwise`.
+    A fusion with a matmul is always a `matmul`. A fusion without arithmetic gets a data-movement
+    category. All other fusions are `elementwise`.
     """
     if entry.is_kernel:
         return "kernel"
@@ -140,16 +141,16 @@ def instruction_kind(entry: InstructionCost) -> str:
     for kind, own in _KINDS:
         if opcodes & own:
             return kind
-    # Scalar arithmetic, which computes offsets, does not count.
+    # Scalar arithmetic computes offsets and does not count.
     if all(each.opcode in _MOVING or each.shape.split("{")[0].endswith("[]") for each in inside):
         return next((kind for kind, own in _MOVES if opcodes & own), "elementwise")
     return "elementwise"
 
 
 def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
-    """Yield each collective with its exposed seconds over all executions.
+    """Yield each collective with its total exposed time in seconds.
 
-    Collectives of the same group do not overlap with the same cycles.
+    Two collectives of the same group cannot both overlap with the same cycles.
     """
     clock = hardware.clock_ghz * 1e9
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
@@ -166,7 +167,7 @@ def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Co
 
 
 def collective_seconds(each: Collective, hardware: Hardware) -> float:
-    """Return the seconds of one collective at the published link bandwidth."""
+    """Return the time of one collective at the published link bandwidth, in seconds."""
     if each.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
         return each.num_bytes / rate + latency * 1e-6
@@ -176,13 +177,13 @@ def collective_seconds(each: Collective, hardware: Hardware) -> float:
 
 
 def _short(shape: str) -> str:
-    """Format a shape without layouts; for a tuple, the first three members."""
+    """Format a shape without layouts. For a tuple, format only the first three members."""
     arrays = re.findall(r"\b[a-z]+\d*\w*\[[\d,]*\]", shape)
     return " ".join(dict.fromkeys(arrays[:3])) + (" ..." if len(set(arrays)) > 3 else "")
 
 
 def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
-    """Format the sums by kind and place, and the largest entries, as lines of a report."""
+    """Format the sums by kind and location, and the largest entries, as lines of a report."""
     if not listed:
         return ["no entries: the compiler provides no cycle estimates for these devices"]
     whole = sum(each.cycles for each in listed)

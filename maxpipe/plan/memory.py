@@ -1,9 +1,9 @@
 """Predict the memory of one device, term by term, from the config alone.
 
 Persistent arrays of the train step are counted exactly: state, schedule buffers and gradient
-accumulators. The additional memory at the peak is the sum of the arrays that are live at that time.
-`benchmarks/` compares the total with the peak reported by the compiler. This module does not import
-jax.
+accumulators. The additional memory at the peak is the total size of the arrays that are live at
+that time. `benchmarks/` compares the total with the peak reported by the compiler. This module does
+not import jax.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"
 ARGUMENTS = ("state", "batch", REFERENCE)
-"""Terms that exist before the step starts; the other terms are temporary."""
+"""Terms that are allocated before the step starts. The other terms are temporary."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Predicted bytes on one device by term of `plan.memory_terms`."""
+    """Predicted bytes on one device, keyed by the terms in `plan.memory_terms`."""
 
     terms: dict[str, float]
     host: float
-    """Bytes in host memory."""
+    """Total bytes in host memory."""
 
     @property
     def arguments(self) -> float:
-        """Bytes of state, batch and reference parameters."""
+        """Total bytes of state, batch and reference parameters."""
         return sum(self.terms.get(name, 0.0) for name in ARGUMENTS)
 
     @property
     def reference(self) -> float:
-        """Bytes on the device during the step that are not arguments of the step."""
+        """Bytes in device memory during the step that are not arguments of the step."""
         return self.terms.get(REFERENCE, 0.0)
 
     @property
     def temporary(self) -> float:
-        """Bytes of all other terms."""
+        """Total bytes of all other terms."""
         return self.total - self.arguments
 
     @property
     def total(self) -> float:
-        """Bytes of all terms."""
+        """Total bytes of all terms."""
         return sum(self.terms.values())
 
     @property
@@ -69,7 +69,7 @@ class Memory:
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """Predict the memory of the train step of a config on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # gather modes differ only in the buffers of `visit`
+    if not gathers_weights(sizes):  # between gather modes, only the buffers of `visit` differ
         pipeline = sizes.config.pipeline
         mode = "visit" if pipeline.weight_gather == "visit" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -93,7 +93,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
-        if platform != "tpu":  # on GPUs, the larger of the two estimates
+        if platform != "tpu":  # on GPUs, use the larger of the two estimates
             size = BYTES[sizes.config.model.compute_dtype]
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
@@ -113,9 +113,9 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
 
 
 def state(sizes: Sizes) -> dict[str, float]:
-    """Return the bytes of the step's arguments: state and batch."""
+    """Return the size in bytes of the step's arguments: state and batch."""
     train = sizes.config.train
-    # Four arrays of ids (int32) and the mask (float32).
+    # The batch has four int32 arrays of ids and a float32 mask.
     batch = sizes.batch_per_device * (5 * 4 * train.sequence_length + 4)
     kept = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
     return {
@@ -125,26 +125,26 @@ def state(sizes: Sizes) -> dict[str, float]:
 
 
 def _on_host(sizes: Sizes) -> bool:
-    """Whether the optimizer state is offloaded to host memory; false on CPU."""
+    """Return whether the optimizer state is offloaded to host memory; always false on CPU."""
     return sizes.config.optim.offload_state and sizes.platform != "cpu"
 
 
 def reference(sizes: Sizes) -> float:
-    """Return the bytes of the reference parameters of `grpo.kl_coef`."""
+    """Return the size in bytes of the reference parameters of `grpo.kl_coef`."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
     return _parameters(sizes.trained) if is_kept else 0.0
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
-    """Return the maximum workspace of an attention kernel, unknown to XLA without a GPU."""
+    """Return the maximum workspace of attention kernels, which is unknown to XLA without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
     own = (Held(documents=part.backward_peak.documents) for part in parts)
     return max(map(sizes.declared_bytes, parts, own))
 
 
 def _parameters(sizes: Sizes) -> float:
-    """Return the bytes of all stored parameters on one device."""
+    """Return the total size in bytes of all stored parameters on one device."""
     ends = sizes.norm_elements + sizes.embedding_elements() + sizes.mtp_elements()
     ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
     layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.prologue_layers)
@@ -152,7 +152,7 @@ def _parameters(sizes: Sizes) -> float:
 
 
 def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the bytes of stored parameters on one device, for these numbers of layers by type."""
+    """Return the total size in bytes of stored parameters for these numbers of layers by type."""
     return float(
         sum(
             count
@@ -166,12 +166,12 @@ def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """Return the bytes of the buffers carried by the loop over ticks, by term."""
+    """Return the sizes in bytes of the buffers carried by the tick loop, keyed by term."""
     pipeline, model = sizes.config.pipeline, sizes.config.model
     size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
     message = float(size * sizes.activation)
     visits, by_visit = schedule.weight_window, _uses_weight_window(sizes, schedule)
-    # Saved activations of the largest chunk, counted per layer type.
+    # Count the saved activations of the largest chunk, per layer type.
     kept = sum(
         length * sizes.saved_activation_bytes(kind)[0]
         for kind, length in sizes.chunk_layer_slots.items()
@@ -206,9 +206,11 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the bytes of the prologue layers: state, gradients, gathered weights and buffers.
+    """Return the total size of the prologue layers in bytes.
 
-    Temporary memory of a layer's backward is not included, because all layers share it.
+    The size includes state, gradients, gathered weights and buffers.
+
+    Temporary memory of a layer's backward pass is not included, because all layers share it.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
     found = _stored_bytes(sizes, sizes.prologue_layers)
@@ -242,7 +244,7 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
 
 
 def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """Return the bytes of gathered weights that are kept for the complete step."""
+    """Return the size in bytes of gathered weights that are kept for the complete step."""
     if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     size, held = BYTES[sizes.config.model.compute_dtype], sizes
@@ -260,9 +262,10 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def _read_in_place(sizes: Sizes) -> bool:
-    """Whether frozen weights are used in place: unsharded and in the compute dtype.
+    """Return whether weights can be used in place: unsharded and in the compute dtype.
 
-    Trained weights are used in place only on CPU.
+    On TPUs and GPUs, only frozen weights are used in place. On CPU, trained weights are used in
+    place as well.
     """
     model = sizes.config.model
     is_right = model.param_dtype == model.compute_dtype and model.matmul == "default"
@@ -270,8 +273,8 @@ def _read_in_place(sizes: Sizes) -> bool:
 
 
 ARRIVING = 0.8
-"""Fraction of a chunk's gathered weights that are in flight before they reach the window; fitted on
-TPU."""
+"""Fraction of a chunk's gathered weights that are in flight before they reach the weight prefetch
+window; fitted on TPU."""
 
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
@@ -283,7 +286,7 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Return the bytes of parameter shards in the compute dtype, which XLA for TPU keeps.
+    """Return the size in bytes of the compute-dtype copies of parameter shards in XLA for TPU.
 
     Parameters that are stored in the compute dtype need no copy.
     """
@@ -304,13 +307,14 @@ def _copies(sizes: Sizes) -> float:
 
 
 WORKSPACE = 32.0 * 2**20
-"""Workspace of cuBLAS matmuls on Hopper GPUs, in bytes; smaller on other GPUs."""
+"""Workspace of cuBLAS matmuls on Hopper GPUs, in bytes. Other GPUs use less."""
 
 
 def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the bytes of transposed layer shards that XLA for GPU keeps during the step.
+    """Return the size in bytes of transposed layer shards that XLA for GPU keeps during the step.
 
-    XLA for GPU gathers only along the first dimension and hoists other transposes out of the loops.
+    XLA for GPU gathers only along the first dimension. XLA hoists the transposes for other
+    dimensions out of the loops.
     """
     stays = not _gathers_per_step(sizes, schedule)
     return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.transposed_elements)
@@ -323,7 +327,7 @@ def _with_float32(sizes: Sizes) -> Sizes:
 
 @cache
 def _has_older_cpu_compiler() -> bool:
-    """Whether the installed jax has an older CPU compiler; does not import jax."""
+    """Return whether the installed jax has an older CPU compiler; does not import jax."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -332,36 +336,38 @@ def _has_older_cpu_compiler() -> bool:
 
 
 _NEWER_ON_CPU = (0, 12)
-"""First jax version in which XLA for CPU keeps activations and buffers in bfloat16, and keeps
-optimization barriers until fusion; 0.10 did neither."""
+"""First jax version in which XLA for CPU keeps activations and buffers in bfloat16 and preserves
+optimization barriers until fusion. Version 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Return the bytes of float32 copies in older XLA for CPU, which computes in float32."""
+    """Return the size in bytes of float32 copies, because older XLA for CPU computes in float32."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # A float32 copy is twice as large as the growth of a bfloat16 array that becomes float32.
+    # Converting a bfloat16 array to float32 grows it by half the size of a float32 copy.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
 WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
-"""Copies of a layer's gathered weights and gradients during its backward, in the compute dtype.
-This constant and the next two are fitted on TPU."""
+"""Number of copies of a layer's gathered weights and gradients during its backward pass, in the
+compute dtype. This constant and the next two are fitted on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""Copies of the attention scores per declared copy, because all blocks of attention are live at
-once."""
+"""Number of copies of the attention scores per declared copy. The scores of all attention blocks
+are live at once."""
 REDUCED_COPIES = 1.2
-"""Copies of unsharded activations in flight for tensor-parallel reductions, in addition to scores.
+"""Number of copies of unsharded activations in flight for tensor-parallel reductions, in addition
+to scores.
 """
 
 
 REMOTE_KEY_COPIES = 2.0
-"""Copies of keys and values from other devices: the gathered arrays and their gradients."""
+"""Number of copies of keys and values from other devices: the gathered arrays and their
+gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the bytes of the largest layer's backward; parts of a layer reuse memory."""
+    """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
     size = BYTES[sizes.config.model.compute_dtype]
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
@@ -378,14 +384,14 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
-    """Return the bytes of a layer's dequantized matrices in the compute dtype."""
+    """Return the size in bytes of a layer's dequantized matrices in the compute dtype."""
     held = [param for key, param in kind.declared.items() if is_held(kind, key)]
     size = BYTES[sizes.config.model.compute_dtype]
     return float(size * sum(sizes.elements(each.dims, whole=True) for each in held))
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
-    """Return the peak bytes of a part's backward, without weights."""
+    """Return the peak size in bytes of a layer part's backward pass, excluding weights."""
     size, held = BYTES[sizes.config.model.compute_dtype], part.backward_peak
     narrow, wide, other = held.pairs
     found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.stored_scores(part)
@@ -396,25 +402,28 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
-"""Copies of a layer's weights, and copies of the stage activation per part of a layer; fitted."""
+"""Number of copies of a layer's weights, and of the stage activation per layer part; fitted."""
 CPU_GATHERED = 4.0
-"""Copies of gathered or not yet reduced activations, if tokens are sharded between matmuls; fitted.
+"""Number of copies of activations that are gathered or not yet reduced, if tokens are sharded
+between matmuls; fitted.
 """
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Copies of every array declared by a part, with saved and with recomputed activations; fitted."""
+"""Number of copies of every array declared by a layer part, with saved and with recomputed
+activations; fitted."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""Copies of attention scores, together with other arrays and during attention's backward; fitted.
+"""Number of copies of attention scores, together with other arrays and during attention's backward
+pass; fitted.
 """
 CPU_BARRIER_COPIES = 0.6
-"""Copies of arrays that optimization barriers normally avoid, if the compiler drops barriers.
-Operands of matmuls already have the right layout, unless tokens are sharded. Fitted."""
+"""Number of copies of arrays that optimization barriers normally avoid, if the compiler drops
+barriers. Operands of matmuls already have the right layout, unless tokens are sharded. Fitted."""
 CPU_GATHERING = 2 / 3
 """Fraction of a stage's gathered float32 weights that are live during their conversion to the
 compute dtype. All weights are gathered before the first conversion. Fitted."""
 
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the temporary bytes of gathering a stage's weights, since collectives use float32."""
+    """Return the temporary bytes for gathering a stage's weights; collectives use float32."""
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
@@ -433,10 +442,11 @@ def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> 
 
 
 def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
-    """Return the bytes of the largest layer's backward on CPU, where most arrays are live at once.
+    """Return the peak bytes of the largest layer's backward pass on CPU.
 
-    `score_bytes` is the size of an attention score, independent of the compute dtype. `spared` is
-    the fraction of the arrays that optimization barriers avoid.
+    On CPU, most arrays are live at once. `score_bytes` is the size of an attention score,
+    independent of the compute dtype. `spared` is the fraction of the arrays that optimization
+    barriers avoid.
     """
     size = BYTES[sizes.config.model.compute_dtype]
 
@@ -468,8 +478,8 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
 
 
 CPU_MTP_ACTIVATIONS = 28.0
-"""Additional activations of an MTP layer: projection, norms, embeddings and inputs of later heads;
-fitted."""
+"""Number of additional activations of an MTP layer: projection, norms, embeddings and inputs of
+later heads; fitted."""
 
 
 def _mtp_layer_bytes(sizes: Sizes) -> float:
@@ -478,11 +488,11 @@ def _mtp_layer_bytes(sizes: Sizes) -> float:
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
-"""Activations of MTP layers that are live together with logits, in addition to two per head."""
+"""Number of MTP activations that are live together with the logits, in addition to two per head."""
 
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
-    """Return the MTP bytes that are live together with logits, with a copy of the head gradient."""
+    """Return the MTP bytes that are live with the logits, including a head-gradient copy."""
     if not sizes.mtp_layers:
         return 0.0
     size = BYTES[sizes.config.model.compute_dtype]
@@ -491,7 +501,7 @@ def _mtp_pending_bytes(sizes: Sizes) -> float:
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
-    """Return the bytes of the layer inputs of a chunk after its recomputed forward."""
+    """Return the size in bytes of a chunk's layer inputs after its recomputed forward pass."""
     pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
     layers = sum(sizes.chunk_layer_slots.values()) if pipeline.remat == "chunk" else 0
     return float(layers * size * sizes.activation)
@@ -504,32 +514,33 @@ def loss_tokens(sizes: Sizes) -> int:
 
 
 def loss_blocks(sizes: Sizes) -> int:
-    """Return the number of token blocks in the loss of a microbatch."""
+    """Return the number of token blocks in the loss of one microbatch."""
     return -(-sizes.tokens // loss_tokens(sizes))
 
 
 UNFUSED_LOGITS = 3.0
-"""Float32 copies of the logits on CPU, where XLA does not fuse the loss and its gradient."""
+"""Number of float32 copies of the logits on CPU, where XLA does not fuse the loss with its
+gradient."""
 
 
 def _logits(sizes: Sizes, platform: str) -> float:
-    """Return the bytes of the loss head's backward."""
+    """Return the peak size in bytes of the loss head's backward pass."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
     size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.vocabulary
     matrix = sizes.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
-    # The gradient of the head matrix is live after other copies of the logits are freed.
+    # The gradient of the head matrix becomes live after the other copies of the logits are freed.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
-        # Unsharded accumulators receive the gradient in place; sharded ones after its reduction.
+        # Unsharded accumulators are updated in place; sharded accumulators after the reduction.
         # With several blocks, the gradient accumulates in place in a separate buffer.
         most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
-    else:  # logits, plus their gradient in the compute dtype for the matrix gradient
+    else:  # logits, plus their compute-dtype gradient for the matrix gradient
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
-        # Inputs and outputs of all blocks, and sums over blocks and heads.
+        # Count the inputs and outputs of all blocks, and the sums over blocks and heads.
         sums = (platform != "tpu") + (sizes.mtp_heads > 0)
         most += gradient * sums + 2 * size * sizes.whole_activation
     return most + size * matrix * gathers + _mtp_pending_bytes(sizes)

@@ -1,6 +1,6 @@
-"""Terms of device memory, and the config keys that reduce each term.
+"""Define the terms of device memory, and the config keys that reduce each term.
 
-Plans and explanations of out-of-memory errors use the same table.
+Plans and explanations of out-of-memory errors share this table.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ TERMS: dict[str, Term] = {
 
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Largest fraction of device memory in a forecast that fits. The rest is reserved for the program,
-allocator fragmentation and the error of the forecast."""
+"""Maximum fraction of device memory that a forecast may use and still count as fitting. The rest is
+reserved for the program, allocator fragmentation and the error of the forecast."""
 
 
 def verdict(predicted: float, memory: float) -> str:
-    """Return whether a step with `predicted` bytes fits on a device, as text."""
+    """Return a text that states whether a step with `predicted` bytes fits on a device."""
     if predicted <= USABLE_MEMORY_FRACTION * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
@@ -117,8 +117,8 @@ def explain_out_of_memory(
 ) -> str:
     """Explain an out-of-memory message: the largest terms and the config keys that reduce them.
 
-    The result is empty if the message lists no allocations, as in compilation for absent devices.
-    `buffers` maps names of `TERMS` to array shapes, which may be sharded over `tensor` devices.
+    Return an empty text if the message lists no allocations, as in compilation for absent devices.
+    `buffers` maps names in `TERMS` to array shapes, which may be sharded over `tensor` devices.
     """
     found = _allocations(message)
     total: dict[str, float] = {}
@@ -138,7 +138,7 @@ def describe_largest(terms: Mapping[str, float]) -> str:
 
 
 def parse_out_of_memory(message: str) -> tuple[float, float] | None:
-    """Return the required and available bytes in an out-of-memory message of the compiler."""
+    """Return the required and available bytes in the compiler's out-of-memory message."""
     number = r"([\d.]+)([KMGT]?)"
     found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
         rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
@@ -151,7 +151,7 @@ def _bytes(number: str, unit: str) -> float:
 
 
 def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
-    """Return (bytes, dims, origin) of the allocations in an out-of-memory message."""
+    """Return (bytes, dims, origin) of each allocation in an out-of-memory message."""
     found = []
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+)([KMGT]?)", block)

@@ -1,6 +1,6 @@
-"""Bytes of optimizer state and gathered weights on one device; without jax.
+"""Predict the optimizer state and gathered weights on one device in bytes, without jax.
 
-Weights are gathered in the compute dtype, or in 8 bits with scales.
+Weights are gathered in the compute dtype, or in an 8-bit dtype with scales.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from maxpipe.plan.sizes import Sizes
 
 
 def optimizer_bytes(sizes: Sizes) -> float:
-    """Return the bytes of the optimizer state on one device."""
+    """Return the size of the optimizer state on one device in bytes."""
     ends = (_bytes(sizes, param) for param in sizes.model.ends.params.values())
     layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
     return layers + optimizer_layer_bytes(sizes, sizes.prologue_layers) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the bytes of optimizer state for these numbers of layers by type."""
+    """Return the size in bytes of optimizer state for the given numbers of layers by type."""
     return sum(
         count * _bytes(sizes, param)
         for kind, count in layers.items()
@@ -32,14 +32,14 @@ def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 CPU_COPIES = {"adafactor": 1.0, "lion": 0.6}
-"""Copies of gradients that XLA for CPU keeps during an update. These and the next two constants
+"""Number of gradient copies that XLA for CPU keeps during an update. This constant and the next two
 are fitted."""
 MUON_WHOLE_COPIES, MUON_SHARDED_COPIES = 1.0, 1.6
-"""Copies of gradients in a Muon update, for unsharded and for sharded matrices."""
+"""Number of gradient copies in a Muon update, for unsharded and for sharded matrices."""
 
 
 def gradient_copy_bytes(sizes: Sizes) -> float:
-    """Return the bytes of float32 gradient copies, during their reduction or during the update."""
+    """Return the size in bytes of float32 gradient copies, during the reduction or the update."""
     optim, is_cpu = sizes.config.optim, sizes.platform == "cpu"
 
     def in_update(param: Param) -> float:
@@ -56,7 +56,7 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
-    """Return the bytes of `number(param)` float32 copies of every gradient."""
+    """Return the total bytes of `number(param)` float32 copies of each gradient."""
     kinds, layers = (
         sizes.model.layer_types,
         Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),
@@ -89,14 +89,14 @@ def _bytes(sizes: Sizes, param: Param) -> float:
 
 
 def gathers_weights(sizes: Sizes) -> bool:
-    """Whether any parameter is gathered for use."""
+    """Return whether any parameter is gathered for use."""
     kinds = (kind.params for kind in sizes.model.layer_types.values())
     params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
     return any(sizes.gathered_over(param.dims) for param in params)
 
 
 def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the bytes of gathered weights for these numbers of layers by type."""
+    """Return the size in bytes of gathered weights for the given numbers of layers by type."""
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
         elements = sum(
             count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
@@ -106,10 +106,10 @@ def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
-    """Return the bytes per element of a gathered parameter, without scales.
+    """Return the number of bytes per element of a gathered parameter, excluding scales.
 
-    8-bit parameters exist twice, for forward and backward matmuls, unless the complete matrix has
-    one scale.
+    8-bit parameters are stored twice, for forward and backward matmuls, unless the complete matrix
+    has one scale.
     """
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
@@ -128,7 +128,7 @@ def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Whether a parameter is gathered in 8 bits: see `Decoder.summed`."""
+    """Return whether a parameter is gathered in 8 bits: see `Decoder.summed`."""
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads

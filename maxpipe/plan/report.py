@@ -1,6 +1,6 @@
-"""Format compile reports, plans and searches as text, JSON values and pictures.
+"""Format compile reports, plans and search results as text, JSON or figures.
 
-The picture of a plan shows the memory of one device as a stacked bar and the timeline of a step.
+The figure for a plan shows the memory of one device as a stacked bar, and the timeline of one step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
-    """Format a compile report for a terminal, with the `num_entries` most expensive operations."""
+    """Format a compile report for a terminal, including the `num_entries` most expensive
+    operations.
+    """
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) or "one device"
     mesh += f", attention {report.attention}"
     slices = f"{report.num_slices} slices of " if report.num_slices > 1 else ""
@@ -184,7 +186,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:
-    """Return the stages of `train.batch_ramp` and the steps after them; empty without a ramp."""
+    """Return the stages of `train.batch_ramp` and the steps after the ramp, if there is a ramp."""
     train, ramp = config.train, BatchRamp.from_config(config.train)
     last = RampStage(ramp.batch_size, max(0, total_steps(train) - ramp.steps))
     return [
@@ -201,7 +203,7 @@ def _ramp(config: Config) -> list[dict[str, int]]:
 def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     """Format the result of `plan_values` for a terminal.
 
-    `nearest` lists the smallest changes after which the plan fits.
+    `nearest` lists the smallest config changes that make the plan fit in memory.
     """
     layout = " ".join(f"{key}={value}" for key, value in values["layout"].items())
     slices = f" in {values['num_slices']} slices" if values["num_slices"] > 1 else ""
@@ -268,7 +270,7 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
 
 
 def _prologue_line(values: dict[str, Any]) -> list[str]:
-    """Return a line about the prologue layers, if there are any."""
+    """Return a line that describes the prologue layers, if there are any."""
     found = values["outside"]
     if not found["layers"]:
         return []
@@ -285,7 +287,7 @@ def search_values(
     compiled: Sequence[RankedCandidate] = (),
     measured: Sequence[RankedCandidate] = (),
 ) -> dict[str, Any]:
-    """Return a search as JSON-compatible values, with the rankings after compilation and runs."""
+    """Return a search result as JSON values, including rankings by compilation and measurement."""
     by_compiler = [
         plan_values(each.candidate, hardware)
         | {
@@ -310,7 +312,7 @@ def search_values(
 
 
 def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> str:
-    """Format the best layouts, ranked by compiler estimate, or by measured time with `ran`."""
+    """Format the best layouts, ranked by compiler estimate, or by measured time if `ran` is set."""
     lines = ["", "measured:" if ran else "compiler estimates:"]
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
@@ -334,7 +336,7 @@ def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> st
 
 
 def format_calibration(found: Measurements, before: Hardware, after: Hardware) -> str:
-    """Format the measured times, and the hardware figures before and after the calibration."""
+    """Format the measured times, and the hardware figures before and after calibration."""
     times = {
         "layer forward": found.forward,
         "layer input gradient": found.input_grad,
@@ -385,7 +387,7 @@ FIGURES = (
 
 
 def format_search(found: SearchResult, hardware: Hardware) -> str:
-    """Format the best layouts in two lines each, with the largest parts of their step time."""
+    """Format each of the best layouts on two lines, with the largest parts of its step time."""
     some = found.computed < found.considered
     computed = f"{found.computed:,} evaluated, " if some else ""
     lines = [
@@ -429,11 +431,11 @@ COLOURS = {
 _INK, _GREY, _PALE, _LIMIT = "#1d2633", "#667085", "#eff1f5", "#c4314b"
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 68.0, 34.0, 880.0, 22.0
 _MAX_TICKS = 160
-"""Maximum number of ticks in a timeline; a longer step is drawn with fewer microbatches."""
+"""Maximum number of ticks in a timeline. Longer steps are drawn with fewer microbatches."""
 
 
 def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
-    """Draw a plan to a PNG or SVG file, depending on the suffix of `path`."""
+    """Draw a plan and save it as PNG or SVG, depending on the suffix of `path`."""
     canvas = picture(candidate, hardware)
     if path.suffix == ".png":
         canvas.png(path)
@@ -442,7 +444,7 @@ def write(candidate: Candidate, hardware: Hardware, path: Path) -> None:
 
 
 def picture(candidate: Candidate, hardware: Hardware) -> Canvas:
-    """Draw the memory bar above the timeline."""
+    """Draw the memory bar above the timeline of the step."""
     canvas = _memory(candidate, hardware)
     canvas.append_canvas(_timeline(candidate, hardware), canvas.height)
     return canvas

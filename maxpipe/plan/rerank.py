@@ -1,8 +1,9 @@
 """Rank the best layouts of a search again by compilation or by measurement.
 
 The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normal errors: one shared by all layouts, one per setting
-(`stage=2`, `remat=names`, microbatch size), and one per layout. The prior mean is the forecast.
+predicted time is modelled as a sum of normal errors. One error is shared by all layouts, one is per
+setting (`stage=2`, `remat=names`, microbatch size), and one is per layout. The prior mean is the
+forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -40,13 +41,13 @@ from maxpipe.step.step import Steps
 
 Tree = Any
 LAYERS = 2
-"""Number of layers in a timed chunk."""
+"""Number of layers per chunk in timed steps."""
 PROGRAM_SECONDS = 2.0
-"""Seconds for which each program is called repeatedly to compute a median."""
+"""Time for which each program is called repeatedly to compute a median, in seconds."""
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median seconds of each call, interleaved so that noise affects all equally."""
+    """Return the median time of each call in seconds. Interleaved calls share noise equally."""
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -60,18 +61,19 @@ def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[
 
 
 def ring_mesh_config(mesh: MeshConfig, count: int) -> MeshConfig:
-    """Return the mesh config with `count` stages and size 1 for all other axes."""
+    """Return a mesh config with `count` stages and size 1 for all other axes."""
     names = [field.name for field in dataclasses.fields(mesh)]
     sizes = {name: 1 for name in names if name.startswith(("ici_", "dcn_"))}
     return dataclasses.replace(mesh, **sizes | {"ici_stage": count})
 
 
 def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
-    """Fit `split_cost` and `ring_cost` to measured steps with tensor-parallel layers.
+    """Fit `split_cost` and `ring_cost` to the measured times of steps with tensor-parallel layers.
 
     For every possible tensor size, the time of a layer is the difference between steps that differ
-    only in their number of layers. The fit explains the error of the remaining cost model, without
-    and with collective matmuls. The figures are unchanged if the model cannot be split.
+    only in their number of layers. The two figures account for the remaining error of the cost
+    model, without and with collective matmuls. The figures are unchanged if tensor parallelism
+    cannot shard the model.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):
@@ -100,8 +102,8 @@ def _fit_figure(
 ) -> float:
     """Solve for the value of a figure at which the linear prediction equals `measured`.
 
-    The figure is unchanged if the prediction does not depend on it, because communication takes
-    longer than the compute that overlaps with it.
+    The figure is unchanged if the prediction does not depend on it. In that case, communication
+    takes longer than the compute that overlaps with it.
     """
     none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
     return (measured - none) / (one - none) if one > none else getattr(hardware, name)
@@ -117,14 +119,14 @@ def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
 
 
 def _predict_difference(pair: Pair, hardware: Hardware) -> float:
-    """Return the predicted difference in step time between the runs of a pair, in seconds."""
+    """Return the predicted difference in step time between the two runs of a pair, in seconds."""
     figures = dataclasses.replace(hardware, tick_us=0.0)
     few, many = (predict_cost(Sizes(run), build_schedule(run), figures).seconds for run in pair)
     return many - few
 
 
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
-    """Return runs with few layers, tensor parallelism `split` and the same tokens per device."""
+    """Return two runs with few layers, tensor size `split` and the same tokens per device."""
     train = dataclasses.replace(
         config.train, batch_size=Sizes(config).microbatch_size * num_devices
     )
@@ -145,11 +147,11 @@ def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) ->
 
 
 def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
-    """Return the overhead of a tick in seconds that the remaining cost model does not predict.
+    """Return the overhead of a tick in seconds that the cost model does not otherwise predict.
 
-    The overhead is fitted to two steps with many ticks, without and with repeats. Devices that
-    share cores wait for each other longer than for an empty collective, in the layers of a tick and
-    in the loss head.
+    The overhead is fitted to two steps with many ticks, one without and one with repeats. On
+    devices that share cores, ticks and the loss head wait longer for other devices than an empty
+    collective does.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, predicted, ticks = [], 0.0, 0
@@ -163,7 +165,7 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 
 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
-    """Return a run with one stage per device, LAYERS per stage and one microbatch per device."""
+    """Return a run with `LAYERS` layers per stage, and one stage and microbatch per device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
@@ -198,23 +200,25 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 
 
 CANDIDATES = 256
-"""Number of layouts with the best forecasts, from which the measured layouts are chosen."""
+"""Number of layouts with the best forecasts that are candidates for measurement."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the shared error: devices may be faster or slower than their figures."""
+"""Standard deviation of the error shared by all layouts, if devices are faster or slower than their
+figures."""
 SETTING_ERROR = 0.03
 """Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02
 """Standard deviation of the error of one layout."""
 NOISE = 0.01
-"""Standard deviation of a measured median."""
+"""Standard deviation of the error of a measured median."""
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
     """Return the index of the candidate with the lowest confidence bound of its step time.
 
     Args:
-        candidates: all layouts, more than were measured.
-        ran: measured seconds by candidate index; None for a candidate that ran out of memory.
+        candidates: all layouts, including layouts that were not measured.
+        ran: measured times in seconds, keyed by candidate index. A value is None if the candidate
+            ran out of memory.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
@@ -223,7 +227,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     failed = [index for index, taken in ran.items() if taken is None]
     smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
     smaller[list(ran)] = False
-    if smaller.any():  # candidates that need more memory than a failed one would also fail
+    if smaller.any():  # candidates that need more memory than a failed candidate would also fail
         lowest[~smaller] = np.inf
     lowest[list(ran)] = np.inf
     return int(lowest.argmin())
@@ -232,7 +236,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[N]` posterior median seconds, and `[N]` standard errors of their logarithm."""
+    """Return `[N]` posterior median times in seconds, and `[N]` standard errors of their logs."""
     predicted = np.array([each.cost.seconds for each in candidates])
     prior = (
         COMMON_ERROR**2
@@ -248,7 +252,7 @@ def posterior_seconds(
 
 
 def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Return `[N, N]`: the number of settings that two layouts share."""
+    """Return the `[N, N]` matrix of the number of settings that two layouts share."""
     settings = [_settings(each) for each in candidates]
     total = np.zeros((len(candidates),) * 2)
     for key in sorted({key for each in settings for key in each}):
@@ -259,14 +263,15 @@ def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
-    """Return the layout's keys and values, and the sequences per microbatch."""
+    """Return the keys and values of the layout, and its sequences per microbatch."""
     return {**candidate.layout_keys, "rows": Sizes(candidate.config).microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
-"""Parts of a forecast that are replaced by the compiler's cycle estimate."""
+"""Components of a forecast that the compiler's cycle estimate replaces."""
 MEASURED_SECONDS = 10.0
-"""Seconds for which the step of a layout runs repeatedly, at least three times."""
+"""Time for which the step of a layout runs repeatedly, in seconds. The step runs at least three
+times."""
 
 
 @dataclass(frozen=True)
@@ -275,9 +280,9 @@ class RankedCandidate:
 
     candidate: Candidate
     report: CompileReport | None = None
-    """Compile report; None if the layout was not compiled, or does not fit."""
+    """Compile report, or None if the layout was not compiled or does not fit in memory."""
     measured: float | None = None
-    """Measured seconds of a step."""
+    """Measured step time in seconds."""
 
     @property
     def fits(self) -> bool:
@@ -286,7 +291,7 @@ class RankedCandidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: measured, or compiled compute plus predicted communication."""
+        """Step time in seconds: measured, or compiled compute plus predicted communication."""
         predicted = self.candidate.cost
         if self.measured is not None:
             return self.measured
@@ -302,7 +307,7 @@ def rerank_by_compiler(
     tell: Callable[[str], None],
     begin: Callable[[str], None] = ignore_phase,
 ) -> list[RankedCandidate]:
-    """Compile each layout, and return those that fit first, sorted by time.
+    """Compile each layout. Return them sorted by time, with those that fit in memory first.
 
     `best` are the best layouts of a search on this topology. `tell` is called with a line of text
     before each compilation, and `begin` with the name of each phase of a compilation.
@@ -322,12 +327,12 @@ def rerank_by_compiler(
 def rerank_by_measurement(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[RankedCandidate]:
-    """Measure `count` layouts on synthetic data, and return them sorted by time, failures last.
+    """Measure `count` layouts on synthetic data. Return them sorted by time, with failures last.
 
-    The first measured layout is the one with the best forecast. Each result corrects the forecasts
-    of similar layouts, which determine the next layout. `candidates` are layouts of a search for
-    the local `devices`, sorted by predicted time. `tell` is called with a line of text before each
-    layout.
+    The layout with the best forecast is measured first. Each result corrects the forecasts of
+    similar layouts, and the corrected forecasts select the next layout. `candidates` are the
+    layouts found for the local `devices`, sorted by predicted time. `tell` is called with a line of
+    text before each layout.
     """
     ran: dict[int, float | None] = {}
     count = min(count, len(candidates))
@@ -343,7 +348,7 @@ def rerank_by_measurement(
 def _measure_step(
     candidate: Candidate, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> float | None:
-    """Measure the seconds of a step; None if a device ran out of memory."""
+    """Measure the step time in seconds. Return None if a device ran out of memory."""
     seconds = None
     try:
         step = build_synthetic_step(build_steps(candidate.config, devices))
@@ -352,7 +357,7 @@ def _measure_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         tell("this layout ran out of device memory")
-    step = None  # free parameters and optimizer state
+    step = None  # free the memory of parameters and optimizer state
     gc.collect()
     return seconds
 

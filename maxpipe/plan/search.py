@@ -1,16 +1,16 @@
-"""Enumerate the valid layouts of a run, prune them by memory and rank them by predicted time.
+"""Enumerate valid layouts for a run, prune them by memory and rank them by predicted time.
 
 A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gathers and
-remat; it does not change the loss curve. With many microbatches, time and buffers are extrapolated
-from two short schedule tables, which is exact for schedules with a periodic steady state. The best
-layouts are evaluated again with their full tables.
+remat. The layout does not affect the loss curve. With many microbatches, step time and buffer sizes
+are extrapolated from two short schedule tables. The extrapolation is exact for schedules with a
+periodic steady state. The best layouts are evaluated again with their full tables.
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
-if most other layouts do not fit in memory. If there are too many layouts to evaluate, samples of
-every mesh decide which meshes are kept: successive halving (Jamieson and Talwalkar,
+if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
+halving on samples of layouts from each mesh selects the meshes (Jamieson and Talwalkar,
 arXiv:1502.07943).
 
-Source: enumerating plans for a compiler's cost model follows Alpa (arXiv:2201.12023).
+Source: enumerating plans and ranking them with a cost model follows Alpa (arXiv:2201.12023).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "visit", "step")
 REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
-"""Maximum number of layouts that are all evaluated, which takes about a minute."""
+"""Maximum number of layouts for an exhaustive evaluation, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
-"""Initial number of samples per mesh, and the factor by which the number of meshes shrinks and the
-number of samples grows in every round."""
+"""Initial number of samples per mesh, and the halving factor. In each round, the number of meshes
+shrinks and the number of samples grows by this factor."""
 TIE = 0.005
-"""Relative difference of two predicted step times that is below the error of the forecast."""
+"""Relative difference between two predicted step times below which they count as equal."""
 NUM_RESULTS = 10
 """Default number of layouts that a search returns and prints."""
 
@@ -70,7 +70,7 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and its predicted memory and time."""
+    """A layout with its predicted memory and time."""
 
     config: Config
     schedule: Schedule
@@ -110,19 +110,19 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Ignore progress; the default callback."""
+    """Default progress callback, which ignores all reports."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search."""
+    """The result of a layout search."""
 
     considered: int
     too_large: int
-    """Number of evaluated layouts that do not fit."""
+    """Number of evaluated layouts that do not fit in memory."""
     best: list[Candidate]
     computed: int
-    """Number of evaluated layouts; the other meshes were dropped after their samples."""
+    """Number of evaluated layouts, including the samples of dropped meshes."""
 
 
 def search(
@@ -138,16 +138,16 @@ def search(
     """Return the layouts with the shortest predicted step time.
 
     Args:
-        config: config with model, batch and optimizer; the searched layout keys are ignored.
+        config: config that defines the model, batch and optimizer. Its layout keys are ignored.
         hardware: hardware figures of the devices.
-        num_devices: number of devices in all slices.
+        num_devices: total number of devices across all slices.
         num_slices: number of slices.
         fixed: keys of `mesh` and `pipeline` with fixed values.
         keep: number of layouts to return.
         report: progress callback, called with (task, done, total).
 
     Raises:
-        ConfigError: no layout fits, or no layout has the fixed values.
+        ConfigError: no layout fits in memory, or no layout has the fixed values.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _apply_fixed(config, fixed)
@@ -185,7 +185,7 @@ def search(
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort layouts by predicted time; among layouts within `TIE`, the simplest comes first."""
+    """Sort layouts by predicted time. Among layouts within `TIE`, the simplest comes first."""
     left = sorted(candidates, key=lambda each: each.cost.seconds)
     complexities, found = [_complexity(each) for each in left], []
     while left:
@@ -198,13 +198,13 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return a sort key: stages, axis sizes that split a layer, and repeats; smaller is simpler."""
+    """Return a complexity key: stages, axis sizes that shard a layer, and repeats."""
     axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
 def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
-    """Return the config with the fixed values, and defaults for keys that a search never sets."""
+    """Return the config with the fixed values, and defaults for keys that are never searched."""
     varied = {"pipeline": {"layers_per_chunk": [], "delayed_forwarding": False}}
     for section in ("mesh", "pipeline"):
         values = varied.get(section, {}) | {
@@ -219,22 +219,22 @@ def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class _MeshLayouts:
-    """The layouts of one mesh."""
+    """The layouts that use one mesh."""
 
     config: Config
     pipelines: Sequence[Mapping[str, Any]]
 
     def layout(self, place: int) -> Config:
-        """Return the layout with this index."""
+        """Return the layout at this index."""
         section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
         return dataclasses.replace(self.config, pipeline=section)
 
 
 class _LayoutScore(NamedTuple):
-    """Score of a layout: smaller time is better, or smaller memory if the layouts do not fit."""
+    """Score of a layout: its time, or its memory if the layouts do not fit. Smaller is better."""
 
     seconds: float
-    """Infinite if the layout does not fit."""
+    """Predicted step time; infinite if the layout does not fit in memory."""
     num_bytes: float
 
 
@@ -249,12 +249,14 @@ def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
 def _rank_layouts(
     spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
 ) -> dict[tuple[int, int], _LayoutScore]:
-    """Return scores by (mesh index, layout index), best first; samples only for large spaces."""
+    """Return scores keyed by (mesh index, layout index), best first; large spaces are only
+    sampled.
+    """
     found: dict[tuple[int, int], _LayoutScore] = {}
     left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLES_PER_MESH
 
     def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _LayoutScore]:
-        """Return the best score among the chosen layouts of every mesh."""
+        """Return the best score among the selected layouts of every mesh."""
         done, total = 0, sum(map(len, chosen.values()))
         for number, places in chosen.items():
             for place in places:
@@ -278,7 +280,7 @@ def _rank_layouts(
 def _find_best(
     spaces: Sequence[_MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
 ) -> SearchResult:
-    """Return the `keep` fastest layouts that fit."""
+    """Return the `keep` fastest layouts that fit in memory."""
     ranked, best = _rank_layouts(spaces, hardware, report), []
     too_large = sum(math.isinf(each.seconds) for each in ranked.values())
     for number, place in ranked:
@@ -297,7 +299,7 @@ def _find_best(
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
-    """Predict memory and time of a layout from its full schedule table."""
+    """Predict the memory and time of a layout from its full schedule table."""
     sizes, schedule = Sizes(config), build_schedule(config)
     held = predict_memory(sizes, schedule, platform=hardware.platform)
     return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
@@ -313,9 +315,9 @@ def layouts(
     fixed: Mapping[str, Any],
     contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
-    """Yield layouts with valid axis sizes, for context axes of sizes `contexts`.
+    """Yield layouts with valid axis sizes, where the context axis has a size in `contexts`.
 
-    The other rules are applied by `config.check.check`.
+    `config.check.check` checks the other rules.
     """
     for space in _spaces(config, num_devices, num_slices, fixed, contexts):
         yield from map(space.layout, range(len(space.pipelines)))
@@ -372,7 +374,7 @@ def _meshes(
     contexts: Sequence[int],
     across: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield meshes; `across` names the axes that span slices (default: derived from the config)."""
+    """Yield meshes. `across` names the axes that span slices (default: derived from the config)."""
     inside = num_devices // num_slices
     if num_slices == 1:
         across = ("data",)
@@ -432,7 +434,7 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
 
 
 def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
-    """Return the pipeline options of a mesh; cached, because many meshes have the same options."""
+    """Return the pipeline options of a mesh. Cached because many meshes share the same options."""
     sizes = Sizes(config)
     in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
     return _pipeline_options(
@@ -449,7 +451,7 @@ def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
     found: list[Mapping[str, Any]] = []
-    # Rings require all stages, so idle stages must not skip their slots.
+    # Ring attention requires all stages, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
@@ -460,13 +462,15 @@ def _pipeline_options(
             if stages > 1 and (count < stages or group > count):
                 continue
             for gather in GATHERS if gathers else ("iteration",):
-                # A window only helps if a stage has several chunks and microbatches share a gather.
+                # A weight prefetch window only helps if a stage has several chunks and microbatches
+                # share a gather.
                 if gather == "visit" and (repeats == 1 or not spec.uses_group):
                     continue
                 if gather != "visit" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward recomputes for both I and W, so full remat costs too much.
+                    # A split backward pass recomputes in both I and W slots, so full remat costs
+                    # too much.
                     if spec.split and remat in ("full", "chunk"):
                         continue
                     found.append(
@@ -484,7 +488,7 @@ def _pipeline_options(
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, repeats, group as a multiple of stages)."""
+    """Yield (schedule name, repeats, group size as a multiple of the number of stages)."""
     if stages == 1:
         yield INTERLEAVED, 1, 1
         return
@@ -494,7 +498,7 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
         fixed = spec.repeats or spec.default_repeats
         for repeats in (fixed,) if fixed else REPEATS:
             if spec.uses_group and repeats == 1:
-                continue  # the same table as 1F1B
+                continue  # has the same table as 1F1B
             yield name, repeats, 1
             if spec.uses_group:
                 yield name, repeats, 2
@@ -546,7 +550,7 @@ def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: H
 
 
 def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
-    """Return the sizes with as many microbatches as the table has, of unchanged size."""
+    """Return the sizes with the table's number of microbatches, at the same microbatch size."""
     count = schedule.num_microbatches
     if count == config.pipeline.microbatches:
         return sizes

@@ -1,4 +1,4 @@
-"""Compute sharding, bytes and replicas of every parameter and activation; without jax."""
+"""Compute the sharding, size and replication of every parameter and activation, without jax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from maxpipe.plan.optimizer_memory import optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
 
 STACK = ("repeat", "stage", "layer")
-"""Leading logical axes of parameters of pipelined layers; prologue layers have only the last."""
+"""Leading logical axes of parameters in pipelined layers. Prologue layers have only the last of
+these axes."""
 BATCH, TOKENS = "batch", "tokens"
 
 
@@ -31,17 +32,17 @@ class ArraySharding:
     spec: tuple[tuple[str, ...], ...]
     """Mesh axes that shard each dimension, as in a `PartitionSpec`."""
     shape: tuple[int, ...]
-    """Global shape, including padding of vocabulary and chunks."""
+    """Global shape, including the padding of vocabulary and chunks."""
     shard: tuple[int, ...]
     """Shape of the shard on one device."""
     num_bytes: int
-    """Bytes of the shard on one device."""
+    """Size of the shard on one device in bytes."""
     replicated: tuple[str, ...]
     """Mesh axes along which the array is replicated."""
     copies: int
-    """Number of devices with the same shard."""
+    """Number of devices that have the same shard."""
     frozen: bool = False
-    """Whether the array is a frozen parameter, which has no optimizer state."""
+    """Whether the array is a frozen parameter. Frozen parameters have no optimizer state."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-compatible values."""
@@ -50,19 +51,19 @@ class ArraySharding:
 
 @dataclass(frozen=True)
 class Shardings:
-    """Shardings of all arrays of a run."""
+    """Shardings of all arrays in a run."""
 
     mesh: dict[str, int]
-    """Axes with more than one device."""
+    """Mesh axes with more than one device."""
     parameters: tuple[ArraySharding, ...]
     optimizer_bytes: int
-    """Bytes of optimizer state on one device."""
+    """Size of the optimizer state on one device in bytes."""
     activations: tuple[ArraySharding, ...]
-    """Activations of one microbatch in one layer, on the stage of the layer."""
+    """Activations of one microbatch in one layer, on the stage that runs the layer."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters and optimizer state on one device."""
+        """Total bytes of parameters and optimizer state on one device."""
         return sum(each.num_bytes for each in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class Shardings:
 
 
 def compute_shardings(config: Config) -> Shardings:
-    """Compute the shardings of a config whose mesh is resolved."""
+    """Compute the shardings for a config whose mesh is resolved."""
     sizes = Sizes(config)
     on = _Mesh(sizes)
     return Shardings(
@@ -89,7 +90,7 @@ class _Mesh:
     def place(
         self, name: str, dims: Dims, spec: Sequence[tuple[str, ...]], dtype: str, ignored: str = ""
     ) -> ArraySharding:
-        """Return the sharding of an array, without counting replicas along the axis `ignored`."""
+        """Return the sharding of an array. Replicas along the axis `ignored` are not counted."""
         size = self.sizes.axes
         shard = tuple(
             -(-length // math.prod(size[axis] for axis in axes))
@@ -182,7 +183,7 @@ def format_shardings(found: Shardings) -> str:
 
 
 def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
-    """Return the lines of a table; axes with one device are omitted."""
+    """Return the lines of a table. Axes with one device are omitted."""
     head = ("name", "axes", "sharded over", "shape", "shard", "bytes", "replicated over")
     cells = [
         (

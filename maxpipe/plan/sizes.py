@@ -1,7 +1,8 @@
-"""Sizes of a run on one device: shards, sequences, chunks and their bytes.
+"""Compute the sizes of arrays on one device: shards, sequences, chunks and their bytes.
 
-Parameters and activations come from the declarations of the model's layer types. The module also
-computes how many keys, values and expert tokens devices exchange. It does not import jax.
+Parameter and activation sizes come from the declarations of the model's layer types. The module
+also computes how many keys, values and expert tokens are exchanged between devices. It does not
+import jax.
 """
 
 from __future__ import annotations
@@ -38,20 +39,22 @@ from maxpipe.schedule.table import Schedule, balance_layers
 
 
 class ContextMethod(NamedTuple):
-    """How one attention operation exchanges keys and values along the context axis."""
+    """Method by which one attention operation exchanges keys and values along the context axis."""
 
     method: Literal["own", "heads", "ring", "near", "gather"]
-    """`own`: no exchange, because a device has all tokens of its sequences."""
+    """Name of the method. `own` means no exchange, because a device has all tokens of its
+    sequences."""
     share: float = 0.0
-    """Fraction of a device's keys and values that it sends to all other devices at once."""
+    """Fraction of a device's keys and values that the device sends to all other devices at once."""
     remote: float = 0.0
-    """Keys and values received from other devices, as a multiple of the device's own."""
+    """Size of the keys and values received from other devices, as a multiple of the local keys and
+    values."""
 
 
 def choose_context_method(
     mesh: MeshConfig, model: Model, scores: Scores, context: int, tensor: int, run: int
 ) -> ContextMethod:
-    """Choose the exchange method of an attention layer with blocks of `run` contiguous tokens."""
+    """Choose the exchange method for an attention layer with blocks of `run` contiguous tokens."""
     if context == 1:
         return ContextMethod("own")
     kv_heads = scores.keys[0][0][0]
@@ -68,10 +71,10 @@ def choose_context_method(
 
 @lru_cache(maxsize=64)
 def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
-    """Return the model with its experts divided over `shards` devices.
+    """Return the model with its experts sharded over `shards` devices.
 
-    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Equal arguments
-    return the same object, because later computations are cached by object.
+    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
+    arguments return the same object, because later computations are cached by object.
     """
 
     def divided(part: Part) -> Part:
@@ -86,7 +89,7 @@ BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run whose mesh is resolved."""
+    """Array sizes of a run whose mesh is resolved."""
 
     config: Config
     trained_only: bool = False
@@ -95,7 +98,7 @@ class Sizes:
     """The JAX platform of the devices; empty if no size depends on the platform."""
 
     def on_platform(self, platform: str) -> Sizes:
-        """Return the sizes on a platform, with its attention backend."""
+        """Return the sizes for a platform and its attention backend."""
         if platform == self.platform:
             return self
         config = self.config
@@ -107,7 +110,7 @@ class Sizes:
 
     @cached_property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the mesh axes over all slices."""
+        """Sizes of the mesh axes across all slices."""
         mesh = self.config.mesh
         return {
             axis: getattr(mesh, f"ici_{axis}") * getattr(mesh, f"dcn_{axis}") for axis in MESH_AXES
@@ -124,7 +127,7 @@ class Sizes:
         return math.prod(getattr(self.config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
 
     def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return the given axes with more than one device, in mesh order."""
+        """Filter the given axes to those with more than one device, in mesh order."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 
@@ -133,7 +136,7 @@ class Sizes:
         return math.prod(self.axes[axis] for axis in axes)
 
     def ring_share(self, axes: Iterable[str]) -> float:
-        """Return the fraction of an array that a device sends in a gather or scatter."""
+        """Return the fraction of an array that each device sends in a ring gather or scatter."""
         return 1.0 - 1.0 / self.shards(axes)
 
     @property
@@ -163,28 +166,28 @@ class Sizes:
 
     @property
     def microbatch_size(self) -> int:
-        """B: sequences of a microbatch on one device."""
+        """B: number of sequences per microbatch on one device."""
         return max(1, self.batch_per_device // self.microbatches)
 
     @property
     def batch_per_device(self) -> int:
-        """Sequences of a step on one device."""
+        """Number of sequences per step on one device."""
         shards = self.shards(self._table["batch"])
         return self.config.train.batch_size // shards
 
     @property
     def tokens(self) -> int:
-        """B * T: tokens of a microbatch on one device."""
+        """B * T: number of tokens per microbatch on one device."""
         return self.microbatch_size * self.tokens_per_sequence
 
     @property
     def tokens_per_sequence(self) -> int:
-        """T: tokens of a sequence on one device."""
+        """T: number of tokens per sequence on one device."""
         return self.config.train.sequence_length // self.axes["context"]
 
     @property
     def contiguous_tokens(self) -> int:
-        """Length of a contiguous block of a sequence on one device."""
+        """Length of a contiguous block of tokens of one sequence on one device."""
         return self.tokens_per_sequence // (2 if self.axes["context"] > 1 else 1)
 
     # Layers.
@@ -230,7 +233,7 @@ class Sizes:
 
     @cached_property
     def chunk_layer_slots(self) -> Mapping[str, int]:
-        """L by layer type: the maximum number of such layers in a chunk."""
+        """L, keyed by layer type: the maximum number of such layers in any chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.ring_layers}
 
     @cached_property
@@ -240,18 +243,18 @@ class Sizes:
 
     @cached_property
     def most_common_layer_type(self) -> str:
-        """The most frequent layer type."""
+        """The most common layer type."""
         return Counter(self.model.layers).most_common(1)[0][0]
 
     # Parameters.
 
     @cached_property
     def trained(self) -> Sizes:
-        """The sizes for trained parameters only, as for gradients and optimizer state."""
+        """The sizes with only trained parameters, for gradients and optimizer state."""
         return replace(self, trained_only=True)
 
     def includes(self, param: Param) -> bool:
-        """Whether parameter counts include this parameter."""
+        """Return whether parameter counts include this parameter."""
         return param.trainable or not self.trained_only
 
     @cached_property
@@ -259,9 +262,10 @@ class Sizes:
         return axis_table_with_sequence(self.config.mesh)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
-        """Return the elements of an array's shard on one device.
+        """Return the number of elements in one device's shard of an array.
 
-        With `whole`, the array is gathered over fsdp and the axes that share its dimension.
+        With `whole`, the array is gathered over fsdp and the other axes that shard the same
+        dimension.
         """
         count = 1
         for size, logical in dims:
@@ -270,7 +274,7 @@ class Sizes:
 
     @cached_property
     def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
-        """Number of shards of each logical axis: as stored, and as gathered for use."""
+        """Number of shards of each logical axis, as (stored, gathered for use)."""
         ways = {logical: self.shards(axes) for logical, axes in self._table.items()}
         return {
             logical: (count, 1 if "fsdp" in self._table[logical] else count)
@@ -280,14 +284,14 @@ class Sizes:
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use.
 
-        These are fsdp and the axes that share its dimension, as in
+        These are fsdp and the other axes that shard the same dimension, as in
         `pipeline.weights.WeightSharding.axes`.
         """
         split = (self._table.get(logical, ()) for _, logical in dims)
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
-        """Return the axes over which a parameter stays sharded for the tokens of all devices."""
+        """Return the token axes over which a parameter stays sharded while it is used."""
         split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
         return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 
@@ -298,7 +302,7 @@ class Sizes:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes whose devices have different tokens."""
+        """Axes along which devices have different tokens."""
         return (*self._table["batch"], "context")
 
     def layer_elements(self, kind: str, *, whole: bool = False) -> int:
@@ -317,10 +321,10 @@ class Sizes:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Return the gathered parameters of a layer on one device that process each token.
+        """Return the number of gathered parameters of one layer that process each token.
 
-        Experts that are divided over an axis process the tokens of all its devices. Per local
-        token, this is the same number as if the device had all experts.
+        Experts that are sharded over an axis process the tokens of all devices along the axis. Per
+        local token, the count is the same as if the device had all experts.
         """
         params = counted(self.model.layer_types[kind])
         return sum(
@@ -340,7 +344,7 @@ class Sizes:
 
     @cached_property
     def transposed_elements(self) -> int:
-        """Number of a stage's parameters that are gathered along a dimension after the first."""
+        """Number of parameters of a stage that are gathered along a dimension after the first."""
 
         def turned(kind: Kind) -> int:
             counted = (each.dims for each in kind.params.values() if self.includes(each))
@@ -352,7 +356,7 @@ class Sizes:
         )
 
     def chunk_elements(self) -> int:
-        """Return the gathered parameters of the largest chunk, counted per layer type."""
+        """Return the number of gathered parameters of the largest chunk, counted per layer type."""
         return sum(
             count * self.layer_elements(kind, whole=True)
             for kind, count in self.chunk_layer_slots.items()
@@ -366,7 +370,9 @@ class Sizes:
         )
 
     def padded(self, dims: Dims) -> Dims:
-        """Return a table's dimensions with the vocabulary padded to a multiple of its shards."""
+        """Return the dimensions of a table, with the vocabulary padded to a multiple of its
+        shards.
+        """
         shards = self.shards(self._table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
@@ -392,7 +398,7 @@ class Sizes:
         return self.elements(tuple(each for each in dims if each[1] == "vocab"), whole=True)
 
     def divides(self, axes: Mapping[str, int]) -> bool:
-        """Whether mesh axes of these sizes divide the parameters of all layers evenly."""
+        """Return whether mesh axes of these sizes divide the parameters of all layers evenly."""
         return all(
             size % math.prod(axes.get(axis, 1) for axis in self._table.get(logical, ())) == 0
             for kind in self.model.layer_types.values()
@@ -418,16 +424,18 @@ class Sizes:
 
     @property
     def mtp_layers(self) -> Mapping[str, int]:
-        """Number of multi-token prediction layers by layer type."""
+        """Number of multi-token prediction layers, keyed by layer type."""
         heads = self.model.ends.mtp_layers
         return {} if heads is None else {heads.layer_type_name: heads.num_heads}
 
     def mtp_elements(self, *, whole: bool = False) -> int:
-        """Return the number of MTP parameters, without the output projection."""
+        """Return the number of MTP parameters, excluding the output projection."""
         return self._end_elements("ahead", whole=whole)
 
     def mtp_matrix_elements(self) -> int:
-        """Return the gathered MTP matrices that process each token and are not in layers."""
+        """Return the number of parameters in gathered MTP matrices outside layers, applied to each
+        token.
+        """
         return sum(
             self.elements(param.dims, whole=True)
             for name, param in self.model.ends.params.items()
@@ -435,23 +443,23 @@ class Sizes:
         )
 
     def _end_elements(self, first: str, *, whole: bool) -> int:
-        """Return the number of embedding and head parameters whose name starts with `first`."""
+        """Return the number of embedding and head parameters in the group `first`."""
         return sum(
             self.elements(param.dims, whole=whole)
             for (name, *_), param in self.model.ends.params.items()
             if name == first and self.includes(param)
         )
 
-    # Activations of a microbatch on one device, in elements.
+    # Activations of one microbatch on one device, in elements.
 
     @property
     def activation(self) -> int:
-        """Size of the activation `[B, T, D]` between stages, on one device."""
+        """Size of the activation `[B, T, D]` between stages on one device, in elements."""
         return self.whole_activation // self.token_shards
 
     @property
     def whole_activation(self) -> int:
-        """Size of this activation with all tokens, as matmuls read it."""
+        """Size of this activation with unsharded tokens, as used by matmuls."""
         return self.tokens * self.config.model.d_model
 
     @property
@@ -460,7 +468,7 @@ class Sizes:
         return self.shards(self._table["sequence"])
 
     def activation_elements(self, dims: Dims) -> int:
-        """Return the size of an activation with these dimensions per token.
+        """Return the number of elements of an activation with these dimensions per token.
 
         The fsdp axis shards tokens, not these dimensions.
         """
@@ -472,12 +480,14 @@ class Sizes:
         return count
 
     def share(self, logical: str) -> int:
-        """Return the number of devices over which activations with this axis are sharded."""
+        """Return the number of devices over which activations with this logical axis are
+        sharded.
+        """
         axes = self._table.get(logical, ())
         return self.shards({*axes} & {"tensor"})
 
     def named_bytes(self, kind: str, names: Iterable[str]) -> int:
-        """Return the bytes of a layer's saved activations with these names."""
+        """Return the total size in bytes of a layer's saved activations with these names."""
         narrow, wide = (
             self.model.layer_types[kind].activations,
             self.model.layer_types[kind].saved_with,
@@ -491,7 +501,7 @@ class Sizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Return the number of query-key pairs for which attention computes scores, all heads."""
+        """Return the number of query-key pairs with attention scores, summed over all heads."""
         return sum(
             self.microbatch_size
             * self._scored_pairs(each)
@@ -501,9 +511,9 @@ class Sizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Return the query-key pairs per sequence, device and head, as an average over heads.
+        """Return the number of query-key pairs per sequence, device and head, averaged over heads.
 
-        Plain attention skips future tokens only if queries and keys are the same tokens.
+        Plain attention skips future tokens only if queries and keys come from the same tokens.
         """
         tokens, found = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
@@ -514,12 +524,12 @@ class Sizes:
         return scored_pairs(tokens, by_blocks=in_blocks) // context
 
     def context_method(self, scores: Scores) -> ContextMethod:
-        """Return how attention exchanges keys and values with other devices."""
+        """Return the method by which attention exchanges keys and values with other devices."""
         sizes = self.axes["context"], self.tensor, self.contiguous_tokens
         return choose_context_method(self.config.mesh, self.model, scores, *sizes)
 
     def remote_key_elements(self, part: Part) -> float:
-        """Return the size of keys and values received from other devices, in elements."""
+        """Return the number of key and value elements received from other devices."""
         return sum(
             self.context_method(each).remote * sum(map(self.activation_elements, each.keys))
             for each in part.operations
@@ -527,7 +537,7 @@ class Sizes:
         )
 
     def products(self, part: Part) -> float:
-        """Return the multiply-adds between activations, without attention scores."""
+        """Return the number of multiply-adds between activations, excluding attention scores."""
         return self.tokens * sum(
             each.computed * -(-each.heads // self.share(each.axis))
             for each in part.operations
@@ -548,7 +558,7 @@ class Sizes:
         return self.microbatch_size * found
 
     def declared_bytes(self, part: Part, held: Held) -> float:
-        """Return the bytes of the arrays that a part declares in `held`."""
+        """Return the total size in bytes of the arrays that a layer part declares in `held`."""
         size = BYTES[self.config.model.compute_dtype]
         narrow, wide, other = held.pairs
         found = (wide * 4 + narrow * size + other) * self.stored_scores(part)
@@ -568,7 +578,7 @@ class Sizes:
 
     @cached_property
     def saved_activation_names(self) -> frozenset[str]:
-        """Names of activations saved for a layer's backward pass, on device or host."""
+        """Names of activations saved for a layer's backward pass, in device or host memory."""
         pipeline = self.config.pipeline
         return frozenset(self._activations(*pipeline.saved_names, *pipeline.offloaded_names))
 
@@ -576,7 +586,7 @@ class Sizes:
         return activations(names, self.config.model)
 
     def saves_all(self, part: Part) -> bool:
-        """Whether all named activations of a part are saved for its backward pass."""
+        """Return whether all named activations of a layer part are saved for its backward pass."""
         remat = self.config.pipeline.remat
         return remat == "none" or (
             remat == "names" and self.saved_activation_names >= {*part.activations}
@@ -608,7 +618,7 @@ class Sizes:
         return self.model.layer_types.items()
 
     def _residual_bytes(self, kind: Kind) -> float:
-        """Return the bytes of all residuals of a layer."""
+        """Return the total size of a layer's residuals in bytes."""
         parts, size = kind.parts.values(), BYTES[self.config.model.compute_dtype]
         declared = sum(self.declared_bytes(part, part.residuals) for part in parts)
         declared += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
@@ -619,7 +629,9 @@ class Sizes:
         )
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
-        """Return the bytes of losses and statistics of these numbers of layers by type."""
+        """Return the size in bytes of the losses and statistics of the given numbers of layers by
+        type.
+        """
         kinds = {name: self.model.layer_types[name] for name in layers}
         scalars = len({loss for kind in kinds.values() for loss in kind.losses})
         entries = sum(
@@ -630,7 +642,9 @@ class Sizes:
         return 4.0 * (scalars + entries)
 
     def deferred_bytes(self, kind: str) -> float:
-        """Return the bytes that one layer saves for its deferred weight gradients."""
+        """Return the size in bytes of the arrays that one layer saves for deferred weight
+        gradients.
+        """
         return self._deferred_bytes[kind]
 
     @cached_property
@@ -648,10 +662,10 @@ class Sizes:
                         held = part.deferred(recomputed=recomputed, normed=normed)
                         found += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
-                    found += size * self.activation  # cotangent of the norm output
+                    found += size * self.activation  # the cotangent of the norm output
             if recomputed and trained:
                 found += (size * kind.num_streams + kind.num_masks) * self.activation
-            if kind.adapters:  # for some adapters, the gradients themselves are saved
+            if kind.adapters:  # some adapters save the gradients themselves
                 params = filter(self.trained.includes, kind.params.values())
                 found += size * sum(self.elements(each.dims, whole=True) for each in params)
             return found
@@ -659,7 +673,7 @@ class Sizes:
         return {name: waiting(kind) for name, kind in self._kinds}
 
 
-# A search computes the same layer partitions many times.
+# A search evaluates the same layer partitions many times.
 _balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 

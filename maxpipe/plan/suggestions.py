@@ -1,4 +1,4 @@
-"""Suggest the smallest config changes after which a run fits in memory; without jax."""
+"""Suggest the smallest config changes that make a run fit in memory; does not import jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return single changes, or else pairs, after which the run fits; the fastest first."""
+    """Return single changes, or otherwise pairs, that make the run fit in memory, fastest first."""
     limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

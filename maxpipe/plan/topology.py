@@ -3,10 +3,10 @@
 Parsing does not import jax. libtpu describes absent TPU chips, and jax's CUDA plugin describes
 absent GPUs; CPU devices are virtual.
 
-Absent GPUs require a target config for XLA. Its values are those that NVIDIA's driver reports for a
-card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`), NVIDIA's
-CUDA programming guide (limits by compute capability) and data sheets. Memory size and bandwidth
-come from `configs/hardware`.
+For absent GPUs, XLA requires a target config. Its values are those that NVIDIA's driver reports for
+a card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`),
+NVIDIA's CUDA programming guide (limits by compute capability) and data sheets. Memory size and
+bandwidth come from `configs/hardware`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options to select kernels without running them. Matmuls then use cuBLAS, as most large
-matmuls of a run do; Triton matmuls need a tiling that only measurements can determine."""
+"""XLA options that select kernels without running them. Matmuls then use cuBLAS, as most large
+matmuls in a run do. Triton matmuls need a tiling that only measurements can determine."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages that contain the compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -60,7 +60,7 @@ class GpuSpec:
     cores: int
     """Number of streaming multiprocessors."""
     clock_ghz: float
-    """Maximum clock rate."""
+    """Maximum clock rate in GHz."""
     l2_bytes: int
     shared_bytes: int = 228 * _KIB
     """Shared memory per streaming multiprocessor."""
@@ -80,15 +80,15 @@ GPU_SPECS: Mapping[str, GpuSpec] = {
     "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
     "gb200": GpuSpec("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
 }
-"""GPU properties by device name of topologies."""
+"""GPU properties, keyed by the device names used in topologies."""
 
 
 def target_config(hardware: Hardware) -> str:
-    """Return a `stream_executor.GpuTargetConfigProto` in text format for a GPU in `GPU_SPECS`."""
+    """Return the `stream_executor.GpuTargetConfigProto` of a GPU in `GPU_SPECS`, in text format."""
     card = GPU_SPECS[hardware.topology]
     major, minor = card.capability
     capability: dict[str, Any] = {"major": major, "minor": minor}
-    if major >= 9:  # enable the architecture-specific instructions of the card
+    if major >= 9:  # enables the architecture-specific instructions of the card
         capability["feature_extension"] = "ACCELERATED_FEATURES"
     info = {
         "threads_per_block_limit": 1024,
@@ -122,7 +122,7 @@ def target_config(hardware: Hardware) -> str:
 
 
 def _text(fields: Mapping[str, Any]) -> str:
-    """Format fields in the text format of Protocol Buffers."""
+    """Format fields as Protocol Buffers text."""
     parts = (
         f"{name} {{ {_text(value)} }}" if isinstance(value, Mapping) else f"{name}: {value}"
         for name, value in fields.items()
@@ -133,8 +133,8 @@ def _text(fields: Mapping[str, Any]) -> str:
 def missing_compiler() -> tuple[str, str] | None:
     """Return (problem, action) if XLA's GPU compiler cannot be used; otherwise None.
 
-    A compiler whose version differs from jaxlib must not be called, because it would abort the
-    process.
+    A compiler whose version differs from the jaxlib version must not be called, because it would
+    abort the process.
     """
     jax = importlib.metadata.version("jax")
     found = {name: version for name in PLUGINS if (version := _version(name))}
@@ -151,7 +151,7 @@ def missing_compiler() -> tuple[str, str] | None:
 
 
 def _required_plugin_version(jax: str) -> str:
-    """Return the compiler version that this jax requires (default: the version of jax)."""
+    """Return the compiler version that the installed jax requires (default: the jax version)."""
     needed = importlib.metadata.requires("jax") or ()
     found = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", each) for each in needed)
     return next((each[1] for each in found if each), jax)
@@ -172,13 +172,14 @@ def _version(package: str) -> str:
 TOPOLOGY_OPTION = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""TPU types whose accelerator names count cores; later types count chips."""
+"""TPU types whose accelerator names count cores. Names of later types count chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
-"""Device types suggested for generic names."""
+"""Suggested device types, keyed by generic names."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
-"""Options of libtpu. jax uses both cores of a v4 chip as one device; libtpu's default is two."""
+"""Options of libtpu. jax uses both cores of a v4 chip as one device, but the libtpu default is two
+devices."""
 
 
 @dataclass(frozen=True)
@@ -187,19 +188,20 @@ class Topology:
 
     hardware: Hardware
     dims: tuple[int, ...]
-    """Chips of a slice along each torus dimension; for CPUs and GPUs, the number of devices."""
+    """Number of chips of a slice along each torus dimension. For CPUs and GPUs, the number of
+    devices."""
     num_slices: int = 1
     option: str = "--topology"
     """The option or config key that determines the number of devices."""
 
     @property
     def name(self) -> str:
-        """Name of one slice: `v5p:2x4x4`."""
+        """Name of one slice, such as `v5p:2x4x4`."""
         return f"{self.hardware.topology}:{'x'.join(map(str, self.dims))}"
 
     @property
     def platform(self) -> str:
-        """The JAX name of the backend."""
+        """The JAX name of the platform."""
         return self.hardware.platform
 
     @property
@@ -209,12 +211,12 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Number of JAX devices in all slices."""
+        """Number of JAX devices across all slices."""
         return self.devices_per_slice * self.num_slices
 
     @property
     def accelerator(self) -> str:
-        """Google Cloud accelerator name of a TPU slice: `v5p-64`."""
+        """Google Cloud accelerator name of a TPU slice, such as `v5p-64`."""
         kind = self.hardware.topology
         count = math.prod(self.dims) * _CORES_PER_CHIP.get(kind, 1)
         return f"{_ACCELERATORS.get(kind, kind)}-{count}"
@@ -225,7 +227,7 @@ class Topology:
 
 
 def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION) -> Topology:
-    """Parse a topology `KIND:AxBxC`; `where` names the option that contains the text.
+    """Parse a topology `KIND:AxBxC`. `where` names the option that contains the text.
 
     Raises:
         ConfigError: the device type is unknown, or the size is not valid.
@@ -277,7 +279,7 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 
 def _topology_name(hardware: Hardware, count: int) -> str:
-    """Return the topology name of `count` devices, limited to the largest slice."""
+    """Return the name of a topology with `count` devices, limited to the largest slice."""
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
 
@@ -288,7 +290,7 @@ def _most(hardware: Hardware) -> int:
 
 
 def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
-    """Return one slice of `count` devices like the local devices; starts jax.
+    """Return a topology with one slice of `count` devices of the local type; starts jax.
 
     Args:
         runtime: runtime settings of the process.
@@ -296,7 +298,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
         count: number of devices (default: all local devices).
 
     Raises:
-        ConfigError: there are no devices, or no hardware figures for their type.
+        ConfigError: there are no devices, or the hardware figures for their type are unknown.
     """
     from maxpipe.distributed import runtime as process
 
@@ -317,7 +319,7 @@ def local_devices(topology: Topology) -> Sequence[Any]:
     """Return the local JAX devices.
 
     Raises:
-        ConfigError: their number differs from the topology.
+        ConfigError: the number of local devices differs from the topology.
     """
     import jax
 
@@ -331,7 +333,7 @@ def local_devices(topology: Topology) -> Sequence[Any]:
 
 
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
-    """Factor `count` into sides that are as equal as possible, in ascending order."""
+    """Factor `count` into side lengths that are as equal as possible, in ascending order."""
     if num_dims == 1:
         return (count,)
     root = round(count ** (1 / num_dims))
@@ -340,7 +342,7 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
 
 
 def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
-    """Return the action for a mesh that does not match the devices of a topology."""
+    """Return the suggested action for a mesh that does not match the devices of a topology."""
     others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # without ici_data
     if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
         return "Set mesh.ici_data=-1 to use the remaining devices, or change the size of an axis."
@@ -369,7 +371,7 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     mesh = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
     config = dataclasses.replace(loaded.config, mesh=mesh)
     sizes = Sizes(config)
-    # On devices other than TPUs, ici sizes may span several slices.
+    # On GPUs and CPUs, ici sizes may span several slices.
     slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
     if sizes.num_devices != topology.num_devices or sizes.num_slices not in slices:
         wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
@@ -387,13 +389,13 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
 
 
 def prepare(topology: Topology) -> None:
-    """Set environment variables before jax is imported and devices are initialized.
+    """Set the environment variables that must be set before jax is imported.
 
     Raises:
-        ConfigError: this machine has neither GPUs of the topology nor a compiler for them.
+        ConfigError: this machine has neither the GPUs of the topology nor a compiler for them.
     """
     if topology.platform == "cuda":
-        # Otherwise, the compiler logs every attempt.
+        # Without this setting, the compiler logs every attempt.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)
@@ -404,15 +406,15 @@ def prepare(topology: Topology) -> None:
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Other processes may also be compiling for TPUs; no TPU is in use.
+    # Several processes may compile for TPUs at once, because no TPU is in use.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # Messages of libtpu about missing hosts matter only for runs on TPUs.
+    # Messages of libtpu about missing hosts are relevant only for runs on TPUs.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
-    """Return the JAX devices of the topology; absent devices only support compilation.
+    """Return the JAX devices of the topology. Absent devices only support compilation.
 
     Raises:
         ConfigError: no compiler for the devices is installed.
@@ -429,14 +431,14 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
 
 
 def are_local(found: Sequence[Any]) -> bool:
-    """Whether the devices are local and can run programs."""
+    """Return whether the devices are local and can run programs."""
     import jax
 
     return found[0].client is jax.devices()[0].client
 
 
 def _local_gpus(topology: Topology) -> Sequence[Any]:
-    """Return local GPUs for the topology; empty if the type or number does not match."""
+    """Return the local GPUs, or an empty list if their type or number differs from the topology."""
     import jax
 
     if not gpus():
@@ -490,9 +492,9 @@ def _check_compiler(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def _suppress_stderr() -> Iterator[None]:
-    """Suppress the message about a missing driver that the CUDA plugin prints when loaded.
+    """Suppress the message about a missing driver that the CUDA plugin prints when it is loaded.
 
-    The plugin prints the message before log levels apply.
+    The plugin prints the message before log levels take effect.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -506,7 +508,7 @@ def _suppress_stderr() -> Iterator[None]:
 
 
 def compiler_version_error(topology: Topology, error: Exception) -> ConfigError | None:
-    """Return the error for a failed compilation if libtpu has the wrong version; otherwise None."""
+    """Return the error for a compilation that failed because of the libtpu version, or None."""
     if topology.platform != "tpu":
         return None
     needed = [each.partition(";")[0].strip() for each in importlib.metadata.requires("jax") or ()]

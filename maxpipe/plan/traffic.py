@@ -1,8 +1,8 @@
-"""Compute the bytes that a device sends in a step.
+"""Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives match those of `pipeline` and `nn`, and are tested against
-compiled programs. Reductions of losses and statistics are not included. This module does not
-import jax.
+The number and type of collectives match those in `pipeline` and `nn`, and tests compare them with
+compiled programs. Reductions of losses and statistics are not included. This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 
 INTEGER = 4
-"""Bytes of a token id or an expert index."""
+"""Size of a token id or an expert index in bytes."""
 FLOAT32_BYTES = 4
 
 
@@ -36,12 +36,11 @@ class CommVolume(NamedTuple):
     num_collectives: float = 1
     """Number of collectives."""
     is_all_reduce: bool = False
-    """Whether the collectives are all-reduces, whose number is unknown because compilers merge
-    them."""
+    """Whether the collectives are all-reduces. Compilers merge them, so their number is unknown."""
     is_all_to_all: bool = False
     """Whether the collectives are all-to-alls."""
     of_tokens: bool = False
-    """Whether the collectives gather or reduce-scatter tokens, along a dimension after the first.
+    """Whether the collectives gather or reduce-scatter tokens along a dimension after the first.
     """
 
     def __mul__(self, times: float) -> CommVolume:  # type: ignore[override]
@@ -49,14 +48,14 @@ class CommVolume(NamedTuple):
 
 
 class TokenExchange(NamedTuple):
-    """Token exchange of a layer, to other devices and back."""
+    """Token exchange of a layer: sending tokens to other devices and returning the results."""
 
     forward: CommVolume
     recompute: CommVolume
-    """Exchange in a recomputed forward, which may skip parts."""
+    """Exchange in a recomputed forward pass, which may skip parts."""
     backward: CommVolume
     overlaps: bool = False
-    """Whether the exchange overlaps with its own compute."""
+    """Whether the exchange overlaps with the compute of the same layer part."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
         """Return the exchanges in a slot of type `F`, `B`, `I` or `W`."""
@@ -96,7 +95,7 @@ class LayerTraffic:
 
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
-        """Token exchanges of attention and experts."""
+        """Token exchanges of attention and expert layers."""
         found = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
@@ -108,7 +107,7 @@ class LayerTraffic:
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
-    """Merge volumes along the same axes."""
+    """Merge the volumes that use the same axes."""
     found: dict[tuple[str, ...], float] = defaultdict(float)
     for each in sent:
         found[each.axes] += each.num_bytes
@@ -139,7 +138,8 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     axes, size = sizes.reduced_over(param.dims), gradient_itemsize(sizes)
     elements, data = sizes.elements(param.dims), sizes.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
-        # Reduce-scatter to the shard that a device updates, then all-gather the parameters.
+        # Reduce-scatter gradients to the shard that a device updates, then all-gather the
+        # parameters.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
         yield CommVolume(data, sizes.ring_share(data) * size * elements)
@@ -151,7 +151,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Yield the all-to-alls that unshard Muon's matrices and shard them again.
+    """Yield the all-to-alls that unshard the matrices for Muon and reshard them.
 
     The number of matrices may be padded (`optim.muon`).
     """
@@ -167,7 +167,7 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
-    """Return the bytes of a gradient element in reductions."""
+    """Return the size in bytes of a gradient element in reductions."""
     return BYTES[sizes.config.optim.reduce_dtype]
 
 
@@ -187,7 +187,7 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         once = CommVolume(axes, sizes.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
     elif found.method == "ring":
-        # Gradients are sent around the ring with keys and values, in float32.
+        # Gradients travel around the ring together with keys and values, in float32.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
@@ -201,13 +201,13 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         yield TokenExchange(once, once, once)
 
 
-# Experts divided over the expert axis.
+# Experts sharded over the expert axis.
 
 
 def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
     context = sizes.nontrivial_axes(["context"])
     if part.capacity and context:
-        # The capacity of experts is allocated over complete sequences.
+        # Expert capacity is allocated for complete sequences.
         choices = INTEGER * sizes.tokens * part.per_token
         places = CommVolume(context, (sizes.axes["context"] - 1) * choices)
         yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
@@ -215,12 +215,12 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         return
     size, around = BYTES[sizes.config.model.compute_dtype], sizes.ring_share(axes)
     if part.permutes_tokens:
-        # Padded buffers, or on TPUs only the used part.
+        # Send padded buffers or, on TPUs, only the used part.
         rows = sizes.tokens * (
             part.per_token if sizes.platform == "tpu" else part.rows_received or 0.0
         )
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
-        # The forward exchanges token counts for ragged transfers, or to save them for the backward.
+        # The forward pass exchanges token counts for ragged transfers, or for the backward pass.
         ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
@@ -229,7 +229,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
             CommVolume(axes, 2 * width + routes, 3, is_all_to_all=True),
         )
         return
-    # All-gather the tokens of the axis, and reduce-scatter the expert outputs.
+    # All-gather the tokens along the axis, and reduce-scatter the expert outputs.
     width = around * size * sizes.axes["expert"] * sizes.whole_activation
     weights = around * FLOAT32_BYTES * sizes.tokens * part.num_experts
     once = CommVolume(axes, 2 * width + weights, 3)
@@ -240,7 +240,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
 
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
-    """Return the tensor-parallel reductions of a layer's forward, or its token gathers."""
+    """Return the tensor-parallel reductions of a layer's forward pass, or its token gathers."""
     axes = sizes.nontrivial_axes(["tensor"])
     whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
     branches = len(sizes.model.layer_types[kind].branches)
@@ -252,7 +252,8 @@ def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
 def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) -> CommVolume:
     """Return the additional token gathers for weight gradients in a slot of this type.
 
-    An unsplit backward gathers cotangents once, and gathers inputs in its recomputed forward.
+    An unsplit backward pass gathers cotangents once, and gathers inputs in its recomputed forward
+    pass.
     """
     sums = tensor_sums(sizes, kind)
     if sizes.token_shards == 1 or action not in "BW":
@@ -264,12 +265,12 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
 
 
 def message(sizes: Sizes) -> float:
-    """Return the bytes of a message between two stages."""
+    """Return the size in bytes of a message between two stages."""
     return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Return the communication of a microbatch's embedding lookup and its gradient."""
+    """Return the communication of the embedding lookup of one microbatch and its gradient."""
     stage, columns = (
         sizes.nontrivial_axes(["stage"]),
         sizes.gathered_over(sizes.model.ends.embedding.dims),
@@ -279,9 +280,8 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     travelled = CommVolume(columns, sizes.ring_share(columns) * rows, is_all_to_all=True)
     summed = CommVolume(stage, 2 * sizes.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
-    if (
-        sizes.prologue_layers
-    ):  # every stage looks up its own microbatch and sends it to the pipeline later
+    # With prologue layers, each stage looks up its own microbatch and sends it to the ring later.
+    if sizes.prologue_layers:
         part = 1 / sizes.stages
         own = CommVolume(stage, sizes.ring_share(stage) * rows, part)
         once = [
@@ -294,9 +294,9 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 
 
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
-    """Return the all-reduces of a microbatch's loss head.
+    """Return the all-reduces in the loss head of one microbatch.
 
-    They include the output, the float32 cotangent and three reductions over logits.
+    The all-reduces cover the output, its float32 cotangent, and three values per token and head.
     """
     stage, size = sizes.nontrivial_axes(["stage"]), BYTES[sizes.config.model.compute_dtype]
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.mtp_heads) * sizes.tokens
@@ -308,7 +308,7 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication of the output projection and the MTP matrices for one gather and one scatter.
+    """Communication of the output projection and MTP matrices, for one gather and one scatter.
 
     Matrices inside MTP layers are not included.
     """
@@ -324,17 +324,17 @@ class HeadTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """All-gathers of the weights."""
+        """All-gathers of the head weights."""
         return _gather_traffic(self.sizes, self._params)
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
-        """Reduce-scatters of the gradients."""
+        """Reduce-scatters of the head gradients."""
         return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """Reductions of gradients at the end of a step, including those of embedding and norm."""
+        """Reductions of gradients at the end of a step, including embedding and norm gradients."""
         sizes, ends = self.sizes.trained, self.sizes.model.ends
         embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
@@ -345,22 +345,23 @@ class HeadTraffic:
 
 
 class LayerExecutions(NamedTuple):
-    """Executions per device and step by layer type."""
+    """Executions per device and step, keyed by layer type."""
 
     run: Mapping[str, float]
-    """Layer executions (forward and backward of a microbatch) on the average stage."""
+    """Layer executions (forward and backward for one microbatch) on the average stage."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
     """Number of gathers of the output projection, and of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
-    """Number of collectives for gathers and for scatters; None if every layer has its own."""
+    """Number of collectives for gathers and for scatters, or None if every layer uses separate
+    collectives."""
 
 
 def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
-    """Return the layer executions for `pipeline.weight_gather`."""
+    """Return the number of layer executions for the selected `pipeline.weight_gather`."""
     pipeline = sizes.config.pipeline
-    # Every stage runs the MTP layers of all microbatches.
+    # Every stage runs the MTP layers for all microbatches.
     ahead = {kind: count * sizes.stages for kind, count in sizes.mtp_layers.items()}
     each = sizes.microbatches / sizes.stages
     layers = sizes.ring_layers + sizes.prologue_layers + Counter(ahead)
@@ -397,12 +398,12 @@ def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
 
 
 def link(sizes: Sizes, axes: Iterable[str]) -> str:
-    """Return `dcn` if one of the axes spans slices; otherwise `ici`."""
+    """Return `dcn` if any of the axes spans slices, otherwise `ici`."""
     return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
 
 
 def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
-    """Return the number of collectives per device and step by axes, without all-reduces.
+    """Return the number of collectives per device and step, keyed by axes, excluding all-reduces.
 
     Keys have the form `fsdp+context`.
     """
@@ -418,9 +419,10 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Return the bytes that a device sends in a step, by axes (`fsdp+context`) and link.
+    """Return the number of bytes that a device sends per step, keyed by axes and link. Axes have
+    the form `fsdp+context`.
 
-    `recomputed` is the number of forwards that a backward recomputes.
+    `recomputed` is the number of forward passes that a backward pass recomputes.
     """
     found = merge_by_axes(
         sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed)
@@ -435,7 +437,7 @@ def step_traffic(
 def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
-    """Yield volumes, their number per step, and the number of merged collectives or None."""
+    """Yield each volume, its number per step, and the number of merged collectives or None."""
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.layer_types:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)

@@ -1,4 +1,4 @@
-"""Map a step of a run to its batch and its data sources, based on `events.jsonl` only.
+"""Map a step of a run to its batch and its data sources, based only on `events.jsonl`.
 
 Steps are numbered from 1 and batches from 0: without rollbacks, step s uses batch s - 1. Every
 rollback skips batches, and a start restores the mapping at the step of its checkpoint.
@@ -24,7 +24,7 @@ class _BatchEvent(TypedDict):
 
 
 def batch_of(run_dir: str | Path, step: int) -> int:
-    """Return the index of the batch of a past or future step, according to the recorded events.
+    """Return the batch index of a past or future step, according to the recorded events.
 
     Raises:
         StorageError: the records cannot be read.
@@ -33,7 +33,7 @@ def batch_of(run_dir: str | Path, step: int) -> int:
 
 
 def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
-    """Return the sources of a run's mixture and their sampling schedule since the newest start.
+    """Return the sources of a run's mixture and their sampling schedule since the latest start.
 
     Raises:
         StorageError: the records cannot be read.
@@ -43,7 +43,7 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
 
 
 def _events(run_dir: str | Path) -> list[_BatchEvent]:
-    """Return all records; empty if the run has not started."""
+    """Return all records, or nothing if the run has not started."""
     path = expand_path(run_dir) / EVENTS_FILE
     try:
         return list(read_json_lines(path, _BatchEvent))
@@ -57,8 +57,8 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
 
 
 def offset(events: Iterable[_BatchEvent], step: int) -> int:
-    """Return the number of batches skipped before a step."""
-    # Pairs (step, offset of the following steps), sorted by step.
+    """Return the number of batches that were skipped before a step."""
+    # Pairs (step, batch offset of the following steps), sorted by step.
     found = [(0, 0)]
     for each in events:
         at = each.get("step", 0)

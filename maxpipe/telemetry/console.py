@@ -1,4 +1,4 @@
-"""The console of a run, which prints all text for the user.
+"""The console of a run, which prints all output for the user.
 
 The console cannot stop a run: if the terminal is closed, output is lost but no steps are.
 """
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("maxpipe")
 
-# Rates are averaged over this number of logged steps: enough for a stable value, and few enough to
-# show a slowdown soon.
+# Number of logged steps over which rates are averaged. This number gives stable values and still
+# shows a slowdown quickly.
 _RATE_WINDOW = 20
 
 
 class Console:
-    """Prints all text for the user during a run.
+    """Prints all output for the user during a run.
 
     `live` draws a view that is updated in place, `plain` prints lines, and `auto` selects `live` on
     a terminal. Process 0 prints everything; other processes print only warnings, with their process
-    index. While the console is open, it also prints log records: those of maxpipe from level INFO,
-    those of libraries from level WARNING.
+    index. While the console is open, it also prints the log records of maxpipe (level INFO and
+    above) and of libraries (level WARNING and above).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show the running task `name`, e.g. "compiling train step", and then its duration."""
+        """Show `name` as the running task, e.g. "compiling train step", and then its duration."""
         start, name = time.monotonic(), redact.redact_text(name)
         if self._view is not None:
             self._view.stage = (name, start)
@@ -76,17 +76,17 @@ class Console:
             self._print(f"{name}: {outcome}{duration(time.monotonic() - start)}")
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Start the progress bar after compilation; `step` of `total_steps` are done."""
+        """Start the progress bar after compilation, with `step` of `total_steps` completed."""
         self._progress = _Progress(step, total_steps)
         if self._view is not None:
             self._view.progress = self._progress
             self._view.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one logged step; keys are the tags of `metrics.jsonl`."""
+        """Show the metrics of one logged step. The keys are the tags of `metrics.jsonl`."""
         self._progress.advance(step)
         if self._view is not None:
-            # Create a new dict, because another thread may be drawing the old one.
+            # Create a new dict, because another thread may be drawing the old dict.
             latest = {tag: float(value) for tag, value in metrics.items()}
             self._view.metrics = self._view.metrics | latest
         else:
@@ -106,7 +106,7 @@ class Console:
         self.tell(f"warning: {text}")
 
     def close(self) -> None:
-        """Leave the last state of a live view on the screen and stop updating it."""
+        """Stop updating the live view, and leave its last state on the screen."""
         if self._view is not None:
             self._view.stop()
         self._restore_logs()
@@ -126,7 +126,7 @@ class Console:
             if self._view is not None:
                 self._view.print(text)
             else:
-                # Use one write, so that lines of several threads are not interleaved.
+                # Use one write call, so that lines from several threads are not interleaved.
                 print(f"{text}\n", end="", file=self._stream, flush=True)
 
 
@@ -136,7 +136,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def _show_logs(console: Console) -> Callable[[], None]:
     """Send log records to `console`, and return a function that restores the previous handlers."""
-    # Import absl first; otherwise it would add its handler again when jax or orbax import it.
+    # Import absl first. Otherwise, absl would add its handler again when jax or orbax import it.
     from absl import logging as absl_logging
 
     handler = _ConsoleHandler(console)
@@ -184,7 +184,7 @@ class _Progress:
         self._marks.append((step, time.monotonic()))
 
     def eta_seconds(self) -> float | None:
-        """Return the estimated time to the last step in seconds; None if it is unknown."""
+        """Return the estimated time until the last step in seconds, or None if it is unknown."""
         (first, start), (last, end) = self._marks[0], self._marks[-1]
         if last <= first or self.total_steps <= 0:
             return None
@@ -201,7 +201,7 @@ class _Progress:
 
 
 def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the main metrics that `metrics` contains, as (tag, text)."""
+    """Yield the main metrics in `metrics`, as (tag, text)."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "rollout/reward": lambda value: f"reward {value:.3f}",
@@ -237,7 +237,7 @@ def _number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: `1m05s`."""
+    """Format a duration, for example as `1m05s`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -250,7 +250,7 @@ def duration(seconds: float) -> str:
 
 
 class _LiveView:
-    """The part of a terminal that is redrawn: latest metrics, stage, progress bar."""
+    """The redrawn part of a terminal: latest metrics, stage and progress bar."""
 
     def __init__(self, stream: TextIO):
         from rich.console import Console as RichConsole
@@ -267,7 +267,7 @@ class _LiveView:
         from rich.live import Live
 
         if self._live is None:
-            # Every redraw reads the attributes above, so it is sufficient to set them.
+            # Every redraw reads the attributes above, so setting them is sufficient.
             self._live = Live(console=self._console, get_renderable=self._draw)
             with contextlib.suppress(OSError, ValueError):
                 self._live.start()

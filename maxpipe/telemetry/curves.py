@@ -1,7 +1,7 @@
 """Draw metric curves of runs, and compute their goodput.
 
-Curves show values of `metrics.jsonl` by step. Tags with the same last part, such as `train/loss`
-and `eval/loss`, share a panel.
+Curves show values of `metrics.jsonl` by step. Tags with the same last component, such as
+`train/loss` and `eval/loss`, share a panel.
 
 Goodput is the fraction of wall time spent on productive steps. It is computed from `events.jsonl`
 only: durations within an attempt come from a monotonic clock, and the time between attempts from
@@ -31,7 +31,7 @@ from maxpipe.telemetry.console import duration
 
 FORMS = (".svg", ".png")
 MAX_VALUE = 1e300
-"""Largest magnitude of a drawn value; only damaged records contain larger values."""
+"""Largest magnitude of a value that can be drawn. Only damaged records contain larger values."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
@@ -40,7 +40,7 @@ _LEFT, _WIDTH, _HEIGHT, _TOP, _BELOW = 76.0, 620.0, 200.0, 34.0, 34.0
 _LINE = 1.8
 
 Curve = list[tuple[int, float]]
-"""Steps and values."""
+"""The steps and values of a curve."""
 
 
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
@@ -69,7 +69,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
             for tag, curve in found.items():
                 step, value = record.get("step"), record.get(tag)
                 if not (_is_number(step) and _is_number(value)):
-                    continue  # null marks a value that was not finite
+                    continue  # null represents a value that was not finite
                 if _is_step(step) and -MAX_VALUE <= value <= MAX_VALUE:
                     curve.append((step, float(value)))
                 else:
@@ -112,7 +112,7 @@ def _is_step(value: object) -> TypeGuard[int]:
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
-    """Draw the curves of several runs, with one panel below the other."""
+    """Draw the curves of several runs, with one panel below another."""
     canvas = Canvas()
     ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
     for end in ends:
@@ -163,7 +163,7 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of the values with a margin."""
+    """Return the range of the values, including a margin."""
     low, high = min(values), max(values)
     spread = high - low
     # Near the smallest double, the logarithm of the tick distance is not defined.
@@ -194,13 +194,13 @@ CAUSES = {
 
 
 _STEP_PHASES = (STEP, LOOP, ROLLOUT)
-"""Phases of a step, including the sampling of completions for it."""
+"""Phases of a step, including the sampling of completions for the step."""
 _MAX_DURATION_SECONDS = 1e10
-"""Maximum duration of a valid record: three hundred years."""
+"""Maximum duration in a valid record: three hundred years."""
 
 
 class EventRecord(TypedDict):
-    """A line of `events.jsonl`; the last three fields depend on the event."""
+    """A line of `events.jsonl`. The last three fields depend on the event."""
 
     time: str
     event: str
@@ -212,10 +212,10 @@ class EventRecord(TypedDict):
 
 @dataclass
 class StepInterval:
-    """Consecutive steps and their time, from one record."""
+    """Consecutive steps and their duration, from one record."""
 
     first: int
-    """Number of steps done before the interval."""
+    """Number of steps completed before the interval."""
     last: int
     seconds: dict[str, float]
 
@@ -228,31 +228,31 @@ class Attempt:
     end: datetime
     """Time of the last record."""
     first: int | None = None
-    """Step from which the attempt resumed; None if it ended before."""
+    """Step from which the attempt resumed, or None if the attempt ended earlier."""
     last: int = 0
     ended: str = "killed"
     uptime: float = 0.0
-    """Seconds from the start to the last record."""
+    """Time in seconds from the start to the last record."""
     set_up: dict[str, float] = field(default_factory=dict)
     stretches: list[StepInterval] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Wall time of a run by cause."""
+    """Wall time of a run, broken down by cause."""
 
     attempts: list[Attempt]
     seconds: dict[str, float]
-    """Seconds by the keys of `CAUSES`."""
+    """Time in seconds, with the same keys as `CAUSES`."""
 
     @property
     def total(self) -> float:
-        """Seconds from the first record to the last."""
+        """Time in seconds from the first record to the last."""
         return sum(self.seconds.values())
 
     @property
     def share(self) -> float:
-        """Fraction of the time spent on productive steps."""
+        """Fraction of wall time spent on productive steps."""
         return self.seconds.get(PRODUCTIVE, 0.0) / self.total if self.total else 0.0
 
 
@@ -328,7 +328,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    # From last to first: a step after the start of a later interval was repeated.
+    # Iterate from last to first. A step after the start of a later interval was repeated.
     begun_later = math.inf
     for number in reversed(range(len(attempts))):
         attempt, told = attempts[number], 0.0

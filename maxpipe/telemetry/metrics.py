@@ -1,7 +1,7 @@
-"""Declarations of all metrics of a run: tag, unit, meaning and condition.
+"""Declare all metrics of a run: tag, unit, meaning and condition.
 
-docs/metrics.md, the TensorBoard charts and a test of the written metrics are based on this table.
-`maxpipe.models.layers` declares the metrics that layers return.
+This table is the source of docs/metrics.md, of the TensorBoard charts and of a test of the written
+metrics. `maxpipe.models.layers` declares the metrics that layers return.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PREFERENCE_METRICS = {
 
 
 def source_tag(name: str, what: str) -> str:
-    """Return the tag of a metric of one source of a mixture."""
+    """Return the tag of a metric for one source of a mixture."""
     return f"source/{name}/{what}"
 
 
@@ -287,7 +287,8 @@ CHARTS = (
     ("step time", ("perf/step_s", "perf/data_wait_s")),
     ("memory", ("memory/device_peak_bytes", "memory/host_bytes")),
 )
-"""Title and tags of the custom charts in TensorBoard, most important first. NAME is any name."""
+"""Titles and tags of the custom charts in TensorBoard, most important first. NAME matches any
+name."""
 
 
 def table() -> str:

@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
 A failed write never stops a run: if the disk is full, records are lost but steps are not. The code
-that starts the run creates its folder. `ours` is called before every record; if it returns false,
-the run has lost the lock of its folder and nothing is written.
+that starts the run creates the run folder. `ours` is called before every record. If `ours` returns
+false, the run has lost the lock of its folder and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
@@ -37,7 +37,7 @@ from maxpipe.schedule.draw import Canvas
 from maxpipe.telemetry.metrics import CHARTS
 
 _SCALE = 3
-"""PNG pixels per pixel of the drawing, for a sharp image at full size."""
+"""PNG pixels per pixel of the drawing, which gives a sharp image at full size."""
 
 
 def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
@@ -51,10 +51,10 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def charts(chosen: Collection[str]) -> Any:
-    """Return the layout of the charts with these titles, for the tab "Custom Scalars".
+    """Return the layout of the charts with these titles, for the "Custom Scalars" tab.
 
     TensorBoard uses the newest layout of a run and merges the layouts of several runs. A chart also
-    lists tags without data, so that it is the same in every run.
+    lists tags without data, so that the chart is identical in every run.
     """
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
@@ -69,19 +69,19 @@ def charts(chosen: Collection[str]) -> Any:
 
 
 def _pattern(tag: str) -> str:
-    """Return the regular expression of a tag in which NAME matches any name."""
+    """Return the regular expression for a tag in which NAME matches any name."""
     return tag.replace("NAME", "[^/]+")
 
 
 def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
-    """Return the hyperparameters of a run for the tab "HParams"."""
+    """Return the hyperparameters of a run for the "HParams" tab."""
     from tensorboard.plugins.hparams import summary_v2
 
     return summary_v2.hparams_pb(dict(values), trial_id=run)
 
 
 def image(tag: str, drawing: Canvas, description: str = "") -> Any:
-    """Return a picture for the tab "Images", where the description is shown next to the tag."""
+    """Return an image for the "Images" tab, which shows the description next to the tag."""
     from tensorboard.plugins.image import metadata
 
     file = BytesIO()
@@ -116,7 +116,7 @@ def _always() -> bool:
 
 
 class _SafeFile:
-    """An append-only file whose failures are warnings, at most one per minute.
+    """An append-only file that reports failures as warnings, at most one per minute.
 
     The file is opened for every record, so that writing resumes after a network file system was
     unavailable. A partly written record is truncated, so that earlier and later records stay
@@ -128,9 +128,9 @@ class _SafeFile:
         self._warned_at = -math.inf
 
     def append(self, data: bytes, at: int | None = None) -> int:
-        """Write `data` at offset `at` (default: the end), and return the offset; -1 on failure.
+        """Write `data` at offset `at` (default: the end). Return the offset, or -1 on failure.
 
-        With `at`, everything after that offset is replaced.
+        If `at` is given, all content after that offset is replaced.
         """
         if not self._is_owned():
             return -1
@@ -144,7 +144,7 @@ class _SafeFile:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Convert OSErrors inside to warnings, at most one per minute."""
+        """Convert any OSError inside the context to a warning, at most one per minute."""
         try:
             yield
         except OSError as error:
@@ -179,7 +179,7 @@ def _json_line(record: Mapping[str, object]) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    # JSON has no NaN, and other tools could not parse it; write null instead.
+    # JSON has no NaN, and other tools could not parse the value. Write null instead.
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -188,7 +188,7 @@ def _json_value(value: object) -> object:
 
 
 class EventLog:
-    """Writes `events.jsonl`, the events of a run over all its restarts.
+    """Writes `events.jsonl`, which contains the events of a run across all its restarts.
 
     Records have the form `{"time": UTC in ISO 8601, "uptime": seconds, "event": ..., ...}` and are
     never removed. `uptime` is the monotonic time since `since` (default: when the log was opened).
@@ -208,7 +208,7 @@ class EventLog:
             self._file.append(b"\n")
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one event; values that JSON cannot represent are written as text."""
+        """Append one event. Values that JSON cannot represent are written as text."""
         if self._file is not None:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
@@ -230,10 +230,11 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """Writes `metrics.jsonl` and `samples.jsonl`, with one object per logged step, and TensorBoard.
+    """Writes `metrics.jsonl`, `samples.jsonl` and TensorBoard files.
 
-    Records of steps after `resume_step`, the step of the restored checkpoint, are removed because
-    the steps are repeated. Values that are not finite are `null` in JSON. Only process 0 writes.
+    The JSON files have one object per logged step. Records of steps after `resume_step`, the step
+    of the restored checkpoint, are removed because these steps are repeated. Values that are not
+    finite are `null` in JSON. Only process 0 writes.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class MetricWriter:
         self._file: _SafeFile | None = None
         self._events: _TensorBoardFile | None = None
         self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
-        self._last: tuple[int, int, dict[str, object]] | None = None  # step, offset, record
+        self._last: tuple[int, int, dict[str, object]] | None = None  # (step, offset, record)
         if process_index != 0:
             return
         self._tags: set[str] = set()
@@ -263,7 +264,7 @@ class MetricWriter:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`; another call for the same step adds to its record."""
+        """Record `metrics` for `step`. Another call for the same step adds to the record."""
         if self._file is None:
             return
         values = {tag: float(value) for tag, value in metrics.items()}
@@ -280,7 +281,7 @@ class MetricWriter:
             self._update_charts(step, values)
 
     def _update_charts(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the TensorBoard layout again when a chart gets its first value."""
+        """Write the TensorBoard layout again when a chart receives its first value."""
         if self._events is None or (self._charts and self._tags.issuperset(values)):
             return
         self._tags.update(values)
@@ -307,18 +308,18 @@ class MetricWriter:
             self._events.text(tag, redact.redact_text(markdown), step)
 
     def show(self, summary: Callable[[], Any]) -> None:
-        """Add the result of `summary` to TensorBoard; without TensorBoard, it is not called."""
+        """Add the result of `summary` to TensorBoard, or do nothing without TensorBoard."""
         events = self._events
         if events is not None:
             events.summary(summary())
 
     def close(self) -> None:
-        """Close the writer; nothing is buffered, so this may be skipped if a process dies."""
+        """Close the writer. Nothing is buffered, so a process that dies may skip this call."""
         self._file = self._events = None
 
 
 class _MetricRecord(TypedDict):
-    """A line of `metrics.jsonl`; the other keys are tags."""
+    """A line of `metrics.jsonl`. All other keys are metric tags."""
 
     step: int
 
@@ -328,11 +329,11 @@ def _truncate_after_step(
 ) -> tuple[int, int, dict[str, object]] | None:
     """Remove records of later steps, duplicate steps and incomplete lines from a file.
 
-    Adds the tags of the remaining records to `tags`, and returns step, offset and content of the
-    last record.
+    Add the tags of the remaining records to `tags`. Return the step, offset and content of the last
+    record.
     """
     kept: dict[int, tuple[int, int]] = {}
-    """Start and end of the newest record of each step."""
+    """Start and end offsets of the newest record of each step."""
     size = 0
     try:
         for offset, line in files.read_lines(path):
@@ -357,7 +358,7 @@ def _truncate_after_step(
 
 
 def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Replace a file by the given spans of it, and return their new positions."""
+    """Keep only the given spans of a file, and return their new positions."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
         open(files.open_regular(path), "rb") as old,
@@ -374,17 +375,18 @@ def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[i
 class _TensorBoardFile:
     """A TensorBoard event file that is written without TensorFlow and without a thread.
 
-    The records are framed by TensorBoard's `RecordWriter`. Its `EventFileWriter` is not used: its
-    thread dies on a full disk, which loses all later records, and it imports TensorFlow if that is
-    installed.
+    The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
+    used. Its thread dies on a full disk, which loses all later records, and the class imports
+    TensorFlow if TensorFlow is installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
-        # The import needs 0.4 s, so commands that write no events do not import tensorboard.
+        # The import takes 0.4 s, so commands that write no events do not import tensorboard.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # The generated modules define their names at run time, which type checkers cannot see.
+        # The generated modules define their names at run time, so type checkers cannot resolve
+        # them.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
         self._tensor: Any = tensor_pb2
@@ -396,7 +398,7 @@ class _TensorBoardFile:
             folder.mkdir(exist_ok=True)
         self._write(file_version="brain.Event:2")
         if resume_step > 0:
-            # TensorBoard then ignores later steps in earlier event files.
+            # This record makes TensorBoard ignore later steps in earlier event files.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
 
