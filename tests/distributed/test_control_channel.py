@@ -549,7 +549,7 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
 @pytest.mark.parametrize(
     ("what", "fault"),
     [
-        ("link._hub.wait_for_leaving", "1 / 0"),
+        ("link._coordinator.wait_for_goodbyes", "1 / 0"),
         ("link.on_leave", "1 / 0"),
         ("link.on_leave", "time.sleep(60)"),
     ],
@@ -558,7 +558,7 @@ def test_a_process_leaves_whatever_fails_on_the_way_out(what: str, fault: str) -
     body = f"""
 sys.modules["maxpipe.distributed.control_channel"]._GOODBYE_SECONDS = 0.5
 {what} = lambda *_: {fault}
-link._hub._end(71, "nothing moves")
+link._coordinator._end(71, "nothing moves")
 """
     with members(body, count=1) as processes:
         begin = time.monotonic()

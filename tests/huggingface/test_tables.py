@@ -534,7 +534,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "longrope", "short_factor": "x", "long_factor": ["y"]}},
         "rope_short_factor",
     ),
-    "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling"),
+    "a factor less than 1": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor"),
     "a factor of text": ({"rope_scaling": {"type": "dynamic", "factor": "2"}}, "must be a number"),
     "a length of text": (
         {"rope_scaling": {"type": "yarn", "factor": 4, "mscale": "2", "mscale_all_dim": 1}},
