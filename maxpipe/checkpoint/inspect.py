@@ -158,7 +158,7 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
     """Return the faults of a step's files, arrays and metadata, and whether a manifest exists.
 
     Raises:
-        StorageError: a checkpoint is damaged; raised after all steps were checked.
+        StorageError: a checkpoint is damaged. The error is raised after all steps were checked.
     """
     checkpoints, damaged = open_address(address), []
     folder = checkpoints.durable

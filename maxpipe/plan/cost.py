@@ -199,7 +199,7 @@ class CostModel:
     def mtp_seconds(self) -> float:
         """Time of the MTP layers of one microbatch in seconds, including their embedding lookup.
 
-        Their forward pass runs twice, independently of `pipeline.remat`.
+        The forward pass of MTP layers runs twice, independently of `pipeline.remat`.
         """
         if not (layers := self.sizes.mtp_layers):
             return 0.0

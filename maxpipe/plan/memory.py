@@ -345,7 +345,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # Converting a bfloat16 array to float32 grows it by half the size of a float32 copy.
+    # Buffers grow by half of their float32 size, so a float32 copy is twice as large as the growth.
     return held_wide - held + 2 * (carried_wide - carried)
 
 

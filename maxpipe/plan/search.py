@@ -7,8 +7,7 @@ periodic steady state. The best layouts are evaluated again with their full tabl
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
 if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
-halving on samples of layouts from each mesh selects the meshes (Jamieson and Talwalkar,
-arXiv:1502.07943).
+halving on sampled layouts selects the meshes to keep (Jamieson and Talwalkar, arXiv:1502.07943).
 
 Source: enumerating plans and ranking them with a cost model follows Alpa (arXiv:2201.12023).
 """
