@@ -1,6 +1,4 @@
-"""Template of `maxpipe init`: a small config with the schema documentation of each key as a
-comment.
-"""
+"""Template of `maxpipe init`: a small config with a comment for each key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Detection of large weights that are replicated, by accident or on purpose. This module does not
-import jax.
-"""
+"""Detection of large replicated weights. The module does not import jax."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Config checks that apply only to training, not to memory forecasts or ahead-of-time
-compilation.
-"""
+"""Config checks that apply to training but not to forecasts or ahead-of-time compilation."""
 
 from __future__ import annotations
 

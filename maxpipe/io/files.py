@@ -1,5 +1,4 @@
-"""File access: reads with a size limit, writes that never follow symbolic links, and remote
-storage.
+"""File access: size-limited reads, writes that never follow symbolic links, remote storage.
 
 This module also detects accelerators from their device files, without jax, and opens buckets of
 Google Cloud Storage (`gs://BUCKET/PATH`) through fsspec.

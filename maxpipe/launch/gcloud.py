@@ -1,5 +1,4 @@
-"""Create jobs on TPU VMs of Google Cloud: a queued resource allocates slices, and every host starts
-the run.
+"""Create jobs on TPU VMs of Google Cloud, with one queued resource for all slices.
 
 Hosts start their process with `maxpipe launch local`, so the same restart policy applies.
 """

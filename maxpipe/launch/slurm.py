@@ -1,5 +1,4 @@
-"""Create SLURM jobs. `srun` starts a process on every GPU or node, and jax discovers the other
-processes.
+"""Create SLURM jobs. `srun` starts the processes, and jax discovers them.
 
 The job script implements the restart policy of `job.py` in shell.
 """

@@ -1,5 +1,4 @@
-"""Defaults that depend on sizes: the backend for `model.attention=auto` and the size of loss
-blocks.
+"""Defaults that depend on sizes: `model.attention=auto` and the size of loss blocks.
 
 The module does not import jax. Forecasts and programs call the same functions once the platform is
 known.

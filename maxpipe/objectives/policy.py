@@ -1,5 +1,4 @@
-"""The GRPO objective, which raises the probability of completion tokens with a positive advantage
-and lowers that of tokens with a negative advantage.
+"""The GRPO objective: a clipped policy gradient with an estimate of the KL divergence.
 
 Sources: arXiv:2402.03300 for GRPO's loss and its estimate of the KL divergence; DAPO
 (arXiv:2503.14476) for the separate upper bound of the ratio.
