@@ -125,8 +125,8 @@ The profiler divides the 521 ms of the step with `names` and one document as fol
 | idle | 5 |
 
 The step of PyTorch has the same matmuls and attention kernels, which need 80% of the time. For 1.1
-times the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed the
-time by less than 1%: no command buffers, concurrent command buffers
+times the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed
+the time by less than 1%: no command buffers, concurrent command buffers
 (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more memory), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """

@@ -65,7 +65,8 @@ print(json.dumps({
         for name in ("forward", "backward")
     },
     "transfers": [
-        [each.kind, each.region, sum(each.cycles_by_instruction.values())] for each in found.transfers
+        [each.kind, each.region, sum(each.cycles_by_instruction.values())]
+        for each in found.transfers
     ],
     "copies": [f"{each.instruction.shape} {each.instruction.op_name}" for each in found.copies],
 }))
