@@ -329,7 +329,7 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
     if "--json" in options:
         assert json.loads(out)["num_devices"] == 1
     elif command == "config print":
-        assert yaml.safe_load(out)["model"]["llama"]["rope_scaling"] == 2
+        assert yaml.safe_load(out)["model"]["llama"]["rope_factor"] == 2
 
 
 def test_a_schedule_without_end_is_refused(capsys: Capture):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from maxpipe.config.bundled_configs import (
     EVENTS_FILE,
@@ -33,8 +33,10 @@ from maxpipe.config.bundled_configs import (
 )
 from maxpipe.io import files, redact
 from maxpipe.io.typed_json import parse_json
-from maxpipe.schedule.draw import Canvas
 from maxpipe.telemetry.metrics import CHARTS
+
+if TYPE_CHECKING:
+    from maxpipe.schedule.draw import Canvas
 
 _SCALE = 3
 """PNG pixels per pixel of the drawing, which gives a sharp image at full size."""

@@ -137,7 +137,10 @@ def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
     )
     assert upgrade_setting("optim.average_decay", 0.5) == ("optim.ema_decay", 0.5)
     assert upgrade_setting("optim.ema_decay", 0.5) == ("optim.ema_decay", 0.5)
-    mixture = {"web": {"source": "corpus", "weight": 1.0, "unreadable": "skip"}}
-    loaded = load([], {"data": {"mixture": mixture}, "model": {"heads_ahead": 1}}, "config.yml")
+    saved: dict[str, Any] = to_dict(load(LLAMA).config)
+    saved["model"]["heads_ahead"] = saved["model"].pop("mtp_heads") + 1
+    source = {"source": "corpus", "weight": 1.0, "unreadable": "skip"}
+    saved["data"]["mixture"] = {"web": source}
+    loaded = load([], saved, "config.yml")
     assert loaded.config.data.mixture["web"].bad_records == "skip" and not loaded.warnings
     assert loaded.config.model.mtp_heads == 1
