@@ -28,14 +28,14 @@ ANSWERS = ["first", "second"]
 class Model:
     """Gives its answers in turn, ends each by the end of a turn, and remembers the prompts."""
 
-    shards, refills, name, room = 1, False, "folder", 200
+    batch_multiple, supports_refill, name, max_length = 1, False, "folder", 200
     template_settings: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(FOLDER)))
         self.asked: list[str] = []
 
-    def decoding(self, say: Any, sampling: Any, seed: int) -> tuple[Any, Any]:
+    def load_decode_engine(self, say: Any, sampling: Any, seed: int) -> tuple[Any, Any]:
         return self, None
 
     def run(

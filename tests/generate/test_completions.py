@@ -32,7 +32,7 @@ FOLDER = open_tokenizer(TokenizerConfig(kind="auto", path=str(GOLDEN)))
 class Script:
     """Rows that follow what is written for them, whatever the model."""
 
-    shards, refills = 2, False
+    batch_multiple, supports_refill = 2, False
 
     def __init__(self, *texts: bytes, logprob: float = -0.5):
         self.texts, self.logprob = texts, logprob

@@ -249,7 +249,7 @@ def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
 class FakeSteps:
     """Steps of a model too large to be traced in a test."""
 
-    partition = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 1}))
+    param_layout = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 1}))
 
     def buffer_shapes(self) -> dict[str, Any]:
         return {}

@@ -115,7 +115,7 @@ def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Pa
     before = (run_dir / "metrics.jsonl").read_bytes()
     place.rename(tmp_path / "away")
     where, rule, action = run(*arguments, code=74).splitlines()[-3:]
-    assert where == f"{place}/run/checkpoints: holds no checkpoint"
+    assert where == f"{place}/run/checkpoints: contains no checkpoint"
     assert f"step {STEPS} was saved there" in rule and f"delete {run_dir}" in action
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(place)
@@ -141,7 +141,7 @@ def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp
     (tmp_path / "events.jsonl").rename(run_dir / "events.jsonl")
     (run_dir / "checkpoints").mkdir()
     where, rule, _ = run(*arguments, code=74).splitlines()[-3:]
-    assert where == f"{run_dir}/checkpoints: holds no checkpoint"
+    assert where == f"{run_dir}/checkpoints: contains no checkpoint"
     assert f"records that step {STEPS} was saved there" in rule
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert "starting a new run" in run(*arguments, "run.name=other", "train.steps=1")

@@ -27,11 +27,11 @@ class Asked:
         mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[-1:])
         self.sharding = NamedSharding(mesh, PartitionSpec("rows"))
 
-    def place(self, host: Any, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
+    def place_batch(self, host: Any, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
         assert rows.tolist() == list(range(count))
         return {"tokens": jax.device_put(host["tokens"], self.sharding)}
 
-    def ask(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def compute_logits(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         self.log.append(f"asked {len([each for each in self.log if each[0] == 'a'])}")
         ids = np.repeat(np.asarray(batch["tokens"])[..., None], COUNT, axis=-1)
         found = {TEACHER_IDS: ids, TEACHER_LOGPROBS: ids.astype(np.float32)}
