@@ -96,7 +96,7 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
         check_model(OLD, *wanted("model.llama.rope_factor=4"))
     (problem,) = caught.value.problems
     assert problem.where == "command line: model.llama.rope_factor" and problem.value == "4.0"
-    assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_sc" in problem.action
+    assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_fa" in problem.action
 
 
 def test_heads_ahead_stay_and_their_weight_may_change() -> None:
@@ -113,7 +113,7 @@ def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
         "model.mtp_heads"
     ]
     with_heads = OLD | {"mtp_heads": 1}
-    with pytest.raises(ConfigError, match=r"model\.ahead = layer\n  must be projection"):
+    with pytest.raises(ConfigError, match=r"model\.mtp_kind = layer\n  must be projection"):
         check_model(with_heads, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
 
 
