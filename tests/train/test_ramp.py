@@ -139,8 +139,8 @@ def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) 
 def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tiny), "--topology", "cpu:4", RAMP]) == 0
     shown = capsys.readouterr().out
-    assert "5 steps with batches of 2 rows, 1 microbatch: 160 tokens" in shown
-    assert "14 steps with batches of 8 rows, 4 microbatches: 1,792 tokens" in shown
+    assert "5 steps with batches of 2 sequences, 1 microbatch: 160 tokens" in shown
+    assert "14 steps with batches of 8 sequences, 4 microbatches: 1,792 tokens" in shown
 
 
 @pytest.mark.long

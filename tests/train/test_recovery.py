@@ -192,7 +192,7 @@ def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run)
         assert "Traceback" not in output
         where, rule, action = output.splitlines()[-3:]
         assert where == f"{small}/run/checkpoints/16: cannot be written"
-        assert "it needs 0." in rule and " are free." in rule
+        assert "needs 0." in rule and " are free." in rule
         assert "resumes from step 12" in action
         assert names(small / "run") == {"12"}
         with open_run(small / "run") as checkpoints:
