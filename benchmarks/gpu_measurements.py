@@ -246,7 +246,7 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
             except Exception as error:  # continue with the other variant
                 print(f"{form}, {name}: {error}", file=sys.stderr, flush=True)
                 continue
-            kernels = gpu_step._torch_kernels(run, 15) if device == "cuda" else []
+            kernels = gpu_step.torch_kernels(run, 15) if device == "cuda" else []
             yield found | {"form": f"{form}, {name}", "bytes": torch_peak(), "kernels": kernels}
 
 
@@ -409,20 +409,7 @@ def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = torch_device()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        network: Any = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=model.d_model,
-                intermediate_size=model.d_mlp,
-                num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_heads,
-                num_key_value_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                vocab_size=model.vocab_size,
-                tie_word_embeddings=False,
-                max_position_embeddings=8192,
-            )
-        ).eval()
+    network = gpu_step.torch_llama(model, device, 8192).eval()
     network.generation_config.eos_token_id = None
     network.generation_config.pad_token_id = 0
 

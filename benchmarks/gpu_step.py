@@ -256,6 +256,27 @@ def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, i
     return [(name, each, calls[name]) for name, each in spent.most_common(count)]
 
 
+def torch_llama(model: Any, device: str, length: int, **options: Any) -> Any:
+    """Return a randomly initialized Llama of transformers with the sizes of a `ModelConfig`."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    config = transformers.LlamaConfig(
+        hidden_size=model.d_model,
+        intermediate_size=model.d_mlp,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab_size,
+        tie_word_embeddings=model.tied_embeddings,
+        max_position_embeddings=length,
+        **options,
+    )
+    with torch.device(device):
+        return transformers.LlamaForCausalLM(config)
+
+
 def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
     """Return the measurements of a PyTorch train step with the model from transformers."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -274,22 +295,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
     transformers.AttentionInterface.register("measured", attention)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    with torch.device(device):
-        network: Any = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=model.d_model,
-                intermediate_size=model.d_mlp,
-                num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_heads,
-                num_key_value_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                vocab_size=model.vocab_size,
-                tie_word_embeddings=model.tied_embeddings,
-                max_position_embeddings=length,
-                use_cache=False,
-                attn_implementation="measured",
-            )
-        )
+    network = torch_llama(model, device, length, use_cache=False, attn_implementation="measured")
     network.train()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device == "cuda")
     ids = torch.as_tensor(tokens(rows, length, model.vocab_size), device=device).long()
@@ -327,7 +333,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
     if kernels:
-        found["kernels"] = _torch_kernels(step, kernels)
+        found["kernels"] = torch_kernels(step, kernels)
     return found
 
 
@@ -388,7 +394,7 @@ def _attention(
     return mixed.transpose(1, 2), None
 
 
-def _torch_kernels(step: Callable[[], float], count: int) -> list[tuple[str, float, int]]:
+def torch_kernels(step: Callable[[], float], count: int) -> list[tuple[str, float, int]]:
     import torch  # pyright: ignore[reportMissingImports]
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

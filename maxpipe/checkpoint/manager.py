@@ -311,7 +311,7 @@ class CheckpointManager:
                 pause = _pause(self._failures)
                 self._retry_at = time.monotonic() + pause
                 return self._report_failure(save, f"another attempt after {pause:g} s")
-            if self._config.on_failure == "go_on":
+            if self._config.on_failure == "continue":
                 return self._report_failure(save, "training continues until the next save is due")
         self._report_failure(save, "")
         raise unwritable_error(save.folder, save.error, save.folder / save.step) from save.error

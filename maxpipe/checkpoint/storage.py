@@ -213,7 +213,7 @@ def create(path: epath.PathLike, text: str) -> None:
 
 
 class PinnedFolder:
-    """Folder that is kept open, so that `path` stays valid if the folder is moved.
+    """Folder that is kept open, so that `path` remains valid if the folder is moved.
 
     After a deletion, `path` refers to nothing. If orbax used the folder's name, it would create the
     folder again. In buckets and on systems without /proc, `path` is the name.

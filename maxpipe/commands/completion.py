@@ -138,7 +138,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """Return a character, escaped for a quote that is open and stays open."""
+    """Return a character, escaped for a quote that is open and remains open."""
     if quote == _ANSI:
         if _is_shown(character) and character not in "'\\!":
             return character

@@ -211,7 +211,7 @@ def _check(options: argparse.Namespace) -> None:
         "top_p": (0 < options.top_p <= 1, "above 0 and at most 1", "1 for all tokens"),
         "min_p": (0 <= options.min_p <= 1, "from 0 to 1", "0 for all tokens"),
         "repetition_penalty": (
-            1e-3 <= options.repetition_penalty <= 1e3,  # logits stay finite in float32
+            1e-3 <= options.repetition_penalty <= 1e3,  # logits remain finite in float32
             "from 0.001 to 1000",
             "1 for no penalty",
         ),

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from maxpipe.io.typed_json import renamed_from
+from maxpipe.io.typed_json import legacy_value, renamed_from
 
 Packing = Literal["auto", "cut", "first_fit", "best_fit", "pad"]
 
@@ -124,14 +124,14 @@ class SourceConfig:
     `error`: such a message ends the run. `last` and `error` are ignored for templates with `{%
     generation %}` blocks."""
     long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
-        default="truncate", metadata={"before": "split"}
+        default="truncate", metadata=legacy_value("split")
     )
     """Handling of conversations longer than `train.sequence_length`. `truncate` removes tokens at
     the end, `drop` skips the conversation, and `error` ends the run. `split` splits the
     conversation across sequences, so the model may be trained on a response without its prompt. The
     run prints the number of long conversations. Ignored for plain texts. For pairs, see
     `data.long_pairs`."""
-    packing: Packing = dataclasses.field(default="auto", metadata={"before": "cut"})
+    packing: Packing = dataclasses.field(default="auto", metadata=legacy_value("cut"))
     """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs, `cut`
     for plain texts. `cut`: documents are concatenated and split across sequences. All other values
     keep documents that fit into a sequence together, and pad the remaining positions of each

@@ -277,8 +277,10 @@ class CheckpointConfig:
     """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
     a retry saves the state of a later step. A save is not retried if the disk is full or
     read-only."""
-    on_failure: Literal["stop", "go_on"] = "stop"
-    """Behavior after all attempts to save a checkpoint have failed. `stop` ends the run. `go_on`
+    on_failure: Literal["stop", "continue"] = field(
+        default="stop", metadata=renamed_from(values={"go_on": "continue"})
+    )
+    """Behavior after all attempts to save a checkpoint have failed. `stop` ends the run. `continue`
     continues training until the next checkpoint is due. The save at the end of the run must
     succeed. Multi-process runs always stop."""
     dir: str = ""

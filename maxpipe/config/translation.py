@@ -521,7 +521,7 @@ def _table() -> dict[str, Callable[[Raw, TranslationContext], Translation]]:
         "load_in_4bit": _bits("nf4"),
         "load_in_8bit": _bits("int8"),
         "peft_use_dora use_dora": _switch("adapter.kind", "dora", ""),
-        "peft_use_rslora use_rslora": _switch("adapter.scale_by", "root", ""),
+        "peft_use_rslora use_rslora": _switch("adapter.rslora", "true", ""),
         "train_on_inputs": _switch("train.objective", "", "sft"),
         "datasets pretraining_dataset": _datasets,
         "rl": _rl,

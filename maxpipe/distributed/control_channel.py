@@ -171,7 +171,7 @@ class ControlChannel:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # Signals that are already ignored stay ignored, as with `nohup` or in background jobs
+            # Signals that are already ignored remain ignored, as with `nohup` or in background jobs
             # of a script.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))

@@ -1,6 +1,6 @@
 """Multiple-choice tasks, where the prediction is the most likely choice after the context.
 
-During training, parameters stay on their devices, even with pipeline stages. Each choice is a
+During training, parameters remain on their devices, even with pipeline stages. Each choice is a
 sequence. The evaluation step computes the loss of each sequence separately, like the losses of
 mixture sources.
 """

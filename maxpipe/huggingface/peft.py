@@ -334,7 +334,7 @@ def _config(
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "use_rslora": config.scale_by == "root",
+        "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",
         "target_modules": _names(modules, both),
         "bias": "none",

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder: tensor lookup and reading of parameter regions.
 
-Only headers stay in memory. A region is assembled from the tensor rows that it needs, one block at
-a time.
+Only headers remain in memory. A region is assembled from the tensor rows that it needs, one block
+at a time.
 """
 
 from __future__ import annotations

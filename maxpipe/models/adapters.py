@@ -47,7 +47,7 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
         stored = dict(_held(kind, config.base_quantization))
         for key, param in mine.items():
             stored |= _change(key, param, config)
-        scale = config.alpha / (config.rank if config.scale_by == "rank" else config.rank**0.5)
+        scale = config.alpha / (config.rank**0.5 if config.rslora else config.rank)
         adapters = {key: Adapter(scale, config.dropout, summed(each)) for key, each in mine.items()}
         frozen = frozenset(base_of({**kind.declared, **stored}))
         return replace(kind, frozen=frozen, stored=stored, adapters=adapters)

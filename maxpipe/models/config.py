@@ -108,10 +108,12 @@ class AdapterConfig:
     """Adapter type. `lora` adds the product to the matrix. `dora` also normalizes each column of
     the sum, and multiplies the column by a trained magnitude (arXiv:2402.09353)."""
     alpha: float = 16.0
-    """Numerator of the adapter scale, which is `alpha / rank`."""
-    scale_by: Literal["rank", "root"] = "rank"
-    """Denominator of the adapter scale. `rank` divides by the rank, and `root` by its square root
-    (rsLoRA, arXiv:2312.03732)."""
+    """Numerator of the adapter scale, which is `alpha / rank` unless `rslora` is set."""
+    rslora: bool = field(
+        default=False, metadata=renamed_from("scale_by", values={"rank": False, "root": True})
+    )
+    """Whether the adapter scale is `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA,
+    arXiv:2312.03732)."""
     dropout: float = 0.0
     """Dropout rate of the adapter inputs, in training."""
     targets: list[str] = field(default_factory=list, hash=False)  # a list has no hash

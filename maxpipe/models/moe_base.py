@@ -39,7 +39,7 @@ class MixtureConfig:
     Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case
     and need the most memory."""
     dispatch: Literal["auto", "all", "grouped"] = "auto"
-    """Method that dispatches tokens to experts if there is no capacity limit. `grouped` sorts
+    """Method that dispatches tokens to experts without a capacity limit. `grouped` sorts
     tokens by expert and computes only the selected experts, with a kernel on TPUs and in blocks of
     tokens on other platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if
     there are at least twice as many experts as `top_k`."""

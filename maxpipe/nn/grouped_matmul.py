@@ -311,7 +311,7 @@ def grouped_matmul_tiles(
 
     Returns None if no multiple of the lane count divides a dim. A row tile is processed once for
     each expert in the tile, so row tiles are small. If memory allows, the contracted dim is a
-    single tile. The expert's weights then stay in memory between tiles of rows.
+    single tile. The expert's weights then remain in memory between tiles of rows.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]

@@ -75,8 +75,8 @@ def check_step(
 
     `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
     `check` receives a device's shards of the operands, which are sharded by `specs`. It returns
-    whether all values stay finite, and bounds on their magnitude. The update is skipped if a value
-    would not stay finite.
+    whether all values remain finite, and bounds on their magnitude. The update is skipped if a
+    value would not remain finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])

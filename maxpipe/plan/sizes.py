@@ -291,7 +291,7 @@ class Sizes:
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
-        """Return the token axes over which a parameter stays sharded while it is used."""
+        """Return the token axes over which a parameter remains sharded while it is used."""
         split = {axis for _, logical in dims for axis in self._table.get(logical, ())}
         return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 

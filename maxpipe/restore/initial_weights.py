@@ -2,7 +2,7 @@
 
 The model config is checked before weights are read. The vocabulary may grow. Arrays have checkpoint
 layout: network order, without padding. Checkpoints of runs with adapters hold only the adapters and
-a reference to the base. The base stays at its address, and each read verifies a digest of its
+a reference to the base. The base remains at its address, and each read verifies a digest of its
 content.
 """
 

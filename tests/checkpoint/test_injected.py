@@ -135,7 +135,7 @@ def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
         put(checkpoints, 9, last=True)
     assert names(copy) == ["3", "6"]
-    go_on = CheckpointConfig(every=1, on_failure="go_on", retries=0)
+    go_on = CheckpointConfig(every=1, on_failure="continue", retries=0)
     with CheckpointManager(copy, go_on) as checkpoints:
         put(checkpoints, 9)
         checkpoints._handle_result(
@@ -375,7 +375,7 @@ def spoiled(step: int, value: float = np.nan) -> Tree:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("last", [True, False])
 def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, copy: Path):
-    settings = CheckpointConfig(on_failure="go_on")
+    settings = CheckpointConfig(on_failure="continue")
     with (
         pytest.raises(DivergenceError) as refused,
         CheckpointManager(copy, settings) as checkpoints,

@@ -538,7 +538,7 @@ def test_lasting_failure_stops_after_its_attempts(tmp_path: Path, broken_writes:
 def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: Any):
     tried, told = broken_writes(FULL, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
-    settings = CheckpointConfig(every=4, on_failure="go_on")
+    settings = CheckpointConfig(every=4, on_failure="continue")
     with CheckpointManager(tmp_path, settings, record=record) as checkpoints:
         train(checkpoints, range(1, 13))
     assert tried == [4, 8, 12]
@@ -548,14 +548,14 @@ def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: A
 @pytest.mark.fault("F6")
 def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 3)
-    with CheckpointManager(tmp_path / "a", CheckpointConfig(on_failure="go_on")) as checkpoints:
+    with CheckpointManager(tmp_path / "a", CheckpointConfig(on_failure="continue")) as checkpoints:
         put(checkpoints, 7, last=True)
         assert checkpoints.steps() == [7]
     assert tried == [7, 7, 7, 7]
     broken_writes(IO_ERROR, 99)
     refused = pytest.raises(StorageError, match="Input/output error")
     with (
-        CheckpointManager(tmp_path / "b", CheckpointConfig(on_failure="go_on")) as checkpoints,
+        CheckpointManager(tmp_path / "b", CheckpointConfig(on_failure="continue")) as checkpoints,
         refused,
     ):
         put(checkpoints, 7, last=True)

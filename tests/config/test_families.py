@@ -144,3 +144,18 @@ def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
     loaded = load([], saved, "config.yml")
     assert loaded.config.data.mixture["web"].bad_records == "skip" and not loaded.warnings
     assert loaded.config.model.mtp_heads == 1
+
+
+def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:
+    loaded = load([*LLAMA, "adapter.rank=4", "adapter.scale_by=root"])
+    assert loaded.config.adapter.rslora
+    (caution,) = loaded.warnings
+    assert caution.rule == "was renamed to adapter.rslora=true."
+    loaded = load([*LLAMA, "checkpoint.on_failure=go_on"])
+    assert loaded.config.checkpoint.on_failure == "continue" and loaded.warnings
+    saved: dict[str, Any] = to_dict(load([*LLAMA, "adapter.rank=4"]).config)
+    saved["adapter"]["scale_by"] = {True: "root", False: "rank"}[saved["adapter"].pop("rslora")]
+    saved["checkpoint"]["on_failure"] = "go_on"
+    again = load([], saved, "config.yml")
+    assert not again.config.adapter.rslora and not again.warnings
+    assert again.config.checkpoint.on_failure == "continue"

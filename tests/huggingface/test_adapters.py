@@ -75,7 +75,7 @@ def of_folder(folder: Path) -> np.ndarray:
         pytest.param(
             ["adapter.kind=dora", "adapter.base_quantization=nf4"], marks=pytest.mark.layouts
         ),
-        ["adapter.targets=['*.mlp.*']", "adapter.base_quantization=int8", "adapter.scale_by=root"],
+        ["adapter.targets=['*.mlp.*']", "adapter.base_quantization=int8", "adapter.rslora=true"],
     ],
     ids=str,
 )

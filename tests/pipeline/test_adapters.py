@@ -25,7 +25,7 @@ from tests.pipeline.test_frozen import compiled_traffic, held_by
 from tests.plan.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
-DROPPED = AdapterConfig(rank=2, dropout=0.4, scale_by="root", targets=["*.query", "*.down"])
+DROPPED = AdapterConfig(rank=2, dropout=0.4, rslora=True, targets=["*.query", "*.down"])
 INT8 = AdapterConfig(rank=2, base_quantization="int8", kind="dora", alpha=3.0)
 NF4 = AdapterConfig(rank=4, base_quantization="nf4", targets=["layers.attention.*"])
 

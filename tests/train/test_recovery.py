@@ -222,7 +222,7 @@ def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "prlimit"):
         pytest.skip("the size of another process' files cannot be limited here")
-    arguments = (*ARGUMENTS, "checkpoint.every=1", "checkpoint.on_failure=go_on", "log.every=1")
+    arguments = (*ARGUMENTS, "checkpoint.every=1", "checkpoint.on_failure=continue", "log.every=1")
     shutil.rmtree(copy / "checkpoints" / "12")
     with start("train", tiny, f"run.dir={copy.parent}", *arguments) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, -1))

@@ -1,4 +1,4 @@
-"""Attention with jax's splash kernels, for TPUs. Scores stay in on-chip memory.
+"""Attention with jax's splash kernels, for TPUs. Scores remain in on-chip memory.
 
 The kernels read lists of the visible key blocks of each query block, and the indices of the
 queries. The lists and the indices may be runtime arrays, so a device can hold any chunks of a
