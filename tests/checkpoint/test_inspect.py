@@ -185,7 +185,7 @@ def test_prune_keeps_the_newest_that_verifies(six: Path, capsys: Capture):
 
 
 def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture):
-    assert "Give the rules" in run(capsys, "prune", six, code=2)[-1]
+    assert "--keep 3" in run(capsys, "prune", six, code=2)[-1]
     assert "--keep-best = -1" in run(capsys, "prune", six, "--keep-best=-1", code=2)[0]
     assert "nan" in run(capsys, "prune", six, "--keep-every-hours=nan", code=2)[0]
     with RunLock(six):

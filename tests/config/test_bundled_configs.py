@@ -78,7 +78,8 @@ def test_show_prints_the_file(capsys: Capture):
     assert (
         told(capsys, "configs", "show", "llama3-8b") == bundled_configs.configs()["llama3-8b"].text
     )
-    assert "they are quickstart, deepseek-v2" in told(capsys, "configs", "show", "x", code=2)
+    err = told(capsys, "configs", "show", "x", code=2)
+    assert err.startswith("command line: x\n") and "quickstart, deepseek-v2," in err
     assert "Did you mean llama3-8b?" in told(capsys, "configs", "show", "llama3_8b", code=2)
 
 
@@ -88,7 +89,7 @@ def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
     assert (here / "quickstart.yml").read_text() == bundled_configs.configs()["quickstart"].text
     (here / "quickstart.yml").write_text("mine")
     err = told(capsys, "configs", "copy", "quickstart", code=2)
-    assert err.startswith("quickstart.yml\n  is there already.\n")
+    assert err.startswith("quickstart.yml\n")
     assert "quickstart-2.yml, or add --overwrite" in err
     assert (here / "quickstart.yml").read_text() == "mine"
     told(capsys, "configs", "copy", "quickstart", "--overwrite")
@@ -132,7 +133,7 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     told(capsys, "init", "first")
     (here / "first/run.yml").write_text("mine")
     err = told(capsys, "init", "first", code=2)
-    assert "first/run.yml\n  is there already.\n" in err and "maxpipe train first/run.yml" in err
+    assert "first/run.yml\n" in err and "maxpipe train first/run.yml" in err
     assert (here / "first/run.yml").read_text() == "mine"
     (here / "file").touch()
     assert "is a file" in told(capsys, "init", "file", code=2)
