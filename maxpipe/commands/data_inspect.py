@@ -240,8 +240,8 @@ def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
 def open_datasets(config: Config, folder: str) -> Datasets:
     """Open the datasets of a config, with the mixture weights that the run in `folder` used."""
     from maxpipe.data.datasets import build_datasets
+    from maxpipe.data.inspect_batch import mixture_of
     from maxpipe.data.mixture import Mixture
-    from maxpipe.telemetry.batches import mixture_of
 
     progress = ProgressBar()
     try:
@@ -258,7 +258,7 @@ def batch_of_step(folder: str, step: int) -> int:
     """Return the batch index of a step. In a run, skipped batches shift the index."""
     if not folder:
         return step - 1
-    from maxpipe.telemetry.batches import batch_of
+    from maxpipe.data.inspect_batch import batch_of
 
     return batch_of(folder, step)
 

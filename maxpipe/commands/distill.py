@@ -26,7 +26,7 @@ def _prepare(options: argparse.Namespace) -> int:
             "distill.teacher_logits"
         )
         raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
-    from maxpipe.posttrain.prepare_teacher_logits import prepare_teacher_logits
+    from maxpipe.posttrain.distill import prepare_teacher_logits
 
     progress = ProgressBar()
     try:

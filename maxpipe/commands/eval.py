@@ -51,7 +51,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
-    from maxpipe.evals.language_model import LanguageModel
+    from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
     from maxpipe.evals.multiple_choice import (
         MultipleChoice,
         apply_chat_template,
@@ -59,7 +59,6 @@ def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
         result_writer,
         summarize_results,
     )
-    from maxpipe.evals.scoring_sequences import ScoringTokenizer
     from maxpipe.generate.load_model import open_model
     from maxpipe.parallel.mesh import describe_mesh
     from maxpipe.restore.open_model import defer_interrupt, detect_interrupt

@@ -198,7 +198,7 @@ def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topolo
 
 def _warn_replicated_weights(config: Config) -> None:
     """Warn about large weights that a user's axis rule replicates."""
-    from maxpipe.config.replicated_weights import replication_warnings
+    from maxpipe.config.mesh_rules import replication_warnings
 
     for each in replication_warnings(config):
         print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)

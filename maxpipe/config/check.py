@@ -16,20 +16,10 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-import maxpipe.config.adapter_rules
-import maxpipe.config.data_rules
-import maxpipe.config.distill_rules
-import maxpipe.config.eval_rules
-import maxpipe.config.grpo_rules
-import maxpipe.config.mesh_rules
-import maxpipe.config.model_rules
-import maxpipe.config.pipeline_rules
-import maxpipe.config.preference_rules
-import maxpipe.config.tokenizer_rules  # noqa: F401  imported to register their rules
 from maxpipe.config import training_schedule
 from maxpipe.config.keys import FAMILY, KEYS, family_section
+from maxpipe.config.mesh_rules import replication_warnings
 from maxpipe.config.param_patterns import parse_param_values
-from maxpipe.config.replicated_weights import replication_warnings
 from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, format_value, rule, value_of
 from maxpipe.config.schema import Config, TrainConfig
 from maxpipe.config.training_schedule import EXAMPLE, BatchRamp, parse_phases

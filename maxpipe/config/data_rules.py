@@ -1,4 +1,4 @@
-"""Rules for document sources, mixtures and validation sets."""
+"""Rules for document sources, mixtures, validation sets and the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxpipe.config.data_sources import (
 )
 from maxpipe.config.data_sources import parse_mixture_stages as mixture_stages
 from maxpipe.config.foreign_keys import list_action
-from maxpipe.config.rules import BOUNDS, did_you_mean, rule
+from maxpipe.config.rules import BOUNDS, BYTES_VOCABULARY, did_you_mean, rule, value_of
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
 from maxpipe.models.config import LARGEST
@@ -306,3 +306,87 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
                 "training documents.",
                 f"Rename it, for example to data.validation.{name}_set.",
             )
+
+
+_EXAMPLES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model"}
+
+
+@rule("model.vocab_size", "tokenizer.kind")
+def _vocabulary_holds_bytes(config: Config) -> Iterator[RuleViolation]:
+    if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
+        yield RuleViolation(
+            "model.vocab_size",
+            f"must be at least {BYTES_VOCABULARY} with tokenizer.kind=bytes: 256 bytes and "
+            "three control ids.",
+            f"Set model.vocab_size={BYTES_VOCABULARY}.",
+        )
+
+
+@rule("tokenizer.kind", "tokenizer.path")
+def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
+    kind, path = config.tokenizer.kind, config.tokenizer.path
+    if kind == "bytes" and path:
+        yield RuleViolation(
+            "tokenizer.path",
+            "is ignored with tokenizer.kind=bytes: the run would train on bytes.",
+            "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
+        )
+    elif kind != "bytes" and not path:
+        yield RuleViolation(
+            "tokenizer.path",
+            f"must be a tokenizer file or folder with tokenizer.kind={kind}.",
+            f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your file), or "
+            "tokenizer.kind=bytes.",
+        )
+
+
+_TIKTOKEN = {
+    "tokenizer.preset": "none",
+    "tokenizer.split_pattern": "''",
+    "tokenizer.special_tokens": "[]",
+}
+"""Maps keys that apply only to `tiktoken` files to the values that disable them."""
+
+
+@rule("tokenizer.kind", *_TIKTOKEN)
+def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
+    kind = config.tokenizer.kind
+    given = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
+    if given and kind not in ("tiktoken", "auto"):
+        yield RuleViolation(
+            given[0],
+            f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
+            f"Set {given[0]}={_TIKTOKEN[given[0]]}, or tokenizer.kind=tiktoken.",
+        )
+    elif len(given) > 1 and given[0] == "tokenizer.preset":
+        yield RuleViolation(
+            given[1],
+            f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
+            f"Set {given[1]}={_TIKTOKEN[given[1]]}, or tokenizer.preset=none.",
+        )
+    elif kind == "tiktoken" and not given:
+        yield RuleViolation(
+            "tokenizer.preset",
+            "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
+            "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
+            "tokenizer.special_tokens.",
+        )
+    elif given == ["tokenizer.special_tokens"]:
+        yield RuleViolation(
+            "tokenizer.split_pattern",
+            "must not be empty with tokenizer.special_tokens: it defines how text is split.",
+            "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
+            "replace both keys by a tokenizer.preset.",
+        )
+
+
+@rule("tokenizer.special_tokens")
+def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
+    special = config.tokenizer.special_tokens
+    if len(set(special)) != len(special) or "" in special:
+        yield RuleViolation(
+            "tokenizer.special_tokens",
+            "must be unique texts that are not empty: their order defines their ids.",
+            f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "
+            "use names such as <|reserved_1|> for unused ids.",
+        )

@@ -24,8 +24,7 @@ from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
-from maxpipe.evals.language_model import LanguageModel
-from maxpipe.evals.scoring_sequences import ScoringTokenizer
+from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.generate.load_model import open_model
 from maxpipe.huggingface.output_folder import resolve_model
 

@@ -20,14 +20,13 @@ from typing import Any, NamedTuple, Protocol, TypedDict
 import numpy as np
 
 from maxpipe.config.check import check
-from maxpipe.config.eval_schema import TaskConfig
 from maxpipe.config.rules import batch_shards, did_you_mean
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, TaskConfig
 from maxpipe.data.datasets import load_run_chat_template
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.evals.scoring_sequences import Score, ScoringSequence, ScoringTokenizer, right_pad
+from maxpipe.evals.language_model import Score, ScoringSequence, ScoringTokenizer, right_pad
 from maxpipe.io import files
 from maxpipe.io.formatting import round_up
 from maxpipe.io.typed_json import parse_json

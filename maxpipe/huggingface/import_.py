@@ -21,7 +21,7 @@ from maxpipe.config.schema import TokenizerConfig, TrainConfig
 from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import normalize_config
+from maxpipe.huggingface import config_json
 from maxpipe.huggingface.config_json import FILE
 from maxpipe.huggingface.mapping import import_slab_shape
 from maxpipe.huggingface.output_folder import (
@@ -152,7 +152,7 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
             f"{pluralize(source.num_missing_mtp_layers, 'multi-token prediction layer')}, "
             "but the folder has none: the model starts without them (model.mtp_heads=0)"
         )
-    lines += normalize_config.lines(source.description.differences)
+    lines += config_json.lines(source.description.differences)
     if unknown := source.description.unknown:
         lines.append(
             f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "

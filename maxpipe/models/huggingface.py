@@ -207,7 +207,7 @@ class Rotary:
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return base and scaling from the normalized `rope_parameters`.
 
-        See `maxpipe.huggingface.normalize_config`.
+        See `maxpipe.huggingface.config_json`.
         """
         said = an_object(theirs, "rope_parameters")
         if self.layers:

@@ -40,9 +40,8 @@ from maxpipe.plan.memory_terms import (
     gib,
     parse_out_of_memory,
 )
-from maxpipe.plan.search import evaluate
+from maxpipe.plan.search import evaluate, suggest_changes
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.suggestions import suggest_changes
 from maxpipe.plan.topology import (
     CUDNN,
     INSTALL,

@@ -17,8 +17,8 @@ from maxpipe.plan.search import (
     evaluate,
     ignore_progress,
     search,
+    suggest_changes,
 )
-from maxpipe.plan.suggestions import suggest_changes
 from maxpipe.plan.topology import Topology, resolve_config
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from maxpipe.models.adapters import is_held
 from maxpipe.models.resolve_auto import loss_block
 from maxpipe.models.spec import Held, Kind, Part
-from maxpipe.plan.optimizer_memory import (
+from maxpipe.plan.memory_terms import (
     gathered_bytes,
     gathers_weights,
     gradient_copy_bytes,

@@ -9,6 +9,9 @@ Sequences are sharded over the context axis only if the batch has fewer sequence
 if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
 halving on sampled layouts selects the meshes to keep (Jamieson and Talwalkar, arXiv:1502.07943).
 
+If no layout fits, the module suggests the smallest config changes that make a run fit in memory. It
+does not import jax.
+
 Source: enumerating plans and ranking them with a cost model follows Alpa (arXiv:2201.12023).
 """
 
@@ -34,10 +37,10 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.plan.cost import Cost, predict_cost
 from maxpipe.plan.memory import Memory, predict_memory
-from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION
-from maxpipe.plan.optimizer_memory import gathers_weights
+from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, gathers_weights
 from maxpipe.plan.sizes import Sizes, build_schedule
-from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES, make_schedule
+from maxpipe.plan.topology import Topology
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule
 
 TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
@@ -561,3 +564,70 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
             train=dataclasses.replace(config.train, batch_size=rows),
         )
     )
+
+
+def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
+    """Return single changes, or otherwise pairs, that make the run fit in memory, fastest first."""
+    limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
+    singles = list(_changes(candidate.config))
+    for changes in (*([one] for one in singles), *_pairs(singles)):
+        if hits and len(changes) > 1:
+            break
+        config = candidate.config
+        for section, values in changes:
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **values)}
+            )
+        if check(config, {}):
+            continue
+        try:
+            other = evaluate(config, topology.hardware)
+        except ConfigError:
+            continue
+        if other.memory.total <= min(limit, candidate.memory.total):
+            text = " ".join(
+                f"{section}.{key}={value}"
+                for section, values in changes
+                for key, value in values.items()
+                if value != getattr(getattr(candidate.config, section), key)
+            )
+            hits.append(
+                (
+                    other.cost.seconds,
+                    f"{text}: {other.memory.total / 2**30:.1f} GiB, "
+                    f"{other.cost.seconds:.3g} s per step",
+                )
+            )
+    return [text for _, text in sorted(hits)[:3]]
+
+
+Change = tuple[str, dict[str, Any]]
+
+
+def _changes(config: Config) -> Iterator[Change]:
+    pipeline, mesh = config.pipeline, config.mesh
+    for remat in ("names", "full", "chunk"):
+        if remat != pipeline.remat:
+            yield "pipeline", {"remat": remat, "offloaded_names": []}
+    for gather in ("visit", "iteration"):
+        if gather != pipeline.weight_gather:
+            yield "pipeline", {"weight_gather": gather}
+    for factor in (2, 4, 8):
+        yield "pipeline", {"microbatches": pipeline.microbatches * factor}
+    if pipeline.schedule not in (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) and pipeline.repeats == 1:
+        yield "pipeline", {"schedule": ONE_FORWARD_ONE_BACKWARD}
+    if pipeline.group:
+        yield "pipeline", {"group": 0}
+    for taker in ("fsdp", "stage", "context", "expert"):
+        for factor in (2, 4, 8):
+            size = mesh.ici_data
+            if size % factor == 0 and size >= factor:
+                more = getattr(mesh, f"ici_{taker}") * factor
+                yield "mesh", {"ici_data": size // factor, f"ici_{taker}": more}
+
+
+def _pairs(singles: Sequence[Change]) -> Iterator[list[Change]]:
+    for index, one in enumerate(singles):
+        for other in singles[index + 1 :]:
+            if one[0] != other[0] or not one[1].keys() & other[1].keys():
+                yield [one, other]

@@ -12,8 +12,7 @@ from maxpipe.config.schema import Config
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.spec import Dims, Param
 from maxpipe.parallel.axes import MESH_AXES, axis_table, axis_table_with_sequence
-from maxpipe.plan.memory_terms import gib
-from maxpipe.plan.optimizer_memory import optimizer_bytes
+from maxpipe.plan.memory_terms import gib, optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
 
 STACK = ("repeat", "stage", "layer")

@@ -19,7 +19,7 @@ from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.plan.memory import loss_blocks
-from maxpipe.plan.optimizer_memory import gathered_itemsize, zero1_dim
+from maxpipe.plan.memory_terms import gathered_itemsize, zero1_dim
 from maxpipe.plan.sizes import BYTES, Sizes
 from maxpipe.schedule.table import Schedule
 

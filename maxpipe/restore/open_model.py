@@ -21,7 +21,7 @@ from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.huggingface.normalize_config import lines
+from maxpipe.huggingface.config_json import lines
 from maxpipe.huggingface.source import WITHOUT_MTP, open_folder
 from maxpipe.optim.state_spec import EMA
 from maxpipe.pipeline.weights import replace_subtree

@@ -4,11 +4,18 @@ On the mesh, layers are stacked `[R, P, L]`, prologue layers are stacked `[layer
 vocabulary is padded to a multiple of the number of shards. In checkpoints, all layers are in
 network order without padding. `ParamLayout` is the only class that converts between the forms, and
 it defines the sharding of both.
+
+The module also compares the replicated parts of the train state bitwise across devices. If a mesh
+axis does not shard an array, the devices along the axis hold replicas, and every step changes them
+identically. A hardware fault in a device makes its replica differ, which no other check detects.
+Each device reduces every shard to one integer, and only these integers are communicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,7 +36,7 @@ from maxpipe.optim.guard import GuardState
 from maxpipe.optim.state_spec import StateArray
 from maxpipe.optim.update import OptState, TrainableParam
 from maxpipe.parallel.axes import find_zero1_dim
-from maxpipe.parallel.mesh import DATA, STAGE, TENSOR
+from maxpipe.parallel.mesh import AXES, DATA, STAGE, TENSOR
 from maxpipe.parallel.sharding import STACKED_AXES, auto_sharded, entry_axes
 from maxpipe.pipeline.layout import LayerLayout, pad_vocabulary, padded_vocab_size
 from maxpipe.pipeline.weights import select_trainable
@@ -328,3 +335,103 @@ def _is_axes(node: object) -> bool:
 
 def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An array whose replica on `device` differs from the majority, which includes `other`."""
+
+    name: str
+    device: Any
+    other: Any
+
+    def __str__(self) -> str:
+        kind, process = self.device.device_kind, self.device.process_index
+        return f"{self.name} on device {self.device.id} ({kind}, process {process})"
+
+
+def format_differences(found: Sequence[Difference], where: str) -> str:
+    """Return the error message for these differences."""
+    more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
+    return (
+        f"{where}: {found[0]}\n"
+        f"  must be bitwise equal to the replica on device {found[0].other.id}{more}; events.jsonl "
+        "lists all. Nothing was saved since the replicas were last equal.\n"
+        "  Start again to resume from the newest checkpoint; remove the device if it is named "
+        "a second time."
+    )
+
+
+class ReplicaCheck:
+    """Compare the replicas in trees with the given shardings."""
+
+    def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
+        self._devices = list(mesh.devices.flat)
+        shapes = jax.tree_util.tree_leaves_with_path(abstract)
+        placed = jax.tree.leaves(shardings)
+        self._names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in shapes]
+        self._groups = np.stack(
+            [self._copies(leaf, each) for (_, leaf), each in zip(shapes, placed, strict=True)],
+            axis=1,
+        )
+        self._digests = jax.jit(
+            jax.shard_map(
+                _digests,
+                mesh=mesh,
+                in_specs=(jax.tree.map(lambda each: each.spec, shardings),),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+        )
+
+    def _copies(self, leaf: Any, sharding: NamedSharding) -> list[int]:
+        """Return, for each device, the index of the first device that holds the same shard."""
+        indices = sharding.devices_indices_map(leaf.shape)
+        first: dict[str, int] = {}
+        return [
+            first.setdefault(str(indices[device]), index)
+            for index, device in enumerate(self._devices)
+        ]
+
+    def differences(self, tree: Tree) -> list[Difference]:
+        """Return the differences in a tree, identical in all processes."""
+        found = np.asarray(self._digests(tree))
+        wrong = found != np.take_along_axis(found, self._groups, axis=0)
+        return [
+            difference
+            for column in np.flatnonzero(wrong.any(axis=0)).tolist()
+            for difference in self._of_array(column, found[:, column])
+        ]
+
+    def _of_array(self, column: int, found: np.ndarray) -> list[Difference]:
+        groups, differences = self._groups[:, column], []
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            usual = Counter(found[members].tolist()).most_common(1)[0][0]
+            other = members[found[members] == usual][0]
+            differences += [
+                Difference(self._names[column], self._devices[member], self._devices[other])
+                for member in members
+                if found[member] != usual
+            ]
+        return differences
+
+
+def _digests(tree: Tree) -> jax.Array:
+    """Return the checksums of each device's shards, uint32 `[devices, arrays]`, on every device."""
+    mine = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
+    return jax.lax.all_gather(mine, AXES)
+
+
+def digest(array: jax.Array) -> jax.Array:
+    """Return the uint32 sum of the bits of all entries, weighted by odd numbers.
+
+    The weight of an entry depends on its index. Odd weights are invertible modulo a power of two,
+    so a single flipped bit always changes the sum.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+    index = jnp.zeros(array.shape, jnp.uint32)
+    for dim in range(array.ndim):
+        stride = jnp.uint32(math.prod(array.shape[dim + 1 :]) % 2**32)
+        index += jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim) * stride
+    return (bits.astype(jnp.uint32) * (2 * index + 1)).sum(dtype=jnp.uint32)

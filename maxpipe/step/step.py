@@ -54,8 +54,7 @@ from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule
 from maxpipe.step import executable
-from maxpipe.step.replicas import ReplicaCheck, digest
-from maxpipe.step.state import VOCABULARY, ParamLayout, TrainState
+from maxpipe.step.state import VOCABULARY, ParamLayout, ReplicaCheck, TrainState, digest
 
 
 def check_update(

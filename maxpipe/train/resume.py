@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.checkpoint.contents import METADATA_ITEM
 from maxpipe.checkpoint.folder import AdapterBase, CheckpointFolder, CheckpointMetadata
-from maxpipe.checkpoint.manager import CheckpointManager
-from maxpipe.checkpoint.run_records import check_saved
+from maxpipe.checkpoint.manager import CheckpointManager, check_saved
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     DamagedError,

@@ -32,8 +32,7 @@ from maxpipe.io import redact
 from maxpipe.posttrain.distill import TeacherSource
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
 from maxpipe.step.build import load_batches
-from maxpipe.step.replicas import format_differences
-from maxpipe.step.state import TrainState
+from maxpipe.step.state import TrainState, format_differences
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.writers import EventLog, MetricWriter

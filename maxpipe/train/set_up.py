@@ -1,6 +1,7 @@
 """Set up a run, given its folder and config.
 
-Data that each process loads separately must be identical in all processes.
+Data that each process loads separately must be identical in all processes. The module also prints
+the banner of a run and writes the config file of the run folder.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,24 +23,29 @@ import maxpipe
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CheckpointManager, local_folder
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
-from maxpipe.config.bundled_configs import (
-    CONFIG_FILE,
-)
+from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.check import find_warnings, total_steps
-from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.load import LoadedConfig, to_dict, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.data.datasets import build_datasets, check_overlap, load_run_chat_template
-from maxpipe.data.loader import Datasets
-from maxpipe.data.validation_prompts import load_validation_prompts
+from maxpipe.data.loader import Datasets, Loader
+from maxpipe.data.mixture import SourceSequences
+from maxpipe.data.packing import packing_efficiency
+from maxpipe.data.prompts import PromptSequences
 from maxpipe.distributed import protocol
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, Phases
-from maxpipe.errors import ConfigError, ExitCode, Preemption
+from maxpipe.errors import ConfigError, ExitCode, Preemption, StorageError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.multiple_choice import Task, open_tasks
+from maxpipe.io import files, redact
 from maxpipe.io.files import check_regular_files, expand_path
-from maxpipe.parallel.mesh import build_mesh
+from maxpipe.io.formatting import format_count, pluralize
+from maxpipe.models import registry, resolve_auto
+from maxpipe.models.count import active_params, num_params, num_trained
+from maxpipe.models.spec import Model
+from maxpipe.parallel.mesh import build_mesh, describe_mesh
 from maxpipe.posttrain import reference_logprobs
 from maxpipe.posttrain.distill import open_teacher_source
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
@@ -48,13 +55,109 @@ from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.writers import EventLog, MetricWriter
 from maxpipe.train import attention_check, data_end
 from maxpipe.train.bad_steps import BadStepMonitor
-from maxpipe.train.banner import banner_lines, write_config
 from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.memory_check import check_program
 from maxpipe.train.resume import RunStart, build_reference, restore_or_init
 from maxpipe.train.run import WRITTEN_FILES, Run
-from maxpipe.train.samples import SampleGenerator
+from maxpipe.train.samples import SampleGenerator, load_validation_prompts
 from maxpipe.train.tensorboard import write_run_summary
+
+
+def _parameters(model: Model) -> str:
+    """Return the number of parameters as text, plus active and trained parameters if fewer."""
+    count = num_params(model)
+    parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
+    fewer = ", ".join(f"{format_count(some)} {words}" for some, words in parts if some < count)
+    return f"{format_count(count)} parameters" + (f" ({fewer})" if fewer else "")
+
+
+def write_config(path: Path, config: Config, locks: Sequence[RunLock]) -> None:
+    """Write the config of the run to a file."""
+    for lock in locks:
+        lock.check()
+    try:
+        files.write(path, to_yaml(redact.redact_value(config)))
+    except OSError as error:
+        raise StorageError.unwritable(path, error) from error
+
+
+def _sources(train: Loader, length: int) -> Iterator[tuple[str, str]]:
+    """Yield a banner line on the packing of each source, and its share of the run in a mixture."""
+    if isinstance(train.sequences, PromptSequences):
+        return
+    if train.stream.mixture is None:
+        yield "packing", _describe_packing(train.stream.parts[0])
+        return
+    rows = train.ramp.sequences_before(length)
+    counts = train.stream.samples_before(rows)
+    width = max(map(len, counts))
+    for part in train.stream.parts:
+        count, size = counts[part.name], len(part.sequences)
+        share, epochs = 100 * count / max(rows, 1), count / size
+        yield (
+            "",
+            f"{part.name:{width}}  {share:.1f}%, {epochs:.2f} epochs of "
+            f"{pluralize(size, 'sequence')}, {_describe_packing(part)}",
+        )
+
+
+def _describe_packing(part: SourceSequences) -> str:
+    return f"{part.packing}, efficiency {packing_efficiency(part.sequences):.2%}"
+
+
+def banner_lines(
+    config: Config, steps: Steps, datasets: Datasets, length: int
+) -> list[tuple[str, str]]:
+    """Return the names and values of the banner lines."""
+    mesh, schedule = steps.param_layout.mesh, steps.train_schedule
+    tokens = config.train.sequence_length
+    ramp = datasets.train.ramp
+    sizes = [f"{rows * tokens:,} for {pluralize(each, 'step')}" for rows, each in ramp.stages]
+    sizes.append(f"{ramp.batch_size * tokens:,}")
+    device, processes = mesh.devices.flat[0], pluralize(jax.process_count(), "process")
+    documents = pluralize(datasets.train.fingerprint()["documents"], "document")
+    if datasets.unreadable:
+        documents += f", {datasets.unreadable} of them unreadable and treated as empty"
+    model, described = config.model, registry.describe(config.model)
+    saved_in = checkpoint_home(run_folder(config.run), config.checkpoint)
+    divided = resolve_auto.Divided.from_mesh(config.mesh, mesh.shape)
+    chosen = resolve_auto.words(model, device.platform, config.train.sequence_length, divided)
+    return [
+        ("run", str(run_folder(config.run))),
+        *([("saved in", saved_in)] if config.checkpoint.dir else []),
+        (
+            "devices",
+            f"{mesh.size} x {device.device_kind} in {processes}",
+        ),
+        ("mesh", describe_mesh(mesh)),
+        (
+            "model",
+            f"{_parameters(described)}, "
+            f"{pluralize(model.num_layers, 'layer')}, "
+            f"{model.compute_dtype} compute, {model.param_dtype} parameters",
+        ),
+        *(("layers", note) for note in described.notes),
+        *([("attention", chosen)] if chosen else []),
+        (
+            "pipeline",
+            f"{schedule.name}, {schedule.describe_sizes()}, "
+            f"{pluralize(schedule.num_microbatches, 'microbatch')}, bubble "
+            f"{100 * schedule.idle_fraction():.1f}%, "
+            f"{pluralize(schedule.num_stash, 'saved chunk')}",
+        ),
+        (
+            "data",
+            f"{datasets.train.fingerprint()['source']}, {documents}, "
+            f"{datasets.train.steps_per_epoch:.1f} steps per epoch",
+        ),
+        *_sources(datasets.train, length),
+        (
+            "training",
+            f"{pluralize(length, 'step')} of {', '.join(sizes)} tokens, "
+            f"{format_count(ramp.sequences_before(length) * tokens)} tokens",
+        ),
+    ]
+
 
 _log = logging.getLogger("maxpipe")
 

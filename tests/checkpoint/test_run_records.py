@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint.run_records import check_saved
+from maxpipe.checkpoint.manager import check_saved
 from maxpipe.errors import StorageError
 
 

@@ -140,7 +140,7 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     told(capsys, "init", "file/below", code=74)
     told(capsys, "init", "x" * 300, code=74)
     for name in ("", "a\nb: c", "\udcff"):
-        assert "can be printed" in told(capsys, "init", name, code=2)
+        assert "printable" in told(capsys, "init", name, code=2)
     os.chdir(here / "first")
     told(capsys, "init", "../second/third")
     assert load(["../second/third/run.yml"]).config.run.name == "third"

@@ -11,7 +11,7 @@ from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import build_loaders
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.data.validation_prompts import ValidationPrompt, last_turn, load_validation_prompts
+from maxpipe.train.samples import ValidationPrompt, last_turn, load_validation_prompts
 from tests.data.conversations import said, write_records
 
 BYTES = ByteTokenizer()

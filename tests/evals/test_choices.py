@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.evals.language_model import LanguageModel
+from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.evals.multiple_choice import (
     MultipleChoice,
     Question,
@@ -21,7 +21,6 @@ from maxpipe.evals.multiple_choice import (
     result_writer,
     summarize_results,
 )
-from maxpipe.evals.scoring_sequences import ScoringTokenizer
 from tests.evals.model import BYTES, logprobs, weights
 from tests.train.runs import SAME, is_explained
 

@@ -12,9 +12,8 @@ import pytest
 
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
-from maxpipe.evals.language_model import LanguageModel
+from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.evals.multiple_choice import MultipleChoice, read_questions, summarize_results
-from maxpipe.evals.scoring_sequences import ScoringTokenizer
 from maxpipe.generate.load_model import open_model
 from maxpipe.huggingface.output_folder import resolve_model
 from tests.huggingface import maker

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError, DivergenceError
-from maxpipe.evals.language_model import LanguageModel, Scorer
-from maxpipe.evals.scoring_sequences import ScoringSequence, ScoringTokenizer
+from maxpipe.evals.language_model import LanguageModel, Scorer, ScoringSequence, ScoringTokenizer
 from maxpipe.generate.load_model import LoadedModel
 from tests.evals.model import BYTES, followed, logprobs, weights
 from tests.train.runs import SAME

@@ -19,7 +19,7 @@ from maxpipe.models.spec import Branch, Dims, Kind, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.cost import CostModel, predict_cost
 from maxpipe.plan.memory import buffers, predict_memory, state
-from maxpipe.plan.optimizer_memory import optimizer_bytes
+from maxpipe.plan.memory_terms import optimizer_bytes
 from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.plan.test_memory import config_of
 

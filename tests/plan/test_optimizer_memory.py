@@ -11,7 +11,7 @@ import pytest
 
 from maxpipe.config.schema import Config
 from maxpipe.plan.memory import predict_memory, state
-from maxpipe.plan.optimizer_memory import optimizer_bytes
+from maxpipe.plan.memory_terms import optimizer_bytes
 from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.cases import keeping
 from tests.plan.test_memory import EXPERTS, config_of, steps_of

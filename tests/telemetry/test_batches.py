@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.telemetry.batches import batch_of
+from maxpipe.data.inspect_batch import batch_of
 
 
 def write(folder: Path, *events: tuple[str, dict[str, Any]]) -> Path:
