@@ -43,6 +43,7 @@ from maxpipe.checkpoint.storage import (
     root_cause_text,
     to_epath,
 )
+from maxpipe.config.keys import upgrade_config
 from maxpipe.config.schema import CheckpointConfig
 from maxpipe.errors import StorageError
 from maxpipe.io.formatting import pluralize
@@ -252,6 +253,8 @@ class CheckpointFolder:
     def read_metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint: config, data position, time and metrics.
 
+        A config of an earlier release has the keys and values of this release.
+
         Raises:
             DamagedError: the metadata cannot be read, or belongs to a different step.
             OSError: the storage is not reachable, so the state of the content is unknown.
@@ -272,7 +275,7 @@ class CheckpointFolder:
                 )
             facts = CheckpointMetadata(
                 step,
-                content["config"],
+                upgrade_config(content["config"]),
                 content["data"],
                 content.get("time") or (self / step).stat().mtime,
                 content.get("metrics") or None,

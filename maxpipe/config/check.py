@@ -16,6 +16,12 @@ import operator
 import re
 from collections.abc import Collection, Iterator, Mapping
 
+# Imported to register their rules.
+import maxpipe.config.data_rules
+import maxpipe.config.eval_rules
+import maxpipe.config.model_rules
+import maxpipe.config.pipeline_rules
+import maxpipe.config.posttrain_rules  # noqa: F401
 from maxpipe.config import training_schedule
 from maxpipe.config.keys import FAMILY, KEYS, family_section
 from maxpipe.config.mesh_rules import replication_warnings

@@ -179,6 +179,23 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a saved config, as nested mappings, to the keys and values of this release."""
+    upgraded: dict[str, Any] = {}
+    for section, values in saved.items():
+        if not isinstance(values, Mapping):
+            upgraded[section] = values
+            continue
+        for key, value in flatten({section: values}).items():
+            key, value = upgrade_setting(key, value)
+            *path, name = key.split(".")
+            inner = upgraded
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[name] = value
+    return upgraded
+
+
 # Settings that may differ between processes.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 

@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import render
-from maxpipe.config.keys import KEYS, SECTIONS, flatten, upgrade_setting
+from maxpipe.config.keys import KEYS, SECTIONS, flatten, upgrade_config, upgrade_setting
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError
 from maxpipe.models.gemma3 import Gemma3Config
@@ -144,6 +144,26 @@ def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
     loaded = load([], saved, "config.yml")
     assert loaded.config.data.mixture["web"].bad_records == "skip" and not loaded.warnings
     assert loaded.config.model.mtp_heads == 1
+
+
+def test_saved_configs_of_earlier_releases_are_upgraded() -> None:
+    """The config in a checkpoint's metadata, which a resumed run is compared with."""
+    source = {"source": "corpus", "weight": 1.0, "unreadable": "skip"}
+    saved = {
+        "optim": {"average_decay": 0.9, "name": "adamw"},
+        "adapter": {"rank": 4, "base": "nf4", "scale_by": "root"},
+        "model": {"family": "llama", "llama": {"norm_epsilon": 1e-6}},
+        "data": {"mixture": {"web": source}},
+        "unknown": 3,
+    }
+    upgraded = upgrade_config(saved)
+    assert upgraded["optim"] == {"ema_decay": 0.9, "name": "adamw"}
+    assert upgraded["adapter"] == {"rank": 4, "base_quantization": "nf4", "rslora": True}
+    assert upgraded["model"]["llama"] == {"norm_epsilon": 1e-6}
+    assert upgraded["data"]["mixture"]["web"]["bad_records"] == "skip"
+    assert upgraded["unknown"] == 3
+    current = to_dict(load(GEMMA).config)
+    assert upgrade_config(current) == current
 
 
 def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:
