@@ -237,7 +237,7 @@ class Corpus:
             facts = {"source": "mixture", **totals, "source_digest": digest}
             more = {SOURCES: all_facts}
         if self.pairs:
-            more["max_pairs_per_sequence"] = self.data.max_pairs_per_sequence
+            more["pairs_per_row"] = self.data.max_pairs_per_sequence
         return {
             **facts,
             "tokenizer": self.tokenizer.fingerprint(),
@@ -478,7 +478,7 @@ _FINGERPRINT_LABELS = {
     "chat": "the chat template, fields or roles",
     "packing": "the packing",
     "long_conversations": "data.long_conversations",
-    "max_pairs_per_sequence": "data.max_pairs_per_sequence",
+    "pairs_per_row": "data.max_pairs_per_sequence",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
     "updates_per_rollout": "grpo.updates_per_rollout",

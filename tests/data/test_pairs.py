@@ -294,6 +294,7 @@ def test_padding_has_no_pair(tmp_path: Path) -> None:
 
 def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
     one = datasets(tmp_path).train.fingerprint()
+    assert one["pairs_per_row"] == 3  # the entry of checkpoints keeps its first name
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"max_pairs_per_sequence": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
