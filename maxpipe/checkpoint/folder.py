@@ -43,7 +43,7 @@ from maxpipe.checkpoint.storage import (
     root_cause_text,
     to_epath,
 )
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import AnyFloat, parse_json
