@@ -102,7 +102,9 @@ def _compiled(name: str) -> Any:
     import numpy as np
     from references import sharded_loss
 
-    from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
+    from maxpipe.config.sections.optim import OptimConfig
+    from maxpipe.config.sections.pipeline import PipelineConfig
+    from maxpipe.config.sections.train import TrainConfig
     from maxpipe.models.config import ModelConfig
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh

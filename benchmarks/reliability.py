@@ -31,7 +31,8 @@ from maxpipe.checkpoint import contents, manifest
 from maxpipe.checkpoint.digests import digest_array
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import CheckpointConfig, Config
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.data.loader import build_loaders
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.coordinator import Timeouts

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from references import circular_loss, sharded_loss
 
-from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.train import TrainConfig
 from maxpipe.models.config import ModelConfig
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from maxpipe.config.rules import axis_size
-from maxpipe.config.schema import OptimConfig, PipelineConfig, TrainConfig
+from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.train import TrainConfig
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.layers.mlp import LayerNorm
 from maxpipe.models.registry import FAMILIES

@@ -166,9 +166,17 @@ def _resolve(module: str, node: ast.ImportFrom) -> str:
     return ".".join([*parents, *([node.module] if node.module else [])])
 
 
-def _imports(module: str) -> Iterator[tuple[str, int]]:
-    """(imported module, line), anywhere in the file."""
-    for node in ast.walk(tree(module)):
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node`, except blocks that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _run_nodes(child)
+
+
+def _imports(module: str, *, with_types: bool = True) -> Iterator[tuple[str, int]]:
+    """(imported module, line), anywhere in the file, or only in code that runs."""
+    for node in ast.walk(tree(module)) if with_types else _run_nodes(tree(module)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -249,7 +257,7 @@ def test_no_import_cycles():
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, "cycle: " + " -> ".join([*path, module])
         if module not in done:
-            for imported, _ in _imports(module):
+            for imported, _ in _imports(module, with_types=False):
                 if imported in sources() and imported != module:
                     visit(imported, (*path, module))
             done.add(module)
@@ -383,15 +391,13 @@ def section_names() -> dict[str, str]:
     return {section.name: "own" for section in _section_classes()} | named
 
 
-_SCHEMAS = ("maxpipe.config.schema", "maxpipe.config.data_schema", "maxpipe.config.tuning_schema")
-
-
 def _section_classes() -> list[ast.ClassDef]:
-    """Of the schema, and of the families of models."""
-    declaring = [module for module in MODULES if _within(module, "maxpipe.models")]
+    """Of the config, and of the families of models."""
+    folders = ("maxpipe.config.schema", "maxpipe.config.sections", "maxpipe.models")
+    declaring = [m for m in MODULES if any(_within(m, folder) for folder in folders)]
     return [
         node
-        for module in (*_SCHEMAS, *declaring)
+        for module in declaring
         for node in tree(module).body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
     ]

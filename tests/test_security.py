@@ -27,7 +27,9 @@ from maxpipe import hardware
 from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.config.schema import CheckpointConfig, DataConfig, TokenizerConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source

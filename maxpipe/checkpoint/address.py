@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, find_checkpoint_home, in_bucket
 from maxpipe.config.bundled_configs import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import RunConfig
+from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import expand_path
 

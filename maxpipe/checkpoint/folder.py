@@ -44,7 +44,7 @@ from maxpipe.checkpoint.storage import (
     to_epath,
 )
 from maxpipe.config.keys import upgrade_config
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import AnyFloat, parse_json

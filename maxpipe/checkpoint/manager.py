@@ -61,7 +61,7 @@ from maxpipe.checkpoint.storage import (
 from maxpipe.checkpoint.writer import CheckpointWriter, SaveResult, ignore_orphaned_errors
 from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 

@@ -27,7 +27,8 @@ from etils import epath
 
 from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.load import load
-from maxpipe.config.schema import CheckpointConfig, RunConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
+from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError, exception_chain
 from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
 

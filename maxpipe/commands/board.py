@@ -49,7 +49,7 @@ def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _board(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import run_names
-    from maxpipe.config.schema import RunConfig
+    from maxpipe.config.sections.run import RunConfig
 
     folder, runs = Path(options.folder), RunConfig().dir
     if not folder.is_dir() and options.folder in run_names(runs):

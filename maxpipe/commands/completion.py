@@ -370,7 +370,7 @@ def _assignments(current: str) -> list[str]:
 
 def _runs(current: str, *, with_step: bool) -> list[str]:
     """Return completions for runs by name or path, and for steps after `@`."""
-    from maxpipe.config.schema import RunConfig
+    from maxpipe.config.sections.run import RunConfig
 
     run, sign, _ = current.rpartition("@")
     below = Path(RunConfig().dir)

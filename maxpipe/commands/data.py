@@ -35,13 +35,13 @@ from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
-    from maxpipe.config.data_schema import DataConfig
+    from maxpipe.config.sections.data import DataConfig
     from maxpipe.data.loader import Loader
 
 
 def _mixture(options: argparse.Namespace) -> int:
-    from maxpipe.config.check import total_steps
-    from maxpipe.config.training_checks import check_length
+    from maxpipe.config.check import check_length
+    from maxpipe.config.sections.train import total_steps
 
     inputs, folder = resolve_run_inputs(options.inputs)
     loaded = read_config(inputs)
@@ -152,7 +152,7 @@ _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from maxpipe.config.data_sources import all_sources
+    from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.prepared.prepare import PrepareJob, prepare
     from maxpipe.data.sources import wrap_section_errors
@@ -187,7 +187,7 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
     """Return the name of the source to prepare, or "" if there is no mixture."""
-    from maxpipe.config.data_sources import validation_sets
+    from maxpipe.config.sections.data import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]
     where, known = "command line: --source", ", ".join(names)

@@ -35,8 +35,8 @@ from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
-    from maxpipe.config.data_schema import SourceConfig
     from maxpipe.config.schema import Config
+    from maxpipe.config.sections.source import SourceConfig
     from maxpipe.data.inspect_batch import InspectedSequence, Segment, TextSpan
     from maxpipe.data.loader import Datasets, Loader
     from maxpipe.data.statistics import DocumentStatistics, Statistics
@@ -146,7 +146,7 @@ def _names_data(path: str) -> bool:
 
 
 def _source(paths: Sequence[str]) -> dict[str, Any]:
-    from maxpipe.config.data_sources import ONE_PATH
+    from maxpipe.config.sections.source import ONE_PATH
     from maxpipe.data.sources import infer_source
 
     kinds = {path: infer_source(path, "command line: FILE") for path in paths}
@@ -180,8 +180,7 @@ def _conversation(
 
     Without a chat template, prompts and responses are read as plain text.
     """
-    from maxpipe.config.data_schema import SourceConfig
-    from maxpipe.config.data_sources import COLUMNS, paths_of
+    from maxpipe.config.sections.source import COLUMNS, SourceConfig, paths_of
     from maxpipe.data.formats.record_text import (
         chat_keys,
         drop_default_keys,
@@ -289,7 +288,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _split(datasets: Datasets, name: str) -> Loader:
-    from maxpipe.config.data_sources import check_split
+    from maxpipe.config.sections.data import check_split
 
     if name == "train":
         return datasets.train
@@ -455,7 +454,7 @@ def _check_form(path: str) -> None:
 
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
     """Yield the statistics of every source, sorted by name."""
-    from maxpipe.config.data_sources import all_sources
+    from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import wrap_section_errors
     from maxpipe.data.tokenizer import open_tokenizer
@@ -605,7 +604,7 @@ def _add_find(actions: Commands) -> None:
 
 def step_number(text: str) -> int:
     """Parse a step number from the command line."""
-    from maxpipe.config.rules import MAX_STEPS
+    from maxpipe.config.sections.train import MAX_STEPS
 
     found = count(text)
     if found > MAX_STEPS:

@@ -118,7 +118,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 
 def _documents(options: argparse.Namespace) -> list[str]:
     """Return the overrides that select the files of `--data`."""
-    from maxpipe.config.data_sources import COLUMNS
+    from maxpipe.config.sections.source import COLUMNS
     from maxpipe.data.sources import infer_source
 
     path, where = options.data, "command line: --data"

@@ -69,7 +69,7 @@ def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     """Return the folder of `--save`, or None."""
     if options.save is None:
         return None
-    from maxpipe.config.training_checks import check_length
+    from maxpipe.config.check import check_length
 
     where = "command line: --save"
     folder = expand_path(options.save, where)
@@ -198,7 +198,7 @@ def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topolo
 
 def _warn_replicated_weights(config: Config) -> None:
     """Warn about large weights that a user's axis rule replicates."""
-    from maxpipe.config.mesh_rules import replication_warnings
+    from maxpipe.config.sections.mesh import replication_warnings
 
     for each in replication_warnings(config):
         print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 
 if TYPE_CHECKING:
-    from maxpipe.config.data_schema import SourceConfig
+    from maxpipe.config.sections.source import SourceConfig
     from maxpipe.data.sources import Source
     from maxpipe.data.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def _train(options: argparse.Namespace) -> int:
     finally:
         progress.close()
     train_tokenizer.write(folder, content)
-    from maxpipe.config.schema import TokenizerConfig
+    from maxpipe.config.sections.tokenizer import TokenizerConfig
 
     made = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
     print(redact.redact_for_terminal(f"wrote {folder}: {made.vocab_size} ids"))
@@ -73,7 +73,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _sources(options: argparse.Namespace) -> list[Source]:
     """Open the sources of files, or of the `data.*` keys of a config and its overrides."""
-    from maxpipe.config.data_sources import all_sources
+    from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
     from maxpipe.data.train_tokenizer import open_training_files
@@ -105,7 +105,7 @@ def _check_texts(source: SourceConfig) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from maxpipe.config.schema import TokenizerConfig
+    from maxpipe.config.sections.tokenizer import TokenizerConfig
     from maxpipe.data.tokenizer import open_tokenizer
     from maxpipe.data.tokenizers.files import locate
 
@@ -216,6 +216,6 @@ def add(commands: Commands) -> None:
 
 
 def _presets() -> tuple[str, ...]:
-    from maxpipe.config.schema import TokenizerConfig
+    from maxpipe.config.sections.tokenizer import TokenizerConfig
 
     return get_args(get_type_hints(TokenizerConfig)["preset"])

@@ -15,8 +15,9 @@ import yaml
 from maxpipe.config.assignments import Assignment, from_document, from_values
 from maxpipe.config.bundled_configs import configs
 from maxpipe.config.config_files import FOREIGN_SUFFIXES
-from maxpipe.config.keys import FAMILY, KEYS, SECTIONS
+from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.sections.model import FAMILY
 from maxpipe.config.translation import (
     MODEL,
     Translation,

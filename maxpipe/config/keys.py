@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, family_section
 from maxpipe.models.registry import FAMILIES
 
-FAMILY = "model.family"
 _MODEL = "model"
-_FILLED = ("own", "adapter")
-"""Fields of the model section that are filled from other sections."""
 
 
 def _sections() -> Iterator[tuple[str, type]]:
@@ -33,10 +31,10 @@ SECTIONS: dict[str, type] = dict(_sections())
 """Maps section names to the dataclasses that declare them."""
 
 KEYS: dict[str, Any] = {
-    f"{section}.{name}": hint
+    key: hint
     for section, declared in SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
-    if section != _MODEL or name not in _FILLED
+    if (key := f"{section}.{name}") in MODEL_KEYS or section != _MODEL
 }
 """Maps full keys to their types, in schema order."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]
@@ -135,11 +133,6 @@ def default_of(key: str) -> Any:
 def legacy_value_of(key: str) -> Any:
     """Return the value that applies to runs saved before the key existed."""
     return field_of(key).metadata.get("before", default_of(key))
-
-
-def family_section(family: str) -> str:
-    """Return the section name of a family."""
-    return f"{_MODEL}.{family}"
 
 
 def is_of_another_family(section: str, family: str) -> bool:

@@ -28,17 +28,15 @@ from maxpipe.config.assignments import (
     is_mapping,
     rename_former_key,
 )
-from maxpipe.config.check import DEFAULT, check, is_override
+from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
 from maxpipe.config.keys import (
-    FAMILY,
     KEYS,
     NAME,
     NAMED_KEYS,
     NAMED_SECTIONS,
     SECTIONS,
-    family_section,
     is_of_another_family,
     names_in,
     section_of,
@@ -48,7 +46,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean
 from maxpipe.config.schema import Config
-from maxpipe.config.training_checks import check_training
+from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.translation import (
     CONTEXT_KEYS,
     Translation,

@@ -1,6 +1,6 @@
 """Render the schema as explanations of keys, a reference page, a JSON schema and complete configs.
 
-All output is generated from the declarations in `schema.py` and the model families, the docstrings
+All output is generated from the declarations in `sections/` and the model families, the docstrings
 of the fields, and the ranges. Keys are documented only there.
 """
 

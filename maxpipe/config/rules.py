@@ -1,25 +1,28 @@
-"""Registry of config rules, ranges of all numbers, and phrases that several messages share.
+"""Registry of config rules and ranges, and phrases that several messages share.
 
 A rule lists the keys that it reads, and is skipped if one of these keys is already known to be
-invalid. The rules are defined in `check.py` and in the modules `*_rules`.
+invalid. The files in `sections/` define the rules.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maxpipe.config.keys import NAMED_SECTIONS, declared_key, default_of, sections_of, split_key
-from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
-from maxpipe.models.config import LARGEST, SMALLEST, Bound
+from maxpipe.io.files import url_scheme
+from maxpipe.models.config import Bound
 from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -27,21 +30,49 @@ def value_of(config: Config, key: str) -> Any:
 
     For keys of other model families, return the default.
     """
-    if (outer := declared_key(key).rpartition(".")[0]) in NAMED_SECTIONS:
-        section, name, each, inner = key.split(".")
-        assert outer.startswith(f"{section}.{name}.")
-        return getattr(getattr(getattr(config, section), name)[each], inner)
-    section, (name, *entry) = split_key(key.split(".", 2))
-    is_own = "." in section
-    values = sections_of(config).get(section) if is_own else getattr(config, section)
-    value = default_of(key) if values is None else getattr(values, name)
-    return value[entry[0]] if entry else value
+    section, *names = key.split(".")
+    value = getattr(config, section)
+    if section == "model" and names[0] in FAMILIES:
+        family, *names = names
+        own = value.own if value.family == family else None
+        value = FAMILIES[family].section() if own is None else own
+    for position, name in enumerate(names):
+        if isinstance(value, dict):
+            if (entry := ".".join(names[position:])) in value:
+                return value[entry]
+            value = value[name]
+        else:
+            value = getattr(value, name)
+    return value
 
 
 def applies_to_family(config: Config, key: str) -> bool:
     """Whether the key is common to all families or belongs to the family of this config."""
-    section, _ = split_key(key.split(".", 2))
-    return "." not in section or section in sections_of(config)
+    section, name, *_ = key.split(".")
+    return section != "model" or name not in FAMILIES or name == config.model.family
+
+
+def add_nonempty_rule(key: str) -> None:
+    """Add the rule that a text is not empty."""
+
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if not value_of(config, key):
+            section, name = key.split(".")
+            schema = {f.name: f.default for f in dataclasses.fields(getattr(config, section))}
+            yield RuleViolation(key, "must not be empty.", f"Set {key}={schema[name]}.")
+
+
+def add_local_folder_rule(key: str, action: str) -> None:
+    """Add the rule that a folder is not a URL."""
+
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if url_scheme(value_of(config, key)):
+            yield RuleViolation(key, "must be a folder in a file system, not a URL.", action)
+
+
+MAX_FINDINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +86,7 @@ class Rule:
 
 
 RULES: list[Rule] = []
+
 
 _NAME_CHARACTERS = 100
 """Maximum length of a name that is derived from another name. File systems allow 255 characters."""
@@ -127,9 +159,6 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
     return math.prod(size or 1 for size in sizes.values()), words
 
 
-# Phrases for messages.
-
-
 def format_value(value: object) -> str:
     """Format a value as in a config file. Long values are shortened."""
     if is_dataclass(value):
@@ -145,138 +174,43 @@ def format_value(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-BYTES_VOCABULARY = 259
-"""Vocabulary size of the bytes tokenizer: 256 bytes, BOS, EOS and padding."""
-
-_SHARE_LEFT = "1 would drop everything"
-_INT32 = 2**31 - 1
-MAX_STEPS = 10**11
-"""Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
-_RANGES = (
-    Bound("run.seed", 0, 0, 2**32 - 1, "the random generator has a 32-bit seed"),
-    Bound("model.num_layers", 1, 1, 2048, "plans and layer partitions enumerate all layers"),
-    *(Bound(f"model.{name}", 1, 1) for name in ("d_model", "num_heads", "num_kv_heads", "d_mlp")),
-    Bound("model.head_dim", 2, 2),
-    Bound("model.vocab_size", BYTES_VOCABULARY, 2, _INT32, "token ids are int32"),
-    Bound("model.mtp_heads", 2, 0),
-    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "devices compute in float32"),
-    Bound(
-        "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
-    ),
-    Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
-    Bound("model.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
-    *(
-        bound._replace(key=f"model.{family.name}.{bound.key}")
-        for family in FAMILIES.values()
-        for bound in family.bounds
-    ),
-    Bound("mesh.max_replicated_bytes", 2**27, 0, why="0 means no limit"),
-    Bound("mesh.cpu_devices", 1, 1, 4096, "each device needs threads and memory"),
-    Bound("pipeline.microbatches", 1, 1),
-    Bound("pipeline.repeats", 1, 1),
-    Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
-    Bound("pipeline.prologue_layers", 0, 0),
-    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if logits are large"),
-    Bound("train.steps", 100, 0, MAX_STEPS, "0 uses train.tokens"),
-    Bound("train.tokens", 1000000, 0, 10**18, "0 uses train.steps"),
-    Bound("train.batch_size", 8, 1, 2**24, "a step lists its sequences"),
-    Bound(
-        "train.sequence_length",
-        1024,
-        2,
-        _INT32,
-        "the last token has no target, and positions are int32",
-    ),
-    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
-    Bound("adapter.rank", 16, 0, why="0 trains all parameters"),
-    Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "devices compute in float32"),
-    Bound("adapter.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),
-    Bound("optim.warmup_steps", 0, 0),
-    Bound("optim.decay_fraction", 0.2, 0, 1),
-    Bound("optim.min_lr_ratio", 0.1, 0, 1),
-    Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
-    Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
-    Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
-    Bound("optim.ema_decay", 0.999, 0, 1, "1 would never change the average", high_is_inside=False),
-    Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
-    Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
-    Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; devices compute in float32"),
-    Bound("grpo.group_size", 8, 2, why="completions of a group are compared"),
-    Bound("grpo.max_tokens", 64, 1),
-    Bound("grpo.temperature", 1.0, 0.01, 100, "token probabilities are compared"),
-    Bound("grpo.reward_timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
-    Bound("grpo.clip_ratio", 0.2, 0, 1, "no probability is negative", low_is_inside=False),
-    Bound(
-        "grpo.clip_ratio_high",
-        0.0,
-        0,
-        LARGEST,
-        "0 uses grpo.clip_ratio; devices compute in float32",
-    ),
-    Bound("grpo.kl_coef", 0.04, 0, LARGEST, "0 disables the reference; devices compute in float32"),
-    Bound("grpo.updates_per_rollout", 1, 1, 1024, "all completions are sampled at once"),
-    Bound(
-        "data.mixture_temperature",
-        1.0,
-        0,
-        LARGEST,
-        "1 leaves weights unchanged",
-        low_is_inside=False,
-    ),
-    Bound("data.validation_fraction", 0.05, 0, 0.5),
-    Bound("data.max_pairs_per_sequence", 16, 1, 4096, "every batch has this capacity"),
-    Bound("data.max_bad_records", 100, 1),
-    Bound("data.max_decompressed_bytes", 2**36, 1),
-    Bound("data.prefetch_batches", 4, 1),
-    Bound("data.threads", 2, 1, 1024, "all threads belong to this process"),
-    Bound("checkpoint.every", 1000, 0, why="0 saves only the last step"),
-    Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
-    Bound("distill.temperature", 1.0, 1e-3, 1e3, "logits are divided by it in float32"),
-    Bound("distill.top_k", 32, 1),
-    Bound("distill.weight", 0.5, 0, 1, "0 would ignore the teacher", low_is_inside=False),
-    Bound("distill.teacher_devices", 0, 0, why="0 alternates on all devices"),
-    Bound("guard.max_bad_steps", 5, 1),
-    Bound("guard.spike_sigmas", 6.0, 0, LARGEST, "0 disables it; devices compute in float32"),
-    Bound("guard.spike_window", 128, 2, why="a deviation needs two steps"),
-    Bound("guard.max_rollbacks", 3, 0),
-    Bound("guard.replica_check_every", 100, 0, why="0 disables the comparison"),
-    Bound("checkpoint.keep_every_steps", 0, 0, why="0 keeps no additional checkpoints"),
-    Bound("checkpoint.keep_every_hours", 0.0, 0, why="0 keeps no additional checkpoints"),
-    Bound("checkpoint.keep_best", 0, 0, why="0 keeps no additional checkpoints"),
-    Bound("checkpoint.retries", 3, 0, why="0 disables retries"),
-    Bound("checkpoint.local_every", 0, 0),
-    Bound("eval.every", 100, 0, why="0 evaluates only after the last step"),
-    Bound("eval.batch_size", 8, 0, why="0 uses train.batch_size"),
-    Bound("eval.batches", 8, 0, why="0 evaluates no documents"),
-    Bound("eval.patience", 3, 0, why="0 disables early stopping"),
-    Bound("eval.min_delta", 0.0, 0, LARGEST, "a negative gain is a loss"),
-    Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
-    Bound("eval.sample_every", 100, 0, why="0 disables samples"),
-    Bound("eval.sample_max_tokens", 64, 1),
-    Bound("eval.sample_temperature", 1.0, 0, LARGEST, "devices compute in float32"),
-    Bound("preference.beta", 0.1, 0, LARGEST, "devices compute in float32", low_is_inside=False),
-    Bound(
-        "preference.label_smoothing",
-        0.1,
-        0,
-        0.5,
-        "with 0.5 labels carry no information",
-        high_is_inside=False,
-    ),
-    Bound("preference.odds_weight", 0.1, 0, LARGEST, "devices compute in float32"),
-    Bound("log.every", 10, 1),
-    Bound("runtime.num_processes", 1, 0, why="0 uses the cluster's number"),
-    Bound("runtime.process_id", 0, 0),
-    Bound("runtime.init_timeout_seconds", 300, 1),
-    Bound("runtime.heartbeat_timeout_seconds", 100, 1),
-    Bound("runtime.stall_timeout_seconds", 1800, 0, why="0 waits forever"),
-    Bound("runtime.stop_grace_seconds", 120, 0, why="0 means no limit"),
-    Bound("launch.slices", 1, 1),
-    Bound("launch.restarts", 3, 0),
-    Bound("launch.grace_seconds", 120, 1),
-    Bound("launch.time_limit_minutes", 0, 0, why="0 uses the partition's limit"),
-)
+DROPS_EVERYTHING = "1 would drop everything"
 
 
-BOUNDS = {bound.key: bound for bound in _RANGES}
+MAX_INT32 = 2**31 - 1
+
+
+BOUNDS: dict[str, Bound] = {}
 """Maps full keys to the ranges of their values."""
+
+
+def add_ranges(*bounds: Bound) -> None:
+    """Register the ranges of keys, and a rule for each range."""
+    for bound in bounds:
+        BOUNDS[bound.key] = bound
+        _add_range_rule(bound)
+
+
+def _add_range_rule(bound: Bound) -> None:
+    @rule(bound.key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if not bound.holds(value_of(config, bound.key)):
+            yield RuleViolation(
+                bound.key, f"must be {bound}.", f"Set {bound.key}={format_value(bound.example)}."
+            )
+
+
+def violations(config: Config, skip: Collection[str] = ()) -> Iterator[RuleViolation]:
+    """Yield all rule violations. Rules that read a key in `skip` are not run."""
+    wrong = set(skip)
+    # Rules for a single key run first. If one of them fails, rules that relate the key to other
+    # keys are skipped.
+    for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
+        if not wrong.isdisjoint(each.keys):
+            continue
+        findings = list(each.find(config))
+        if findings and len(each.keys) == 1:
+            wrong.update(each.keys)
+        elif each.is_first:
+            wrong.update(key for key, *_ in findings)
+        yield from findings

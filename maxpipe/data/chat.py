@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.config.bundled_configs import EVENTS_FILE
-from maxpipe.config.data_schema import DataConfig, SourceConfig
-from maxpipe.config.data_sources import all_sources, parse_template_kwargs
+from maxpipe.config.sections.data import DataConfig, all_sources
+from maxpipe.config.sections.source import SourceConfig, parse_template_kwargs
 from maxpipe.data import disk_cache
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.disk_cache import CacheMessages, load_or_compute

@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import is_template, parse_template_kwargs, split_template
 from maxpipe.config.keys import default_of
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.sections.source import (
+    SourceConfig,
+    is_template,
+    parse_template_kwargs,
+    split_template,
+)
 from maxpipe.data.formats.record_text import (
     SYSTEMS,
     BadRecord,

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import train_sources as sources_of
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.data import train_sources as sources_of
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.chat import load_chat_template, resolve_chat_template
 from maxpipe.data.documents import Documents, EncodedDocument
 from maxpipe.data.prepared.reader import TokenFiles

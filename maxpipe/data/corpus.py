@@ -15,16 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxpipe.config import training_schedule as config_ramp
-from maxpipe.config.data_schema import DataConfig, Packing, SourceConfig
-from maxpipe.config.data_sources import (
-    paths_of,
+from maxpipe.config.sections.data import (
+    DataConfig,
     section_of,
     train_sources,
     validation_key,
     validation_sets,
 )
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections.source import Packing, SourceConfig, paths_of
+from maxpipe.config.sections.train import METADATA_KEYS, BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat import (
     ChatDocuments,
@@ -504,7 +503,7 @@ def compare_fingerprints(
     if step is not None and BatchRamp.from_metadata(saved).equals_until(
         BatchRamp.from_metadata(current), step
     ):
-        names = [name for name in names if name not in config_ramp.METADATA_KEYS]
+        names = [name for name in names if name not in METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
         # All other differences result from this difference.

@@ -12,9 +12,9 @@ from functools import partial
 
 import numpy as np
 
-from maxpipe.config.data_sources import section_of
 from maxpipe.config.schema import Config
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections.data import section_of
+from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.chat import load_start_date, resolve_chat_template
 from maxpipe.data.chat_spec import (
     ChatSpec,

@@ -21,10 +21,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from maxpipe.config import training_schedule as config_ramp
-from maxpipe.config.data_sources import section_of
-from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections.data import DataConfig, section_of
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import METADATA_KEYS, BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
@@ -323,7 +322,7 @@ class Loader:
         Metadata that affects only the order of the sequences or the batch size is excluded.
         """
         facts, common = self.fingerprint(), {}
-        for name in (_ORDER, *config_ramp.METADATA_KEYS, mixture.MIXTURE_KEY):
+        for name in (_ORDER, *METADATA_KEYS, mixture.MIXTURE_KEY):
             facts.pop(name, None)
         for name in ("tokenizer", "seed", "validation_fraction", "sequence_length"):
             common[name] = facts.pop(name)

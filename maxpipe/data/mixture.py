@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config import data_sources as texts
-from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
-from maxpipe.config.data_sources import section_of
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections import data as texts
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig, section_of
+from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.packing import Permutation, Sequences
 from maxpipe.data.sources import wrap_section_errors

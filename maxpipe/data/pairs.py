@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.chat import ChatDocuments, ConversationEncoder, wrap_record_errors
 from maxpipe.data.chat_records import (
     check_mapping,

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import is_template
-from maxpipe.config.schema import DataConfig
-from maxpipe.config.training_schedule import BatchRamp
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.grpo import GrpoConfig
+from maxpipe.config.sections.source import SourceConfig, is_template
+from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.chat_records import (
     check_content,
     fields_of,

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from maxpipe.config.data_schema import Packing
+from maxpipe.config.sections.source import Packing
 from maxpipe.data import disk_cache
 from maxpipe.data.documents import Documents
 from maxpipe.data.packing import (

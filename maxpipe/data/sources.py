@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
 from typing import Literal
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import paths_of, section_of
+from maxpipe.config.sections.data import section_of
+from maxpipe.config.sections.source import SourceConfig, paths_of
 from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, find_files

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing
 from maxpipe.data.tokenizers.files import locate

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.sources import Source, infer_source, open_source
 from maxpipe.data.tokenizers.files import missing_package_error
 from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3

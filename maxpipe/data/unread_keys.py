@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import COLUMNS, is_template
+from maxpipe.config.sections.source import COLUMNS, SourceConfig, is_template
 from maxpipe.data.chat import REWRITTEN, TrainedMessage
 from maxpipe.data.chat_records import conversation_of, has_value
 from maxpipe.data.formats.record_text import (

@@ -32,13 +32,15 @@ from maxpipe.checkpoint.storage import (
     run_folder,
     to_epath,
 )
-from maxpipe.config.check import find_warnings
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import all_sources, section_of
+from maxpipe.config.check import check_training, find_warnings
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import axis_size
-from maxpipe.config.schema import Config, RunConfig, RuntimeConfig
-from maxpipe.config.training_checks import check_training, runs_teacher
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.data import all_sources, section_of
+from maxpipe.config.sections.distill import runs_teacher
+from maxpipe.config.sections.run import RunConfig
+from maxpipe.config.sections.runtime import RuntimeConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.chat import expand_trained_messages
 from maxpipe.data.corpus import build_chat_encoder
 from maxpipe.data.prepared.megatron import IDS, open_documents

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import RuntimeConfig
+from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError

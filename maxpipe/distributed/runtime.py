@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxpipe.config.schema import RuntimeConfig
+from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.distributed import protocol
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.coordinator import JoinFailure, Timeouts, free_port

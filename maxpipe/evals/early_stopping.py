@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from maxpipe.checkpoint.folder import BestMetric
-from maxpipe.config.schema import CheckpointConfig, EvalConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
+from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import AnyFloat
 

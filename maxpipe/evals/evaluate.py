@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxpipe.config.schema import EvalConfig
+from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.evals.multiple_choice import Task, task_metrics
 from maxpipe.io.formatting import pluralize

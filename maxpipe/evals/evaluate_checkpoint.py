@@ -18,11 +18,12 @@ import jax
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.storage import run_folder
-from maxpipe.config.check import check
-from maxpipe.config.data_sources import SPLITS, check_split
+from maxpipe.config.check import check, find_unused_path
 from maxpipe.config.rules import batch_shards
-from maxpipe.config.schema import Config, PipelineConfig, TrainConfig
-from maxpipe.config.training_checks import find_unused_path
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.data import SPLITS, check_split
+from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.train import TrainConfig
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_single_pass
 from maxpipe.data.tokenizer import Tokenizer

@@ -21,7 +21,8 @@ import numpy as np
 
 from maxpipe.config.check import check
 from maxpipe.config.rules import batch_shards, did_you_mean
-from maxpipe.config.schema import Config, TaskConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.eval import TaskConfig
 from maxpipe.data.datasets import load_run_chat_template
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.config.check import check
-from maxpipe.config.data_sources import parse_template_kwargs
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.source import parse_template_kwargs
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError

@@ -17,7 +17,8 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.rules import folder_name
-from maxpipe.config.schema import TokenizerConfig, TrainConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import TrainConfig
 from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError

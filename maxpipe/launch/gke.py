@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from maxpipe.config.rules import value_of
-from maxpipe.config.schema import LaunchConfig
+from maxpipe.config.sections.launch import LaunchConfig
 from maxpipe.distributed.protocol import VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, is_final, tpu_of

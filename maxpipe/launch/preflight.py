@@ -13,12 +13,11 @@ from pathlib import Path
 from maxpipe.checkpoint import address
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.check import error_location
-from maxpipe.config.data_rules import named_sources
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import FILES, paths_of
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.data import named_sources
+from maxpipe.config.sections.source import FILES, SourceConfig, paths_of
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.source import folder_of

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from maxpipe.config.tuning_schema import PreferenceConfig
+from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import BatchArraySpec, Objective, Scores
 

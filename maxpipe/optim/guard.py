@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.config.schema import GuardConfig
+from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.parallel.mesh import AXES
 
 Tree = Any

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from maxpipe.config.schema import OptimConfig
-from maxpipe.config.training_schedule import parse_phases
+from maxpipe.config.sections.optim import OptimConfig, parse_phases
 
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"

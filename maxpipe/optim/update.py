@@ -36,7 +36,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon

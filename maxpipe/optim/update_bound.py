@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
 from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.config.check import total_steps
 from maxpipe.config.schema import Config
-from maxpipe.config.training_schedule import BatchRamp, RampStage
+from maxpipe.config.sections.train import BatchRamp, RampStage, total_steps
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import format_count, format_duration, format_si, pluralize
 from maxpipe.models.count import active_params, num_params, num_trained, total

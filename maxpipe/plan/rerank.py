@@ -27,7 +27,8 @@ import numpy as np
 
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig
-from maxpipe.config.schema import Config, PipelineConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.parallel.axes import MeshConfig

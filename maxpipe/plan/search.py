@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
 from maxpipe.config.keys import default_of
-from maxpipe.config.mesh_rules import has_experts, has_sequential_layers
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.model import has_experts, has_sequential_layers
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import pluralize

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from maxpipe.config.pipeline_rules import activations
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.pipeline import activations
 from maxpipe.models.adapters import residuals_of_changes
 from maxpipe.models.count import (
     computed_share,

@@ -26,7 +26,8 @@ from typing import Any
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import Config, RuntimeConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus

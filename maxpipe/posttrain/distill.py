@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding
 
 from maxpipe.config.check import check, error_location
 from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.schema import Config, TokenizerConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.datasets import build_datasets
 from maxpipe.data.loader import Batch, Datasets, Loader
 from maxpipe.data.mixture import Arrays

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.mixture import seed_of
 from maxpipe.data.prompts import PromptRecord, PromptSequences

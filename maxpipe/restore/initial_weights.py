@@ -26,7 +26,6 @@ from maxpipe.checkpoint.reader import content_digest
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.check import error_location
 from maxpipe.config.keys import (
-    FAMILY,
     KEYS,
     default_of,
     flatten,
@@ -38,6 +37,7 @@ from maxpipe.config.keys import (
 )
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
+from maxpipe.config.sections.model import FAMILY
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
 from maxpipe.huggingface.source import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of

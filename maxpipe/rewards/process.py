@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.io import files
 from maxpipe.io.typed_json import parse_json

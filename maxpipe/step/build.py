@@ -19,13 +19,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import maxpipe
-from maxpipe.config.check import check, total_steps
+from maxpipe.config.check import check
 from maxpipe.config.keys import flatten, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.pipeline_rules import activations
-from maxpipe.config.schema import Config, GuardConfig, OptimConfig, PipelineConfig, TrainConfig
-from maxpipe.config.training_checks import runs_teacher
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.distill import runs_teacher
+from maxpipe.config.sections.grpo import GrpoConfig
+from maxpipe.config.sections.guard import GuardConfig
+from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.pipeline import PipelineConfig, activations
+from maxpipe.config.sections.train import TrainConfig, total_steps
 from maxpipe.data.loader import Batch, Batches, Loader
 from maxpipe.errors import ConfigError
 from maxpipe.io import redact

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.config.param_patterns import parse_param_values
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig, parse_param_values
 from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.param_names import chosen, names_in_layers
 from maxpipe.models.spec import Param

@@ -28,7 +28,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Key
 
-from maxpipe.config.schema import GuardConfig
+from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.spec import Follows, Model
 from maxpipe.nn.decoder import MTP

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxpipe.config.schema import GuardConfig
+from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.data.loader import Loader
 from maxpipe.errors import DivergenceError
 from maxpipe.telemetry.console import Console

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from maxpipe.config.check import error_location, total_steps
+from maxpipe.config.check import error_location
 from maxpipe.config.load import LoadedConfig
+from maxpipe.config.sections.train import total_steps
 from maxpipe.data.formats import read_tracker
 from maxpipe.data.loader import Loader
 from maxpipe.data.sources import section_of

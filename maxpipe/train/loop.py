@@ -30,10 +30,10 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.config import bundled_configs
 from maxpipe.config.check import error_location
-from maxpipe.config.data_rules import named_sources
-from maxpipe.config.data_sources import FILES, paths_of
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.data import named_sources
+from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP, Phases
 from maxpipe.errors import ConfigError, ExitCode, Problem

@@ -24,12 +24,13 @@ from maxpipe.checkpoint.storage import (
     in_bucket,
     run_folder,
 )
-from maxpipe.config.check import error_location, total_steps
-from maxpipe.config.data_sources import paths_of
+from maxpipe.config.check import error_location
 from maxpipe.config.keys import flatten, legacy_value_of, may_differ, upgrade_setting
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.source import paths_of
+from maxpipe.config.sections.train import total_steps
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry

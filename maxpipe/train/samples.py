@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxpipe.config.schema import EvalConfig
+from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import Datasets

@@ -24,9 +24,10 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CheckpointManager, local_folder
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.bundled_configs import CONFIG_FILE
-from maxpipe.config.check import find_warnings, total_steps
+from maxpipe.config.check import find_warnings
 from maxpipe.config.load import LoadedConfig, to_dict, to_yaml
 from maxpipe.config.schema import Config
+from maxpipe.config.sections.train import total_steps
 from maxpipe.data.datasets import build_datasets, check_overlap, load_run_chat_template
 from maxpipe.data.loader import Datasets, Loader
 from maxpipe.data.mixture import SourceSequences

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.manager import CheckpointManager, open_run
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 
 Tree = dict[str, Any]
 

@@ -18,7 +18,7 @@ from maxpipe.checkpoint.digest_item import tree_digest
 from maxpipe.checkpoint.lock import FILE, RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.cli import main
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.bucket import Bucket
 from tests.checkpoint.cases import abstract, put, tree

@@ -24,7 +24,7 @@ from maxpipe.checkpoint.digest_item import tree_digest
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.inspect import verify_checkpoints
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import DivergenceError, ExitCode, StorageError
 from maxpipe.io.typed_json import dump_checksummed
 from tests.checkpoint.cases import abstract, config, data, put, save, tree

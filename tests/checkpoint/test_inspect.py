@@ -21,7 +21,7 @@ from maxpipe.checkpoint.digest_item import diff_shapes, diff_trees, tree_digest
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.cli import main
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
 from tests.checkpoint.cases import put, save, tree
 

@@ -24,7 +24,7 @@ from maxpipe.checkpoint.inspect import describe_checkpoint, format_checkpoint_li
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.checkpoint.storage import DamagedError
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxpipe.checkpoint.folder import BestMetric, CheckpointInfo, RetentionRules, select_retained
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 
 HOUR = 3600.0
 

@@ -20,7 +20,7 @@ from maxpipe.checkpoint.storage import (
     to_epath,
 )
 from maxpipe.cli import main
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.checkpoint.cases import put, tree
 

@@ -15,7 +15,8 @@ from maxpipe.config import check, rules
 from maxpipe.config.keys import KEYS, section_of
 from maxpipe.config.load import load
 from maxpipe.config.rules import BOUNDS
-from maxpipe.config.schema import Config, TrainConfig
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.train import TrainConfig, total_steps
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.models.param_names import declared
 from maxpipe.models.registry import describe
@@ -412,9 +413,9 @@ def test_rules_declare_the_keys_they_read():
     configs = [
         config
         for config in configs
-        if all(b.holds(check.value_of(config, key)) for key, b in BOUNDS.items())
+        if all(b.holds(rules.value_of(config, key)) for key, b in BOUNDS.items())
     ]
-    for rule in check.RULES:
+    for rule in rules.RULES:
         read: set[str] = set()
         for config in configs:
             for finding in rule.find(_Spy(config, read)):  # type: ignore[arg-type]
@@ -443,8 +444,8 @@ def test_axis_table_is_the_default_with_changes():
 
 
 def test_total_steps_rounds_tokens_up():
-    assert check.total_steps(TrainConfig(steps=7, tokens=5)) == 7
-    assert check.total_steps(TrainConfig(tokens=8 * 1024 + 1)) == 2
+    assert total_steps(TrainConfig(steps=7, tokens=5)) == 7
+    assert total_steps(TrainConfig(tokens=8 * 1024 + 1)) == 2
 
 
 SIZES = st.sampled_from([-1, 1, 1, 1, 2, 3, 4, 8])

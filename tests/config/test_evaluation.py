@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from maxpipe.config.eval_rules import metrics_of
 from maxpipe.config.load import load
+from maxpipe.config.sections.eval import metrics_of
 from maxpipe.errors import ConfigError
 from maxpipe.objectives.preference import Preference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.training_schedule import EXAMPLE, LRPhase, parse_phases
+from maxpipe.config.sections.optim import EXAMPLE, LRPhase, parse_phases
 from maxpipe.errors import ConfigError
 
 

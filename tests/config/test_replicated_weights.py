@@ -8,7 +8,7 @@ from maxpipe.cli import main
 from maxpipe.config.bundled_configs import configs
 from maxpipe.config.check import find_warnings
 from maxpipe.config.load import load
-from maxpipe.config.mesh_rules import find_replicated_weights
+from maxpipe.config.sections.mesh import find_replicated_weights
 from maxpipe.errors import ConfigError
 
 SMALL = [

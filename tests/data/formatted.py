@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 
 PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 FORMATS = ["text", "jsonl", *(f"jsonl.{each}" for each in (*PACKED, "zst"))]

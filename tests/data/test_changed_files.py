@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.formats import digests as digests_module
 from maxpipe.data.formats import files as files_module

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.loader import Datasets, build_loaders

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat import ConversationEncoder
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.sources import UnreadableRecord, open_source

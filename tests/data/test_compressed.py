@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats import folder_cache, lines, record_text
 from maxpipe.data.formats.folder_cache import lock_file

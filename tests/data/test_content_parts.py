@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate, Masking, RenderedChat, RenderError

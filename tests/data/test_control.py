@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from maxpipe.config.data_schema import DataConfig, MixedSourceConfig
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat import resolve_chat_template
 from maxpipe.data.chat_spec import (
     add_end_of_turn_ids,

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import loader
 from maxpipe.data.chat import REWRITTEN, ChatDocuments, ConversationEncoder, build_chat_index
 from maxpipe.data.documents import EncodedDocument

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.data_schema import MixedSourceConfig
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.pairs import pair_of

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Batch, Datasets, Loader, build_loaders
 from maxpipe.errors import ConfigError

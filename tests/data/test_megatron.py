@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.loader import build_loaders
 from maxpipe.data.prepared import megatron
 from maxpipe.data.prepared.megatron import MegatronDocuments

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.datasets import build_datasets
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.mixture import seed_of

@@ -14,13 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.data_schema import MixedSourceConfig
-from maxpipe.config.data_sources import mixture_shares, parse_mixture_stages
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.render import explain, json_schema
-from maxpipe.config.schema import DataConfig, TokenizerConfig
-from maxpipe.config.training_schedule import BatchRamp
-from maxpipe.config.training_schedule import RampStage as Batches
+from maxpipe.config.sections.data import (
+    DataConfig,
+    MixedSourceConfig,
+    mixture_shares,
+    parse_mixture_stages,
+)
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import BatchRamp
+from maxpipe.config.sections.train import RampStage as Batches
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas, single_pass_mixture

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import MixedSourceConfig, SourceConfig
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.corpus import Corpus
 from maxpipe.data.datasets import Overlap, find_overlaps, uncompared_sources
 from maxpipe.data.documents import build_index

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import MixedSourceConfig, Packing
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.source import Packing
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import sequences
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Batch, Datasets, Loader, build_loaders

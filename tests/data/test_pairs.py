@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.cli import main
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import corpus, loader
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.packing import pack_documents

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.sources import Source, find_files, infer_source, open_source
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as files_io

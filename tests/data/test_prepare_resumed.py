@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.formats import lines as lines_module
 from maxpipe.data.formats.source import RecordSource
 from maxpipe.data.loader import build_loaders

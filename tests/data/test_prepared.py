@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.loader import build_loaders, build_single_pass
 from maxpipe.data.prepared import range_reader
 from maxpipe.data.prepared.manifest import BIN, IDX, JOURNAL, MANIFEST_FILE, read_manifest

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import corpus
 from maxpipe.data.chat import ConversationEncoder
 from maxpipe.data.chat_spec import LengthLimitedTokenFiles

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import DataConfig
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.data import prompts as prompts_module
 from maxpipe.data.chat import resolve_chat_template
 from maxpipe.data.corpus import compare_fingerprints

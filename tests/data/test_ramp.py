@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.check import total_steps
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig, TrainConfig
-from maxpipe.config.training_schedule import BatchRamp, RampStage
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import BatchRamp, RampStage, TrainConfig, total_steps
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.errors import ConfigError

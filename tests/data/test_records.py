@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.data_sources import split_template
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.source import split_template
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.formats.record_text import BadRecord, TextExtractor
 from maxpipe.data.loader import build_loaders

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.config.data_schema import Packing
+from maxpipe.config.sections.source import Packing
 from maxpipe.data import packing as packing_module
 from maxpipe.data import sequences
 from maxpipe.data.documents import EncodedDocument

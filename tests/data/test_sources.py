@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.formats import source as source_module
 from maxpipe.data.formats import text as text_module
 from maxpipe.data.sources import Progress, Source, open_source

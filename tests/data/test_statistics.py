@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import Packing
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.source import Packing
 from maxpipe.data import statistics
 from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import open_source

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import DataConfig
+from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.formats import parquet as parquet_format
 from maxpipe.data.sources import Source, open_source
 from maxpipe.errors import ConfigError

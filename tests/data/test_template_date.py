@@ -15,7 +15,8 @@ import pytest
 
 from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.config.load import load
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import chat
 from maxpipe.data.chat import ChatDocuments, ConversationEncoder, build_chat_index
 from maxpipe.data.datasets import build_datasets, load_run_chat_template

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from maxpipe.cli import main
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_text_stream, open_tokenizer
 from maxpipe.data.tokenizers import sentencepiece, tiktoken
 from maxpipe.data.tokenizers.chat import ChatInput

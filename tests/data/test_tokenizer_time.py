@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.documents import build_index
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizers import files

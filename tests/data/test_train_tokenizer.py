@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import train_tokenizer
 from maxpipe.data.tokenizer import open_tokenizer
 

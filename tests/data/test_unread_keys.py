@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.unread_keys import columns_not_read, suggest_settings
 from tests.data.conversations import Listed, said, write_records
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import build_loaders
 from maxpipe.data.tokenizer import ByteTokenizer

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from maxpipe.config.data_schema import MixedSourceConfig, Packing
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.source import Packing
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prepared import reader

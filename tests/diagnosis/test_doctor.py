@@ -19,7 +19,7 @@ import pytest
 from maxpipe.checkpoint import storage
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.config.schema import RuntimeConfig
+from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.diagnosis import doctor, environment
 from maxpipe.diagnosis.doctor import CheckResult, CheckTarget
 from maxpipe.plan import topology

@@ -20,7 +20,7 @@ import jax
 import pytest
 from jax._src.distributed import global_state
 
-from maxpipe.config.schema import RuntimeConfig
+from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.distributed import runtime
 from maxpipe.distributed.control_channel import SIGNALS
 from maxpipe.distributed.phases import Phases

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint.folder import BestMetric
-from maxpipe.config.schema import CheckpointConfig, EvalConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
+from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.evals.early_stopping import EarlyStopping
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
 

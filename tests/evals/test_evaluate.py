@@ -9,14 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import (
-    Config,
-    DataConfig,
-    OptimConfig,
-    PipelineConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from maxpipe.config.schema import Config
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.train import TrainConfig
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.evals.evaluate import evaluate
 from maxpipe.evals.evaluate_checkpoint import _single_axis_config

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import encode_chats

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, DivergenceError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.huggingface.source import open_folder

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.config_json import read_description

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.tuning_schema import PreferenceConfig
+from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference, make_preference
 
 # Of a pair: sums of log-probabilities of the chosen and of the rejected response, those of the

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.load import from_dict
-from maxpipe.config.schema import GuardConfig
+from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.optim import update
 from maxpipe.optim.guard import GuardState, check_step, init_guard_state, select_update
 from maxpipe.parallel.axes import MeshConfig

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.optim.schedule import learning_rate
 
 PEAK = 0.02

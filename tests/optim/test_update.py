@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Constant, Normal, Param
 from maxpipe.optim.schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState, TrainableParam

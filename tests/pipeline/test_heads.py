@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.registry import describe
 from maxpipe.nn import decoder

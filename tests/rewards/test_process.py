@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.rewards.process import RewardFunction
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.errors import ConfigError
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder

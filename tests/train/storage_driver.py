@@ -31,7 +31,7 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER
 from maxpipe.cli import main
-from maxpipe.config.schema import CheckpointConfig
+from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import MaxpipeError
 
 Tree = dict[str, Any]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.tuning_schema import GrpoConfig
+from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.data.prompts import PromptRecord
 from maxpipe.objectives.policy import ON_POLICY
 from maxpipe.pipeline.loss_head import LossHead

@@ -44,7 +44,7 @@ def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
 def test_the_function_of_the_page_works(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "rewards.py").write_text(block)
-    from maxpipe.config.tuning_schema import GrpoConfig
+    from maxpipe.config.sections.grpo import GrpoConfig
     from maxpipe.rewards.process import RewardFunction
 
     rewards = RewardFunction(

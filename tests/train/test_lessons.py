@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.config.schema import DataConfig, TokenizerConfig
+from maxpipe.config.sections.data import DataConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.distributed.phases import Phases
 from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS

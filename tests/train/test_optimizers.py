@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.digest_item import leaves_by_name
-from maxpipe.config.schema import OptimConfig
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.huggingface.safetensors import SafetensorsReader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of
 from tests.pipeline.test_families import QWEN3_MOE

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from maxpipe.config.data_schema import Packing
+from maxpipe.config.sections.source import Packing
 from tests.data.conversations import write_records
 from tests.train.runs import SAME, Run, Start, losses, saved_digest, wait_for
 

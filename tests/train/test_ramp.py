@@ -14,8 +14,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.config.schema import GuardConfig
-from maxpipe.config.training_schedule import BatchRamp, RampStage
+from maxpipe.config.sections.guard import GuardConfig
+from maxpipe.config.sections.train import BatchRamp, RampStage
 from maxpipe.data.loader import Loader
 from maxpipe.errors import ConfigError
 from maxpipe.train.bad_steps import BadStepMonitor

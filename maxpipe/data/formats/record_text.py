@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.data_sources import split_template
 from maxpipe.config.keys import default_of
+from maxpipe.config.sections.source import split_template
 from maxpipe.io.typed_json import parse_json
 
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")

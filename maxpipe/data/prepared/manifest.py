@@ -39,8 +39,8 @@ from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, TypeVar
 import numpy as np
 
 from maxpipe.checkpoint.address import check_outside_checkpoints
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.prepared.range_reader import damaged_error, join_path, open_range_reader
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
+from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.files import File, Stat, file_changed_error, stat_files

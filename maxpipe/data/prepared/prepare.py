@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat import (
     empty_documents_error,
     expand_trained_messages,

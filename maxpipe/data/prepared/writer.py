@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypedDict
 
 import numpy as np
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat import ConversationEncoder, encode_and_count, expand_trained_messages
 from maxpipe.data.documents import digest_of
 from maxpipe.data.prepared.manifest import (

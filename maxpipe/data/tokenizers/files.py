@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from maxpipe.config.bundled_configs import is_hub_id
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
 from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
 from maxpipe.errors import ConfigError, Problem

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.schema import TokenizerConfig
+from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,

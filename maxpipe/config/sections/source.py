@@ -1,10 +1,14 @@
-"""Declarations of the data keys: sources of documents, mixtures, packing and validation sets."""
+"""Keys of one document source, its formats, and the templates of its record fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from maxpipe.io.typed_json import legacy_value, renamed_from
 
@@ -142,62 +146,71 @@ class SourceConfig:
     with enough space. `pad`: one document per sequence."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedSourceConfig(SourceConfig):
-    """A source of documents in `data.mixture`, and its share of the sequences."""
-
-    weight: float = 0.0
-    """Relative share of the sequences: the weight divided by the sum of all weights. If no source
-    has a weight or epochs, shares are proportional to the sizes of the sources."""
-    epochs: float = 0.0
-    """Number of passes over this source, relative to the passes over the other sources. Epochs
-    replace weights, and must be set for all sources or for none."""
+COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
+"""Source formats whose records can have columns."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig(SourceConfig):
-    """Training and validation documents, mixtures, and the data loader."""
+FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
+"""Source formats that read files."""
 
-    mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
-    """Named sources that replace `data.source`, such as `data.mixture.web.path=web/*.txt`. Each
-    sequence contains documents of only one source. When a run resumes, weights may change, but
-    sources may not."""
-    mixture_temperature: float = 1.0
-    """Sampling temperature of the mixture. Weights are raised to the power of 1 / temperature, so
-    values above 1 make the shares more equal."""
-    mixture_stages: list[str] = dataclasses.field(default_factory=list)
-    """Stages with different mixture weights at the start of the run, with one text per stage. The
-    form is `NAME WEIGHT NAME WEIGHT ... for N steps` or `... for N tokens`, such as `web 0.9 code
-    0.1 for 1000 steps`. A source that a stage does not list has weight 0 in that stage. After the
-    last stage, the weights in `data.mixture` apply."""
-    end: Literal["repeat", "stop", "fail"] = "repeat"
-    """Behavior when the documents are exhausted before the end of the run. `repeat` reads them
-    again in a new order, any number of times. `stop` ends the run with an evaluation and a
-    checkpoint. `fail` rejects such a run at the start. A source of a mixture is exhausted after its
-    `epochs`, or after one pass. With `stop`, the share of an exhausted source is divided among the
-    remaining sources, until all are exhausted."""
-    max_pairs_per_sequence: int = dataclasses.field(
-        default=16, metadata=renamed_from("pairs_per_row")
-    )
-    """Maximum number of pairs per sequence, which determines the number of pairs in a batch. If
-    pairs are shorter than `train.sequence_length` divided by this number, sequences are padded.
-    Ignored unless `data.chat=pairs`."""
-    validation_fraction: float = 0.05
-    """Fraction of the documents that is reserved for evaluation. The documents are selected at
-    random with `run.seed`."""
-    validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """Additional validation sets by name, such as `data.validation.code.path=code/*.py`. Each set
-    has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
-    of `data.validation_fraction`, or on all sets together if that fraction is 0."""
-    validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """Handling of validation documents whose text also occurs in the training documents. Such an
-    overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. More than a
-    million prepared documents are compared only with `stop`, because all digests must be read."""
-    allow_change: bool = False
-    """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
-    checkpoint was saved. Samples may then be repeated or skipped."""
-    prefetch_batches: int = 4
-    """Number of batches that are prepared in advance."""
-    threads: int = 2
-    """Number of threads that read and pack documents."""
+
+ONE_PATH = ("tfds", "tokens", "megatron")
+"""Source formats with a single path or dataset name."""
+
+
+_TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
+
+
+_ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
+
+
+def paths_of(config: SourceConfig) -> list[str]:
+    """Return all paths of a source, in reading order."""
+    return [config.path] if config.path else list(config.paths)
+
+
+def parse_template_kwargs(given: Mapping[str, str]) -> dict[str, Any]:
+    """Parse the values of `data.chat_template_kwargs`, which are JSON or plain text."""
+    return {name: _parse_template_kwarg(text) for name, text in given.items()}
+
+
+def _parse_template_kwarg(text: str) -> Any:
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.strip().lower() in words:
+        return words[text.strip().lower()]
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_number = isinstance(found, float)
+    return text if is_number and not math.isfinite(found) else found
+
+
+def is_template(field: str) -> bool:
+    """Whether a field name is a template over several fields."""
+    return "{" in field
+
+
+def split_template(template: str) -> list[tuple[str, str]]:
+    r"""Split a template into pairs of fixed text and the column that follows the text.
+
+    The column of the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote braces,
+    and `\n` and `\t` denote a line break and a tab.
+
+    Raises:
+        ValueError: a brace is unmatched, or a column has no name.
+    """
+    pieces, fixed, end = [], "", 0
+    for found in _TEMPLATE.finditer(template):
+        fixed += template[end : found.start()]
+        end = found.end()
+        if (name := found["name"]) is not None:
+            if not name or name != name.strip():
+                raise ValueError(f"{found[0]} is not a column name")
+            pieces.append((fixed, name))
+            fixed = ""
+        elif found[0] in _ESCAPES:
+            fixed += _ESCAPES[found[0]]
+        else:
+            raise ValueError(f"the {found[0]} at character {found.start() + 1} is unmatched")
+    return [*pieces, (fixed + template[end:], "")]

@@ -1,27 +1,29 @@
-"""Rules for the layer partition and the pipeline schedule."""
+"""Section `pipeline`: layer partition, schedule and saved activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.foreign_keys import value_action
-from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import (
     BATCH_AXES,
     RULES,
+    add_ranges,
     axis_keys,
     axis_size,
     batch_shards,
     did_you_mean,
     rule,
 )
-from maxpipe.config.schema import Config
-from maxpipe.config.training_schedule import BatchRamp
+from maxpipe.config.sections.model import MODEL_KEYS
+from maxpipe.config.sections.train import BatchRamp
 from maxpipe.errors import RuleViolation
 from maxpipe.io.formatting import format_divisors, pluralize, round_up
-from maxpipe.models.config import ModelConfig
+from maxpipe.io.typed_json import legacy_value, renamed_from
+from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.schedule.catalog import (
     CIRCULAR,
@@ -31,6 +33,95 @@ from maxpipe.schedule.catalog import (
     SCHEDULES,
     repeats_rule,
 )
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """Partition of the layers into pipeline chunks, and the schedule that runs them."""
+
+    schedule: str = "interleaved"
+    """Pipeline schedule. `maxpipe schedule` draws each schedule. Schedules with unsplit backward
+    passes are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory use of
+    `1f1b` and `interleaved` does not depend on the number of microbatches. With two or more
+    `pipeline.repeats`, both are the same schedule. Schedules with split backward passes are `zb_h1`
+    and `zb_h2`, and, with two repeats in a V-shaped placement, `zb_v`, `v_half`, `v_min` and
+    `dualpipe_v`. Split schedules are efficient only with little recomputation: set `pipeline.remat`
+    to `names` or `none`. `file:PATH` runs the schedule in a CSV file."""
+    microbatches: int = 1
+    """Number of microbatches per batch. With one stage, this is the number of gradient accumulation
+    steps."""
+    repeats: int = 1
+    """Circular repeats: number of chunks per stage (virtual stages in Megatron). More repeats make
+    the pipeline bubble smaller but send more messages."""
+    group: int = 0
+    """Number of consecutive microbatches that a stage runs before it switches to the next repeat. 0
+    uses the number of stages, which minimizes memory. Ignored unless `pipeline.schedule` is
+    `interleaved`."""
+    delayed_forwarding: bool = False
+    """Allow each message one extra tick, so that communication overlaps with compute. This doubles
+    the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication
+    without extra ticks."""
+    layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
+    """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers
+    in network order. If empty, layers are divided as evenly as possible."""
+    prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
+    """Number of prologue layers, which are the first layers of the network and run outside the
+    pipeline. All stages run the prologue layers at the same time, each on a different microbatch.
+    Use prologue layers if the number of layers is not divisible by the number of chunks. Every
+    stage stores the weights of the prologue layers."""
+    weight_gather: Literal["iteration", "visit", "step"] = "iteration"
+    """How often weights that are sharded over fsdp are all-gathered. `iteration`: for every layer
+    in every forward and backward pass (least memory). `visit`: each time a stage switches to
+    another chunk. The microbatches of one `pipeline.group` then share one all-gather, and each
+    stage keeps a prefetch window of gathered chunks in memory. `step`: once per step (least
+    communication)."""
+    remat: Literal["full", "chunk", "names", "none"] = "full"
+    """Activations saved for the backward pass. `full`: the input of each layer; each layer is
+    recomputed once. `chunk`: the input of each chunk; each layer is recomputed twice (least
+    memory). `names`: the input of each layer and the activations in `pipeline.saved_names`. `none`:
+    all activations; nothing is recomputed."""
+    saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
+    """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
+    `attention` and `mlp` save the matmul outputs of one part of a layer. Activations can also be
+    listed by name: `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of
+    the model family."""
+    offloaded_names: list[str] = field(default_factory=list)
+    """Activations that `pipeline.remat=names` offloads to host memory. Accepts the names and
+    presets of `pipeline.saved_names`."""
+    idle: Literal["skip", "compute"] = "skip"
+    """Behavior of a stage in an empty slot of the schedule. `skip` branches around the computation.
+    `compute` runs the computation on zeros and discards the result, so that all stages have the
+    same control flow."""
+    loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
+    """Number of tokens per device for which the loss computes logits at once, within one
+    microbatch. 0 computes all logits of a microbatch at once. -1 does the same unless the logits
+    exceed 512 MiB, as with long sequences or few stages, and then uses blocks of 2048 tokens. The
+    block size affects memory, and changes the loss only by rounding."""
+
+
+add_ranges(
+    Bound("pipeline.microbatches", 1, 1),
+    Bound("pipeline.repeats", 1, 1),
+    Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
+    Bound("pipeline.prologue_layers", 0, 0),
+    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if logits are large"),
+)
+
+
+@rule("mesh.context_attention", "pipeline.idle", *axis_keys("context", "stage"))
+def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation]:
+    context, stages = (axis_size(config.mesh, axis) for axis in ("context", "stage"))
+    rings = config.mesh.context_attention == "ring" and context != 1
+    if rings and stages != 1 and config.pipeline.idle != "compute":
+        yield RuleViolation(
+            "pipeline.idle",
+            "must be compute with mesh.context_attention=ring and several stages: devices exchange "
+            "keys in each layer, and would wait forever for a stage with fewer layers.",
+            "Set pipeline.idle=compute, or mesh.context_attention=gather.",
+        )
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
@@ -104,7 +195,7 @@ def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
 
 
 def _names_are_known(key: str) -> None:
-    @rule(key, *(each for each in KEYS if each.startswith("model.")))
+    @rule(key, *MODEL_KEYS)
     def find(config: Config) -> Iterator[RuleViolation]:
         choices = describe(config.model).activations
         presets = [name for name, found in choices.items() if name not in found]
@@ -121,6 +212,8 @@ def _names_are_known(key: str) -> None:
 
 
 _names_are_known("pipeline.saved_names")
+
+
 _names_are_known("pipeline.offloaded_names")
 
 
@@ -237,6 +330,8 @@ def _batch_divides(config: Config) -> Iterator[RuleViolation]:
 
 
 _MICROBATCHES = "pipeline.microbatches"
+
+
 _MICROBATCH_RULES = [each for each in RULES if _MICROBATCHES in each.keys]
 """Rules that smaller batches of the ramp must also satisfy, because they have fewer
 microbatches."""

@@ -1,7 +1,6 @@
-"""Rules for mesh axes, for the dimensions that they shard, and for replicated weights.
+"""Ranges and rules of the section `mesh`, which `maxpipe/parallel/axes.py` declares.
 
-Rules that depend on the available devices are checked when the mesh is built. The module does not
-import jax.
+Rules that depend on the available devices are checked when the mesh is built.
 """
 
 from __future__ import annotations
@@ -10,28 +9,24 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from maxpipe.config.keys import FAMILY, KEYS
 from maxpipe.config.rules import (
-    BATCH_AXES,
-    BOUNDS,
-    applies_to_family,
+    add_ranges,
     axis_keys,
     axis_size,
-    batch_shards,
     did_you_mean,
     format_value,
     rule,
     value_of,
 )
-from maxpipe.config.schema import Config
+from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
 from maxpipe.errors import Problem, RuleViolation
-from maxpipe.io.formatting import format_divisors, round_up
-from maxpipe.models.layers.experts import Experts
+from maxpipe.models.config import Bound
 from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Param, Part
+from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import (
     ALLOWED_AXIS_RULES,
     DEFAULT_AXIS_RULES,
@@ -40,27 +35,13 @@ from maxpipe.parallel.axes import (
     axis_table,
 )
 
-_MODEL_KEYS = tuple(key for key in KEYS if key.startswith("model."))
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
 
-
-def _parts(config: Config) -> Iterator[Part]:
-    """Yield the parts of all layer types."""
-    for kind in describe(config.model).layer_types.values():
-        yield from kind.parts.values()
-
-
-def has_experts(config: Config) -> bool:
-    """Whether any layer has experts, which the expert axis shards."""
-    return any(isinstance(part, Experts) for part in _parts(config))
-
-
-def has_sequential_layers(config: Config) -> bool:
-    """Whether a part other than attention depends on other tokens of the sequence.
-
-    Such parts need all tokens of a sequence on one device.
-    """
-    delta = any(isinstance(part, GatedDelta) for part in _parts(config))
-    return delta or bool(config.model.mtp_heads)
+add_ranges(
+    Bound("mesh.max_replicated_bytes", 2**27, 0, why="0 means no limit"),
+    Bound("mesh.cpu_devices", 1, 1, 4096, "each device needs threads and memory"),
+)
 
 
 def _add_axis_size_rule(key: str) -> None:
@@ -93,10 +74,12 @@ def _add_single_inferred_axis_rule(link: str) -> None:
 
 
 _add_single_inferred_axis_rule("ici")
+
+
 _add_single_inferred_axis_rule("dcn")
 
 
-@rule(*axis_keys("expert"), *_MODEL_KEYS)
+@rule(*axis_keys("expert"), *MODEL_KEYS)
 def _experts_divide(config: Config) -> Iterator[RuleViolation]:
     size = axis_size(config.mesh, "expert") or 1
     key = next((key for key in axis_keys("expert") if value_of(config, key) != 1), "")
@@ -110,24 +93,12 @@ def _experts_divide(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule(*axis_keys("context"), "train.sequence_length")
-def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
-    size, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
-    if size > 1 and tokens % (2 * size):
-        yield RuleViolation(
-            "train.sequence_length",
-            f"must be a multiple of 2 x context ({size}) = {2 * size}: to balance the load, each "
-            "device computes an early and a late piece of a sequence.",
-            f"Set train.sequence_length={round_up(tokens, 2 * size)}, or the context size to 1.",
-        )
-
-
-@rule(*axis_keys("context"), *_MODEL_KEYS)
+@rule(*axis_keys("context"), *MODEL_KEYS)
 def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if (axis_size(config.mesh, "context") or 1) == 1:
         return
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
-    if any(isinstance(part, GatedDelta) for part in _parts(config)):
+    if any(isinstance(part, GatedDelta) for part in layer_parts(config)):
         yield RuleViolation(
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its linear attention needs all "
@@ -140,22 +111,6 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: the predicted tokens "
             "would be on other devices.",
             f"Set {key}=1, or model.mtp_heads=0.",
-        )
-
-
-@rule("train.sequence_length", "mesh.sequence_parallel", *axis_keys("context", "tensor"))
-def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
-    tokens, mesh = config.train.sequence_length, config.mesh
-    context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
-    if mesh.sequence_parallel and tokens % (context * tensor):
-        # With a context axis, the sequence length must also be a multiple of 2 x context.
-        more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
-        sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
-        yield RuleViolation(
-            "train.sequence_length",
-            f"must be a multiple of {sizes} with mesh.sequence_parallel=true: tokens are sharded "
-            "evenly between matmuls.",
-            f"Set train.sequence_length={more}, or mesh.sequence_parallel=false.",
         )
 
 
@@ -221,13 +176,13 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule("mesh.context_attention", *axis_keys("context", "tensor"), *_MODEL_KEYS)
+@rule("mesh.context_attention", *axis_keys("context", "tensor"), *MODEL_KEYS)
 def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
     context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
     if config.mesh.context_attention != "heads" or context == 1:
         return
     model = config.model
-    is_latent = any(isinstance(part, LatentAttention) for part in _parts(config))
+    is_latent = any(isinstance(part, LatentAttention) for part in layer_parts(config))
     keys = ("num_heads",) if is_latent else ("num_heads", "num_kv_heads")
     for key in keys:
         if (size := getattr(model, key)) % (context * tensor):
@@ -239,125 +194,14 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
             )
 
 
-@rule("mesh.context_attention", "pipeline.idle", *axis_keys("context", "stage"))
-def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation]:
-    context, stages = (axis_size(config.mesh, axis) for axis in ("context", "stage"))
-    rings = config.mesh.context_attention == "ring" and context != 1
-    if rings and stages != 1 and config.pipeline.idle != "compute":
-        yield RuleViolation(
-            "pipeline.idle",
-            "must be compute with mesh.context_attention=ring and several stages: devices exchange "
-            "keys in each layer, and would wait forever for a stage with fewer layers.",
-            "Set pipeline.idle=compute, or mesh.context_attention=gather.",
-        )
-
-
-@rule("model.attention", "mesh.context_attention", *axis_keys("context"))
-def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
-    rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
-    if rings and config.model.attention not in ("auto", "blockwise"):
-        yield RuleViolation(
-            "model.attention",
-            "must be blockwise or auto with mesh.context_attention=ring: scores are computed in "
-            "blocks as keys arrive from other devices.",
-            "Set model.attention=blockwise, or mesh.context_attention=gather.",
-        )
-
-
-_WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
-"""Mesh axes that can shard weights."""
-
-
-_NONE: Mapping[str, str] = {}
-
-
-def _sizes_over(config: Config, logical: str) -> dict[str, int]:
-    """Return the sizes of the mesh axes that shard a logical axis. Unknown sizes count as 1."""
-    axes = axis_table(config.mesh)[logical]
-    return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
-
-
-def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
-    """Add a rule that the value of `key` must be divisible by the sizes of the mesh axes that shard
-    it.
-
-    `partners` maps other keys to their logical axes. The suggested value is also a multiple of the
-    values that are suggested for violations of these keys.
-    """
-
-    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
-    def find(config: Config) -> Iterator[RuleViolation]:
-        if not applies_to_family(config, key):
-            return
-        sizes = _sizes_over(config, logical)
-        shards, axes = math.prod(sizes.values()), [axis for axis in sizes if sizes[axis] > 1]
-        size = value_of(config, key)
-        if size % shards:
-            others = (
-                round_up(value_of(config, partner), math.prod(_sizes_over(config, axis).values()))
-                for partner, axis in partners.items()
-            )
-            factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
-            whole = f", or mesh.axis_rules.{logical}=[] to replicate it"
-            whole *= () in ALLOWED_AXIS_RULES.get(logical, ())
-            smaller = f", or the {axes[0]} size to {format_divisors(size // rest)}" * (
-                size % rest == 0
-            )
-            yield RuleViolation(
-                key,
-                f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
-                f"shards {logical} over it.",
-                f"Set {key}={round_up(size, factor)}{whole}{smaller}.",
-            )
-
-
-_add_divisibility_rule("embed", "model.d_model")
-
-
-@rule("mesh.axis_rules", *axis_keys(*_WEIGHT_AXES), *_MODEL_KEYS)
-def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
-    size = config.model.d_model
-    ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
-    shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
-    is_read = has_experts(config)
-    # If model.d_model is not divisible for other weights, another rule reports it.
-    if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
-        axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
-        yield RuleViolation(
-            "model.d_model",
-            f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
-            "mesh.axis_rules shards expert_embed, the rows of each expert's weights, over it.",
-            f"Set model.d_model={round_up(size, math.lcm(*shards.values()))}, or "
-            "mesh.axis_rules.expert_embed=[] to replicate them.",
-        )
-
-
-_add_divisibility_rule("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
-_add_divisibility_rule("kv_heads", "model.num_kv_heads")
-_add_divisibility_rule("head_dim", "model.head_dim")
-_add_divisibility_rule("mlp", "model.d_mlp")
-for _bound in BOUNDS.values():
-    if _bound.axis:
-        _add_divisibility_rule(_bound.axis, _bound.key)
-
-
-@rule("eval.batch_size", *axis_keys(*BATCH_AXES))
-def _eval_batch_divides(config: Config) -> Iterator[RuleViolation]:
-    size = config.eval.batch_size
-    shards, sizes = batch_shards(config.mesh)
-    if size % shards:
-        yield RuleViolation(
-            "eval.batch_size",
-            f"must be a multiple of {' x '.join(sizes)} = {shards}: each device gets the same "
-            "number of sequences.",
-            f"Set eval.batch_size={round_up(size, shards)}, or 0 to use train.batch_size.",
-        )
-
-
 LIMIT = "mesh.max_replicated_bytes"
+
+
 _SHARDS = ("fsdp", "expert", "context")
 """Axes over which the default table shards every large weight. Some weights are also sharded over
 tensor and stage; the data axis never shards weights."""
+
+
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -424,7 +268,7 @@ def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
                 yield ".".join((place, kind, *path)), param, -(-count // share)
 
 
-@rule(LIMIT, "mesh.axis_rules", "pipeline.prologue_layers", *axis_keys(*MESH_AXES), *_MODEL_KEYS)
+@rule(LIMIT, "mesh.axis_rules", "pipeline.prologue_layers", *axis_keys(*MESH_AXES), *MODEL_KEYS)
 def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
     found = [each for each in find_replicated_weights(config) if not each.is_intended]
     for logical in dict.fromkeys(each.logical_axis for each in found):

@@ -1,37 +1,139 @@
-"""Rules for document sources, mixtures, validation sets and the tokenizer."""
+"""Section `data`: document sources, mixtures, validation sets and packing."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from maxpipe.config.data_schema import SourceConfig
-from maxpipe.config.data_sources import (
+from maxpipe.config.foreign_keys import list_action
+from maxpipe.config.rules import BOUNDS, add_nonempty_rule, add_ranges, did_you_mean, rule
+from maxpipe.config.sections.source import (
     COLUMNS,
     FILES,
     ONE_PATH,
-    SPLITS,
-    all_sources,
-    is_synthetic,
+    SourceConfig,
     is_template,
     paths_of,
-    section_of,
     split_template,
 )
-from maxpipe.config.data_sources import parse_mixture_stages as mixture_stages
-from maxpipe.config.foreign_keys import list_action
-from maxpipe.config.rules import BOUNDS, BYTES_VOCABULARY, did_you_mean, rule, value_of
-from maxpipe.config.schema import Config
-from maxpipe.errors import RuleViolation
-from maxpipe.models.config import LARGEST
+from maxpipe.config.sections.train import BatchRamp
+from maxpipe.config.yaml_values import NAME_FORM
+from maxpipe.errors import ConfigError, RuleViolation
+from maxpipe.io.typed_json import renamed_from
+from maxpipe.models.config import LARGEST, Bound
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedSourceConfig(SourceConfig):
+    """A source of documents in `data.mixture`, and its share of the sequences."""
+
+    weight: float = 0.0
+    """Relative share of the sequences: the weight divided by the sum of all weights. If no source
+    has a weight or epochs, shares are proportional to the sizes of the sources."""
+    epochs: float = 0.0
+    """Number of passes over this source, relative to the passes over the other sources. Epochs
+    replace weights, and must be set for all sources or for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig(SourceConfig):
+    """Training and validation documents, mixtures, and the data loader."""
+
+    mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
+    """Named sources that replace `data.source`, such as `data.mixture.web.path=web/*.txt`. Each
+    sequence contains documents of only one source. When a run resumes, weights may change, but
+    sources may not."""
+    mixture_temperature: float = 1.0
+    """Sampling temperature of the mixture. Weights are raised to the power of 1 / temperature, so
+    values above 1 make the shares more equal."""
+    mixture_stages: list[str] = dataclasses.field(default_factory=list)
+    """Stages with different mixture weights at the start of the run, with one text per stage. The
+    form is `NAME WEIGHT NAME WEIGHT ... for N steps` or `... for N tokens`, such as `web 0.9 code
+    0.1 for 1000 steps`. A source that a stage does not list has weight 0 in that stage. After the
+    last stage, the weights in `data.mixture` apply."""
+    end: Literal["repeat", "stop", "fail"] = "repeat"
+    """Behavior when the documents are exhausted before the end of the run. `repeat` reads them
+    again in a new order, any number of times. `stop` ends the run with an evaluation and a
+    checkpoint. `fail` rejects such a run at the start. A source of a mixture is exhausted after its
+    `epochs`, or after one pass. With `stop`, the share of an exhausted source is divided among the
+    remaining sources, until all are exhausted."""
+    max_pairs_per_sequence: int = dataclasses.field(
+        default=16, metadata=renamed_from("pairs_per_row")
+    )
+    """Maximum number of pairs per sequence, which determines the number of pairs in a batch. If
+    pairs are shorter than `train.sequence_length` divided by this number, sequences are padded.
+    Ignored unless `data.chat=pairs`."""
+    validation_fraction: float = 0.05
+    """Fraction of the documents that is reserved for evaluation. The documents are selected at
+    random with `run.seed`."""
+    validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
+    """Additional validation sets by name, such as `data.validation.code.path=code/*.py`. Each set
+    has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
+    of `data.validation_fraction`, or on all sets together if that fraction is 0."""
+    validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
+    """Handling of validation documents whose text also occurs in the training documents. Such an
+    overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
+    `ignore` disables the check. Documents are compared by a digest of their full text. More than a
+    million prepared documents are compared only with `stop`, because all digests must be read."""
+    allow_change: bool = False
+    """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
+    checkpoint was saved. Samples may then be repeated or skipped."""
+    prefetch_batches: int = 4
+    """Number of batches that are prepared in advance."""
+    threads: int = 2
+    """Number of threads that read and pack documents."""
+
+
+add_ranges(
+    Bound(
+        "data.mixture_temperature",
+        1.0,
+        0,
+        LARGEST,
+        "1 leaves weights unchanged",
+        low_is_inside=False,
+    ),
+    Bound("data.validation_fraction", 0.05, 0, 0.5),
+    Bound("data.max_pairs_per_sequence", 16, 1, 4096, "every batch has this capacity"),
+    Bound("data.max_bad_records", 100, 1),
+    Bound("data.max_decompressed_bytes", 2**36, 1),
+    Bound("data.prefetch_batches", 4, 1),
+    Bound("data.threads", 2, 1, 1024, "all threads belong to this process"),
+)
+
+
+@rule("data.prompt_field", "data.chat")
+def _prompt_field_is_named(config: Config) -> Iterator[RuleViolation]:
+    # Both responses of a pair may be full conversations.
+    if not config.data.prompt_field and config.data.chat != "pairs":
+        yield RuleViolation(
+            "data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt."
+        )
+
 
 _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
+
+
 _NAMED = ("data.mixture", "data.validation")
+
+
 _MOST_EPOCHS = 1e9
 """Maximum number of epochs. The limit exists because sample numbers of a source have 63 bits."""
+
+
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
 """Prefixes of the `data.*_field` keys that may be templates."""
+
+
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
+
 
 _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
@@ -261,7 +363,7 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
     name = sorted(data.mixture)[0]
     example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
     try:
-        stages = mixture_stages(data.mixture_stages)
+        stages = parse_mixture_stages(data.mixture_stages)
     except ValueError as error:
         yield RuleViolation(key, str(error), example)
         return
@@ -308,85 +410,138 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
             )
 
 
-_EXAMPLES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model"}
+MIXTURE_FORM = "NAME WEIGHT NAME WEIGHT ... for N steps, or ... for N tokens"
 
 
-@rule("model.vocab_size", "tokenizer.kind")
-def _vocabulary_holds_bytes(config: Config) -> Iterator[RuleViolation]:
-    if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
-        yield RuleViolation(
-            "model.vocab_size",
-            f"must be at least {BYTES_VOCABULARY} with tokenizer.kind=bytes: 256 bytes and "
-            "three control ids.",
-            f"Set model.vocab_size={BYTES_VOCABULARY}.",
-        )
+_MIXTURE_STAGE = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
-@rule("tokenizer.kind", "tokenizer.path")
-def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
-    kind, path = config.tokenizer.kind, config.tokenizer.path
-    if kind == "bytes" and path:
-        yield RuleViolation(
-            "tokenizer.path",
-            "is ignored with tokenizer.kind=bytes: the run would train on bytes.",
-            "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
-        )
-    elif kind != "bytes" and not path:
-        yield RuleViolation(
-            "tokenizer.path",
-            f"must be a tokenizer file or folder with tokenizer.kind={kind}.",
-            f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your file), or "
-            "tokenizer.kind=bytes.",
-        )
+class MixtureStage(NamedTuple):
+    """A stage of the run with separate mixture weights."""
+
+    weights: dict[str, float]
+    """Weights, keyed by source name. Sources that are not listed have weight 0."""
+    length: int
+    unit: Literal["steps", "tokens"]
 
 
-_TIKTOKEN = {
-    "tokenizer.preset": "none",
-    "tokenizer.split_pattern": "''",
-    "tokenizer.special_tokens": "[]",
-}
-"""Maps keys that apply only to `tiktoken` files to the values that disable them."""
+def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
+    """Parse the texts of `data.mixture_stages`.
+
+    Raises:
+        ValueError: a text cannot be parsed; the message describes the valid form.
+    """
+    return [_parse_mixture_stage(text) for text in texts]
 
 
-@rule("tokenizer.kind", *_TIKTOKEN)
-def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
-    kind = config.tokenizer.kind
-    given = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
-    if given and kind not in ("tiktoken", "auto"):
-        yield RuleViolation(
-            given[0],
-            f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
-            f"Set {given[0]}={_TIKTOKEN[given[0]]}, or tokenizer.kind=tiktoken.",
-        )
-    elif len(given) > 1 and given[0] == "tokenizer.preset":
-        yield RuleViolation(
-            given[1],
-            f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
-            f"Set {given[1]}={_TIKTOKEN[given[1]]}, or tokenizer.preset=none.",
-        )
-    elif kind == "tiktoken" and not given:
-        yield RuleViolation(
-            "tokenizer.preset",
-            "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
-            "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
-            "tokenizer.special_tokens.",
-        )
-    elif given == ["tokenizer.special_tokens"]:
-        yield RuleViolation(
-            "tokenizer.split_pattern",
-            "must not be empty with tokenizer.special_tokens: it defines how text is split.",
-            "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
-            "replace both keys by a tokenizer.preset.",
-        )
+def _parse_mixture_stage(text: str) -> MixtureStage:
+    if (match := _MIXTURE_STAGE.fullmatch(text.strip())) is None:
+        raise ValueError(f"must have stages of the form {MIXTURE_FORM}; {text!r} does not match.")
+    words = match[1].split()
+    weights: dict[str, float] = {}
+    for name, weight in zip(words[::2], words[1::2], strict=False):
+        if name in weights:
+            raise ValueError(f"must list a source once per stage; {text!r} has {name} twice.")
+        weights[name] = _weight(weight, text)
+    if len(words) % 2 or not all(map(NAME_FORM.fullmatch, weights)):
+        raise ValueError(f"must have stages of the form {MIXTURE_FORM}; {text!r} does not match.")
+    count = int(match[2].replace("_", ""))
+    if not count or not any(weights.values()):
+        rule = "must have stages with a length and a weight above 0"
+        raise ValueError(f"{rule}; {text!r} does not.")
+    return MixtureStage(weights, count, match[3])  # type: ignore[arg-type]
 
 
-@rule("tokenizer.special_tokens")
-def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
-    special = config.tokenizer.special_tokens
-    if len(set(special)) != len(special) or "" in special:
-        yield RuleViolation(
-            "tokenizer.special_tokens",
-            "must be unique texts that are not empty: their order defines their ids.",
-            f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "
-            "use names such as <|reserved_1|> for unused ids.",
-        )
+def _weight(text: str, stage: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise ValueError(f"must have weights of at least 0; {stage!r} has {text}.")
+    return value
+
+
+def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
+    """Return the number of sequences before the end of each stage. Each stage ends with a complete
+    batch.
+    """
+    batch, edges = 0, []
+    for stage in found:
+        if stage.unit == "steps":
+            batch += stage.length
+        else:
+            batch = ramp.num_batches(
+                ramp.sequences_before(batch) - (-stage.length // sequence_length)
+            )
+        edges.append(ramp.sequences_before(batch))
+    return edges
+
+
+def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
+    """Return the training sources, keyed by name, in an order that does not depend on the config.
+
+    Without a mixture, `data` is the only source, and its name is empty.
+    """
+    return {name: data.mixture[name] for name in sorted(data.mixture)} or {"": data}
+
+
+def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
+    """Return the fraction of the sequences that each source provides. Weights are raised to the
+    power of 1 / temperature.
+    """
+    largest = max(weights.values())
+    flat = {
+        name: (weight / largest) ** (1 / temperature) if weight else 0.0
+        for name, weight in weights.items()
+    }
+    total = sum(flat.values())
+    return {name: each / total for name, each in flat.items()}
+
+
+SPLITS = ("validation", "train", "all")
+"""Splits of the documents that a command can select."""
+
+
+_VALIDATION = "validation."
+
+
+def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
+    """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys are unique,
+    because names in a mixture have no dots.
+    """
+    return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
+
+
+def validation_key(name: str) -> str:
+    """Return the key of a validation set in the mapping of all sources."""
+    return f"{_VALIDATION}{name}"
+
+
+def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
+    """Return all sources for training and evaluation, keyed by name."""
+    return {**train_sources(data), **validation_sets(data)}
+
+
+def check_split(name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError if the split given on the command line does not exist."""
+    if name not in known:
+        action = f"Write --split {did_you_mean(name, known) or known[0]}."
+        rule = f"must be one of {', '.join(known)}."
+        raise ConfigError.one("command line: --split", name, rule, action)
+
+
+def is_synthetic(data: DataConfig) -> bool:
+    """Whether all training sources are synthetic."""
+    return all(each.source == "synthetic" for each in train_sources(data).values())
+
+
+def section_of(name: str) -> str:
+    """Return the config section of the source with this name."""
+    if not name:
+        return "data"
+    return f"data.{name}" if name.startswith(_VALIDATION) else f"data.mixture.{name}"
+
+
+for _key in ("text_field", "messages_field", "response_field"):
+    add_nonempty_rule(f"data.{_key}")

@@ -1,0 +1,152 @@
+"""Ranges and rules of the section `adapter`, which `maxpipe/models/config.py` declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from maxpipe.config.rules import (
+    DROPS_EVERYTHING,
+    MAX_FINDINGS,
+    add_ranges,
+    axis_keys,
+    axis_size,
+    did_you_mean,
+    rule,
+)
+from maxpipe.config.sections.model import MODEL_KEYS
+from maxpipe.errors import RuleViolation
+from maxpipe.models.adapters import (
+    block_size,
+    dim_of_scales,
+    matrices,
+    names_of_adaptable,
+    picked,
+    summed,
+    unmatched,
+)
+from maxpipe.models.config import LARGEST, SMALLEST, AdapterConfig, Bound
+from maxpipe.models.param_names import declared, suggestions
+from maxpipe.models.registry import describe
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+add_ranges(
+    Bound("adapter.rank", 16, 0, why="0 trains all parameters"),
+    Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "devices compute in float32"),
+    Bound("adapter.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
+)
+
+
+ADAPTER_KEYS = tuple(f"adapter.{field.name}" for field in fields(AdapterConfig))
+_KEYS = (*ADAPTER_KEYS, *MODEL_KEYS)
+
+
+@rule(*ADAPTER_KEYS)
+def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
+    if config.adapter.rank:
+        return
+    for key in ("targets", "dropout", "base_quantization", "kind"):
+        if getattr(config.adapter, key) != getattr(AdapterConfig(), key):
+            yield RuleViolation(
+                f"adapter.{key}",
+                "is ignored with adapter.rank = 0: all parameters are trained.",
+                f"Set adapter.rank=16, or leave adapter.{key} out.",
+            )
+
+
+@rule(*_KEYS)
+def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
+    if not config.adapter.rank:
+        return
+    model, targets = describe(replace(config.model, adapter=None)), config.adapter.targets
+    can = names_of_adaptable(model)
+    if not can:
+        yield RuleViolation(
+            "adapter.rank",
+            f"must be 0: layers of model.family={config.model.family} have no matrices that "
+            "support adapters.",
+            "Set adapter.rank=0, and list the parameters to freeze in model.frozen.",
+        )
+    unknown = unmatched(model, config.adapter)
+    useless = [
+        each for each in targets if each not in unknown and not picked(model, [each]) & {*can}
+    ]
+    good = [each for each in targets if each not in (*unknown, *useless)]
+    for wrong in (*unknown, *useless)[:MAX_FINDINGS]:
+        guess = did_you_mean(wrong, [*can, *suggestions(model)])
+        guess = guess if picked(model, [guess]) & {*can} else ""
+        what = "which matches no parameter" if wrong in unknown else "which has no adapter support"
+        kept = ",".join([*good, *filter(None, [guess])])
+        yield RuleViolation(
+            "adapter.targets",
+            f"contains {wrong!r}, {what}: adapters support {', '.join(can)}.",
+            f"Set adapter.targets=[{kept}]" + ("." if kept else " to adapt all of these."),
+        )
+
+
+@rule(*_KEYS)
+def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
+    adapter = config.adapter
+    if not adapter.rank:
+        return
+    for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
+        sides = param.dims[: summed(param)], param.dims[summed(param) :]
+        small = min(math.prod(size for size, _ in side) for side in sides)
+        if adapter.rank > small:
+            yield RuleViolation(
+                "adapter.rank",
+                f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
+                f"Set adapter.rank={small}, or adapter.targets to larger matrices.",
+            )
+            return
+
+
+@rule("adapter.rank", "model.mtp_heads")
+def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
+    if config.adapter.rank and config.model.mtp_heads:
+        yield RuleViolation(
+            "model.mtp_heads",
+            "must be 0 with adapters: multi-token prediction heads do not support adapters.",
+            "Set model.mtp_heads=0; such heads in the base weights are ignored.",
+        )
+
+
+@rule("adapter.rank", "adapter.kind", "model.matmul")
+def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
+    if config.adapter.rank and config.adapter.kind == "dora" and config.model.matmul != "default":
+        yield RuleViolation(
+            "adapter.kind",
+            "must be lora with 8-bit matmuls: dora normalizes weight columns, but "
+            f"model.matmul={config.model.matmul} quantizes the weights.",
+            "Set adapter.kind=lora, or model.matmul=default.",
+        )
+
+
+@rule(*_KEYS, *axis_keys("tensor"))
+def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
+    """Check that each shard contains only complete bytes (two 4-bit values each) and complete
+    blocks (one scale each).
+    """
+    if not config.adapter.rank or config.adapter.base_quantization != "nf4":
+        return
+    shards = axis_size(config.mesh, "tensor") or 1
+    for name, param in declared(describe(replace(config.model, adapter=None))).items():
+        if name.startswith("layers.") and (dim := dim_of_scales(param)) is not None:
+            size, axis = param.dims[dim]
+            parts = shards if axis == "mlp" else 1
+            piece = max(block_size(size), 2)
+            if size % (piece * parts):
+                yield RuleViolation(
+                    "adapter.base_quantization",
+                    f"nf4 stores {name} in blocks of {piece} values along {axis} ({size}), which "
+                    f"{parts} devices of mesh axis tensor cannot shard evenly."
+                    if parts > 1
+                    else f"nf4 stores {name} in pairs of values along {axis}, but {axis} has an "
+                    f"odd size ({size}).",
+                    "Set adapter.base_quantization=int8.",
+                )
+                return

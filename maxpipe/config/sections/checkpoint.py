@@ -1,0 +1,145 @@
+"""Section `checkpoint`: when and where checkpoints are saved, and which are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from maxpipe.config.rules import add_local_folder_rule, add_ranges, rule, value_of
+from maxpipe.errors import RuleViolation
+from maxpipe.io.files import url_scheme
+from maxpipe.io.typed_json import renamed_from
+from maxpipe.models.config import Bound
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Saving and retention of checkpoints, and the checkpoint that starts a new run."""
+
+    every: int = 1000
+    """Number of steps between checkpoints. The last step is always saved. 0 saves only the last
+    step."""
+    keep: int = 3
+    """Number of newest checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours` and
+    `keep_best` keep additional checkpoints."""
+    keep_every_steps: int = 0
+    """Interval in steps for additional checkpoints: those whose step is a multiple of this number
+    are also kept. 0 keeps no additional checkpoints."""
+    keep_every_hours: float = 0.0
+    """Interval in hours for additional checkpoints: the first checkpoint in each interval is also
+    kept. 0 keeps no additional checkpoints."""
+    keep_best: int = 0
+    """Number of best checkpoints to keep in addition to the newest ones, compared by
+    `checkpoint.best_metric`. Only checkpoints of steps with an evaluation are compared."""
+    best_metric: str = "eval/loss"
+    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare.
+    Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation set, and
+    `eval/NAME/accuracy` of a task."""
+    best_mode: Literal["smallest", "largest"] = field(
+        default="smallest", metadata=renamed_from("best_is")
+    )
+    """Direction of `checkpoint.best_metric`: whether the smallest or the largest value is the best.
+    Use `smallest` for losses and `largest` for accuracies."""
+    retries: int = 3
+    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
+    a retry saves the state of a later step. A save is not retried if the disk is full or
+    read-only."""
+    on_failure: Literal["stop", "continue"] = field(
+        default="stop", metadata=renamed_from(values={"go_on": "continue"})
+    )
+    """Behavior after all attempts to save a checkpoint have failed. `stop` ends the run. `continue`
+    continues training until the next checkpoint is due. The save at the end of the run must
+    succeed. Multi-process runs always stop."""
+    dir: str = ""
+    """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. The checkpoints of
+    each run are in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
+    'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
+    local_dir: str = ""
+    """Folder on a fast disk for additional checkpoints between the durable ones. The folder keeps
+    only the newest checkpoint, and must be shared by all processes. A run resumes from its newest
+    checkpoint, which may be local or durable. To start from scratch, delete both checkpoints. If
+    empty, no local checkpoints are saved."""
+    local_every: int = 0
+    """Number of steps between checkpoints in `checkpoint.local_dir`."""
+    restore_from: str = ""
+    """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
+    (by that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN` without a
+    step means the newest checkpoint. `RUN` is a folder, the name of a run in `run.dir`, or
+    `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored if
+    this run already has a checkpoint, because it then resumes from that checkpoint."""
+    restore: Literal["all", "weights"] = "all"
+    """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
+    state, step and data position. `weights` restores only parameters and starts at step 0; the data
+    and tokenizer may be different, and the vocabulary may be larger. A run that starts from a
+    source with only weights always starts at step 0."""
+
+
+add_ranges(
+    Bound("checkpoint.every", 1000, 0, why="0 saves only the last step"),
+    Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
+    Bound("checkpoint.keep_every_steps", 0, 0, why="0 keeps no additional checkpoints"),
+    Bound("checkpoint.keep_every_hours", 0.0, 0, why="0 keeps no additional checkpoints"),
+    Bound("checkpoint.keep_best", 0, 0, why="0 keeps no additional checkpoints"),
+    Bound("checkpoint.retries", 3, 0, why="0 disables retries"),
+    Bound("checkpoint.local_every", 0, 0),
+)
+
+
+def _add_folder_or_bucket_rule(key: str) -> None:
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        found = url_scheme(value_of(config, key))
+        if found not in ("", "gs"):
+            yield RuleViolation(
+                key,
+                f"must be a folder or gs://BUCKET/PATH: {found}:// is not supported.",
+                f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
+            )
+        elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
+            yield RuleViolation(
+                key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
+            )
+
+
+_add_folder_or_bucket_rule("checkpoint.dir")
+
+
+_add_folder_or_bucket_rule("checkpoint.restore_from")
+
+
+@rule("checkpoint.keep_best", "eval.every", "eval.batches")
+def _best_is_evaluated(config: Config) -> Iterator[RuleViolation]:
+    if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):
+        yield RuleViolation(
+            "checkpoint.keep_best",
+            "requires evaluations: eval.every and eval.batches must be more than 0.",
+            f"Set eval.every={config.checkpoint.every or 1000}, or checkpoint.keep_best=0.",
+        )
+
+
+@rule("checkpoint.local_dir", "checkpoint.local_every")
+def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
+    local_dir, every = config.checkpoint.local_dir, config.checkpoint.local_every
+    if local_dir and not every:
+        yield RuleViolation(
+            "checkpoint.local_every",
+            "must be more than 0 with checkpoint.local_dir.",
+            "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save only in the run "
+            "folder.",
+        )
+    elif every and not local_dir:
+        yield RuleViolation(
+            "checkpoint.local_dir",
+            f"must be a folder with checkpoint.local_every={every}.",
+            "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
+        )
+
+
+add_local_folder_rule(
+    "checkpoint.local_dir", "Set checkpoint.local_dir=/tmp/runs, or another folder on a fast disk."
+)

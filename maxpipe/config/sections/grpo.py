@@ -1,0 +1,237 @@
+"""Section `grpo`: rollouts and rewards of `train.objective=grpo`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from maxpipe.config.rules import add_ranges, format_value, rule, value_of
+from maxpipe.config.sections.train import LENGTH_KEYS, total_steps
+from maxpipe.errors import RuleViolation
+from maxpipe.io.formatting import format_choices, round_up
+from maxpipe.io.typed_json import renamed_from
+from maxpipe.models.config import LARGEST, Bound
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GrpoConfig:
+    """Reinforcement learning with GRPO on completions that a reward function scores.
+
+    The loss compares completions of the same prompt. Ignored unless `train.objective=grpo`.
+    """
+
+    prompts: str = ""
+    """File of prompts with one JSON object per line. An object has a text in `prompt`, or
+    `messages` that the chat template renders. It also has the fields that the reward function
+    reads, such as `answer`."""
+    group_size: int = 8
+    """Number of completions per prompt. The completions of one prompt form a group. Each step has
+    `train.batch_size` completions, so the number of prompts per step is `train.batch_size /
+    grpo.group_size`."""
+    max_tokens: int = 64
+    """Maximum number of tokens per completion. Prompt and completion together have at most
+    `train.sequence_length` tokens."""
+    temperature: float = 1.0
+    """Sampling temperature of completions. Logits are also divided by this temperature during
+    training."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion. The text that ended a completion is removed before the reward is
+    computed."""
+    reward: Literal["exact", "regex", "arithmetic"] = "exact"
+    """Reward function, with the value 1 or 0. `exact`: the completion equals the `answer` of the
+    record, ignoring surrounding white space. `regex`: the `pattern` of the record matches a part of
+    the completion. `arithmetic`: the completion is a number equal to the value of the record's
+    `expression`, or of the text before `=` in the last line of the prompt. Ignored if
+    `grpo.reward_file` is set."""
+    reward_field: str = ""
+    """Name of the record field that `grpo.reward` reads. If empty, the default field of the reward
+    function is used."""
+    reward_file: str = ""
+    """Python reward function, as `FILE.py:FUNCTION`. Replaces `grpo.reward`. The function is called
+    once per completion. Its arguments are the completion (a string) and the record of the prompt (a
+    dict), and it must return a number. The function runs in a separate process and must be
+    deterministic."""
+    allow_code: bool = False
+    """Allow the code in `grpo.reward_file` to run. The code runs with your permissions."""
+    reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
+    """Time limit in seconds for one call of the reward function."""
+    advantages: Literal["std", "mean"] = "std"
+    """Advantage of a completion. Both values subtract the mean reward of the group. `std` also
+    divides by the standard deviation of the group (GRPO, arXiv:2402.03300). `mean` does not divide
+    (Dr. GRPO, arXiv:2503.20783). Prompts that are almost always or almost never solved then get no
+    extra weight."""
+    loss_aggregation: Literal["sequence", "token"] = field(
+        default="sequence", metadata=renamed_from("average")
+    )
+    """Method that averages the loss. `sequence`: the loss is averaged over the tokens of each
+    completion, and then over completions (GRPO). `token`: the loss is averaged over all tokens of a
+    step, which gives long completions more weight (DAPO, arXiv:2503.14476)."""
+    clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
+    """Lower clipping range: within one rollout, the probability ratio of a token is clipped at 1 -
+    clip_ratio."""
+    clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
+    """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
+    DAPO uses 0.28. 0 uses `grpo.clip_ratio`."""
+    kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
+    """Coefficient in the loss of the KL divergence from the reference model, which has the weights
+    at the start of the run. With 0, no reference model is kept in memory."""
+    updates_per_rollout: int = 1
+    """Number of training steps per rollout. The completions for all steps of a rollout are sampled
+    together, with the weights before the first of these steps. Checkpoints are saved only after the
+    last step of a rollout."""
+
+
+add_ranges(
+    Bound("grpo.group_size", 8, 2, why="completions of a group are compared"),
+    Bound("grpo.max_tokens", 64, 1),
+    Bound("grpo.temperature", 1.0, 0.01, 100, "token probabilities are compared"),
+    Bound("grpo.reward_timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
+    Bound("grpo.clip_ratio", 0.2, 0, 1, "no probability is negative", low_is_inside=False),
+    Bound(
+        "grpo.clip_ratio_high",
+        0.0,
+        0,
+        LARGEST,
+        "0 uses grpo.clip_ratio; devices compute in float32",
+    ),
+    Bound("grpo.kl_coef", 0.04, 0, LARGEST, "0 disables the reference; devices compute in float32"),
+    Bound("grpo.updates_per_rollout", 1, 1, 1024, "all completions are sampled at once"),
+)
+
+
+_OBJECTIVE = "train.objective"
+
+
+_GROUP, _UPDATES, _FILE = "grpo.group_size", "grpo.updates_per_rollout", "grpo.reward_file"
+
+
+_CODE, _PROMPTS = "grpo.allow_code", "grpo.prompts"
+
+
+def _is_grpo(config: Config) -> bool:
+    return config.train.objective == "grpo"
+
+
+@rule(_PROMPTS, _OBJECTIVE)
+def _there_are_prompts(config: Config) -> Iterator[RuleViolation]:
+    if _is_grpo(config) and not config.grpo.prompts:
+        yield RuleViolation(
+            _PROMPTS,
+            "must be a file of prompts with train.objective=grpo.",
+            'Set grpo.prompts=prompts.jsonl, with lines such as {"prompt": "3+4=", "answer": "7"}.',
+        )
+
+
+@rule(_GROUP, "train.batch_size", _OBJECTIVE)
+def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
+    size, rows = config.grpo.group_size, config.train.batch_size
+    if _is_grpo(config) and rows % size:
+        yield RuleViolation(
+            _GROUP,
+            f"must divide train.batch_size ({rows}): a step has complete groups.",
+            f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
+            f"{format_choices(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
+        )
+
+
+@rule("grpo.max_tokens", "train.sequence_length", _OBJECTIVE)
+def _completions_fit(config: Config) -> Iterator[RuleViolation]:
+    most, tokens = config.grpo.max_tokens, config.train.sequence_length
+    if _is_grpo(config) and most >= tokens:
+        yield RuleViolation(
+            "grpo.max_tokens",
+            f"must be less than train.sequence_length ({tokens}): a sequence contains the prompt "
+            "and the completion.",
+            f"Set grpo.max_tokens={tokens // 2}, or train.sequence_length={2 * most}.",
+        )
+
+
+@rule(_FILE, _CODE, _OBJECTIVE)
+def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
+    given = config.grpo.reward_file
+    if not given or not _is_grpo(config):
+        return
+    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", given):
+        yield RuleViolation(
+            _FILE,
+            "must be a Python file and a function in the file.",
+            "Set grpo.reward_file=rewards.py:reward.",
+        )
+    elif not config.grpo.allow_code:
+        yield RuleViolation(
+            _FILE,
+            "requires grpo.allow_code=true: the run executes this code with your permissions.",
+            "Read the file, and set grpo.allow_code=true if you trust it.",
+        )
+
+
+_REQUIRED_VALUES = {
+    "train.batch_ramp": ([], "all steps have the same batch size"),
+    "data.mixture": ({}, "prompts come from grpo.prompts"),
+    "data.validation": ({}, "no documents are evaluated"),
+    "data.end": ("repeat", "prompts are always repeated"),
+    "model.mtp_heads": (0, "multi-token prediction is not supported"),
+    "model.dropout": (0.0, "completions are sampled without dropout"),
+}
+"""Maps keys to the values that this objective requires, and the reasons."""
+
+
+def _add_required_value_rule(key: str, wanted: object, why: str) -> None:
+    @rule(key, _OBJECTIVE)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if _is_grpo(config) and value_of(config, key) != wanted:
+            value = format_value(wanted)
+            yield RuleViolation(
+                key, f"must be {value} with train.objective=grpo: {why}.", f"Set {key}={value}."
+            )
+
+
+for _key, (_wanted, _why) in _REQUIRED_VALUES.items():
+    _add_required_value_rule(_key, _wanted, _why)
+
+
+@rule(_UPDATES, *LENGTH_KEYS, "checkpoint.every", "checkpoint.local_every", _OBJECTIVE)
+def _rollouts_are_whole(config: Config) -> Iterator[RuleViolation]:
+    updates = config.grpo.updates_per_rollout
+    if not _is_grpo(config):
+        return
+    steps = total_steps(config.train)
+    periods = {
+        "train.steps" if config.train.steps else "train.tokens": steps,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.local_every": config.checkpoint.local_every,
+    }
+    for key, period in periods.items():
+        if period % updates:
+            value = f"train.steps={round_up(steps, updates)}"
+            value = value if key.startswith("train") else f"{key}={round_up(period, updates)}"
+            yield RuleViolation(
+                key,
+                f"must be a multiple of grpo.updates_per_rollout ({updates}): checkpoints are only "
+                "saved after complete rollouts, so that a run resumes with the same completions.",
+                f"Set {value}, or grpo.updates_per_rollout=1.",
+            )
+
+
+@rule(_UPDATES, "guard.bad_steps", "guard.on_spike", "guard.spike_sigmas", _OBJECTIVE)
+def _no_rollback_within_a_rollout(config: Config) -> Iterator[RuleViolation]:
+    guard, updates = config.guard, config.grpo.updates_per_rollout
+    if not _is_grpo(config) or updates == 1:
+        return
+    if guard.bad_steps == "roll_back":
+        key = "guard.bad_steps"
+    elif guard.spike_sigmas and guard.on_spike == "roll_back":
+        key = "guard.on_spike"
+    else:
+        return
+    yield RuleViolation(
+        key,
+        f"must not be roll_back with grpo.updates_per_rollout ({updates}) above 1: the run would "
+        "continue in the middle of a rollout.",
+        f"Set {key}=skip, or grpo.updates_per_rollout=1.",
+    )

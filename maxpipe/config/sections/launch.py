@@ -1,0 +1,150 @@
+"""Section `launch`: clusters on which `maxpipe launch` starts a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from maxpipe.config.rules import add_ranges, rule, value_of
+from maxpipe.errors import RuleViolation
+from maxpipe.models.config import Bound
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """Cluster on which `maxpipe launch` starts the run. Training ignores this section."""
+
+    topology: str = ""
+    """Device type and size of one slice, as in `maxpipe plan`: `v5p:2x4x4`, `h100:8`. For GPUs and
+    CPUs, a slice is a group of devices that fast links connect, usually one node. Optional for
+    `launch local`."""
+    slices: int = 1
+    """Number of slices, which the data-center network connects."""
+    project: str = ""
+    """Google Cloud project. If empty, the default project of `gcloud config` is used."""
+    zone: str = ""
+    """Google Cloud zone or region of the devices or the cluster."""
+    cluster: str = ""
+    """GKE cluster. If empty, the current cluster of `kubectl` is used."""
+    queue: str = ""
+    """SLURM partition, or Kueue queue in a GKE cluster. The queue is `multislice-queue` in clusters
+    that XPK created."""
+    image: str = ""
+    """Container image that contains maxpipe, for GKE."""
+    volume: str = ""
+    """Shared storage of the GKE hosts: `gs://BUCKET`, or the name of a persistent volume claim. The
+    storage is mounted at `launch.workdir`."""
+    workdir: str = ""
+    """Working directory of the run on the hosts. Relative paths are resolved against this
+    directory. If empty, the run starts in the current folder (SLURM), the home folder (`gcloud`) or
+    /workdir (GKE)."""
+    program: str = "maxpipe"
+    """The `maxpipe` command on the hosts. Must be a path if the command is not on the hosts'
+    PATH."""
+    environment: list[str] = field(default_factory=list)
+    """Names of environment variables that the run needs on the hosts. The values of these variables
+    are never written to files. SLURM reads the values from the submitting shell, and GKE from a
+    secret with the same name as the job. With `gcloud`, the variables must already be defined on
+    the hosts."""
+    spot: bool = False
+    """Use spot capacity on Google Cloud, which Google can preempt."""
+    restarts: int = 3
+    """Maximum number of consecutive restarts without a newer checkpoint, after a run was killed or
+    hung. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count
+    consecutive restarts: on GKE, the total number of restarts is limited to ten times this
+    value."""
+    grace_seconds: int = 120
+    """Time in seconds between the stop signal and the end of the job. The run saves a checkpoint
+    during this time. The signal is sent before SLURM's time limit is reached, and when GKE evicts
+    the node."""
+    time_limit_minutes: int = 0
+    """Time limit of one SLURM job in minutes. The run resumes in the next job. 0 uses the time
+    limit of the partition."""
+
+
+add_ranges(
+    Bound("launch.slices", 1, 1),
+    Bound("launch.restarts", 3, 0),
+    Bound("launch.grace_seconds", 120, 1),
+    Bound("launch.time_limit_minutes", 0, 0, why="0 uses the partition's limit"),
+)
+
+
+def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
+    """Restrict a value that is inserted into scripts and manifests to characters without a special
+    meaning in them.
+    """
+
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        text = value_of(config, key)
+        if len(text) > _LONGEST_WORD:
+            rule = f"must have at most {_LONGEST_WORD} characters; this value has {len(text)}."
+            yield RuleViolation(key, rule, f"Set {key}={example}.")
+        elif not re.fullmatch(pattern, text):
+            yield RuleViolation(key, f"must be {words}.", f"Set {key}={example}.")
+        elif any(len(name) > _LONGEST_NAME for name in text.split("/")):
+            rule = f"must have at most {_LONGEST_NAME} characters between slashes."
+            yield RuleViolation(key, rule, f"Set {key}={example}.")
+
+
+_LONGEST_WORD, _LONGEST_NAME = 1024, 255
+"""Maximum length of a launch value, and of one path component (the limit of file systems)."""
+
+
+_MOST_VARIABLES = 1000
+
+
+_NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
+
+
+_PATH, _PATH_WORDS = (
+    r"[A-Za-z0-9_/.][A-Za-z0-9_/.,+@:-]*",
+    "a path of letters, digits and `/._,+@:-`",
+)
+
+
+_add_word_rule("launch.project", _NAME, _NAME_WORDS, "my-project")
+
+
+_add_word_rule("launch.zone", _NAME, _NAME_WORDS, "us-east5-a")
+
+
+_add_word_rule("launch.cluster", _NAME, _NAME_WORDS, "my-cluster")
+
+
+_add_word_rule("launch.queue", _NAME, _NAME_WORDS, "multislice-queue")
+
+
+_add_word_rule("launch.image", f"({_PATH})?", _PATH_WORDS, "us-docker.pkg.dev/mine/maxpipe:0.1")
+
+
+_add_word_rule("launch.volume", f"({_PATH})?", _PATH_WORDS, "gs://my-bucket")
+
+
+_add_word_rule("launch.workdir", f"({_PATH})?", _PATH_WORDS, "/shared/runs")
+
+
+_add_word_rule("launch.program", _PATH, _PATH_WORDS, "/shared/venv/bin/maxpipe")
+
+
+@rule("launch.environment")
+def _environment_has_names(config: Config) -> Iterator[RuleViolation]:
+    names = config.launch.environment
+    if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
+        yield RuleViolation(
+            "launch.environment",
+            "must be names of environment variables, without values.",
+            "Write only the names, such as launch.environment=[MY_TOKEN].",
+        )
+    elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
+        yield RuleViolation(
+            "launch.environment",
+            f"must be at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
+            "List fewer or shorter names, such as launch.environment=[MY_TOKEN].",
+        )

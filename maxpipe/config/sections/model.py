@@ -1,0 +1,432 @@
+"""Ranges and rules of the section `model`, which `maxpipe/models` declares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from maxpipe.config.rules import (
+    BOUNDS,
+    DROPS_EVERYTHING,
+    MAX_FINDINGS,
+    MAX_INT32,
+    add_ranges,
+    applies_to_family,
+    axis_keys,
+    axis_size,
+    did_you_mean,
+    format_value,
+    rule,
+    value_of,
+)
+from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
+from maxpipe.errors import RuleViolation
+from maxpipe.io.formatting import format_divisors, round_up
+from maxpipe.models.config import LARGEST, SMALLEST, Bound, ModelConfig
+from maxpipe.models.layers.attention import Attention
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.gated_delta import GatedDelta
+from maxpipe.models.layers.latent_attention import LatentAttention
+from maxpipe.models.param_names import declared, suggestions, trained, without_match
+from maxpipe.models.registry import FAMILIES, describe
+from maxpipe.models.spec import Part
+from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, MESH_AXES, QUANTIZATION_BLOCK, axis_table
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+FAMILY = "model.family"
+_FILLED = ("own", "adapter")
+"""Fields of the model section that are filled from other sections."""
+
+
+def family_section(family: str) -> str:
+    """Return the section name of a family."""
+    return f"model.{family}"
+
+
+MODEL_KEYS = (
+    *(f"model.{field.name}" for field in fields(ModelConfig) if field.name not in _FILLED),
+    *(
+        f"{family_section(name)}.{field.name}"
+        for name, family in FAMILIES.items()
+        for field in fields(family.section)
+    ),
+)
+"""Full keys of the model section, including those of all model families."""
+
+
+add_ranges(
+    Bound("model.num_layers", 1, 1, 2048, "plans and layer partitions enumerate all layers"),
+    *(Bound(f"model.{name}", 1, 1) for name in ("d_model", "num_heads", "num_kv_heads", "d_mlp")),
+    Bound("model.head_dim", 2, 2),
+    Bound("model.vocab_size", BYTES_VOCABULARY, 2, MAX_INT32, "token ids are int32"),
+    Bound("model.mtp_heads", 2, 0),
+    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "devices compute in float32"),
+    Bound(
+        "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
+    ),
+    Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
+    Bound("model.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
+    *(
+        bound._replace(key=f"model.{family.name}.{bound.key}")
+        for family in FAMILIES.values()
+        for bound in family.bounds
+    ),
+)
+
+
+@rule("model.num_heads", "model.num_kv_heads")
+def _heads_share_kv_heads(config: Config) -> Iterator[RuleViolation]:
+    heads, kv_heads = config.model.num_heads, config.model.num_kv_heads
+    if heads % kv_heads:
+        yield RuleViolation(
+            "model.num_heads",
+            f"must be a multiple of model.num_kv_heads ({kv_heads}): query heads share "
+            "key/value heads evenly.",
+            f"Set model.num_heads={round_up(heads, kv_heads)}, or model.num_kv_heads to "
+            f"{format_divisors(heads)}.",
+        )
+
+
+@rule("model.head_dim")
+def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
+    size = config.model.head_dim
+    if size % 2:
+        yield RuleViolation(
+            "model.head_dim",
+            "must be even: rotary embedding rotates pairs of dimensions.",
+            f"Set model.head_dim={size + 1}.",
+        )
+
+
+@rule(
+    *("model.attention", "model.compute_dtype", "model.head_dim"),
+    *("runtime.platform", "train.sequence_length"),
+)
+def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
+    if config.model.attention != "cudnn":
+        return
+    if config.runtime.platform in ("cpu", "tpu"):
+        yield RuleViolation(
+            "model.attention",
+            f"requires an NVIDIA GPU, but runtime.platform is {config.runtime.platform}.",
+            "Set model.attention=xla.",
+        )
+    if config.model.compute_dtype == "float32":
+        yield RuleViolation(
+            "model.compute_dtype",
+            "must be bfloat16 with model.attention=cudnn, which has no float32 kernel.",
+            "Set model.compute_dtype=bfloat16, or model.attention=xla.",
+        )
+    if (tokens := config.train.sequence_length) % 2:
+        yield RuleViolation(
+            "train.sequence_length",
+            "must be even with model.attention=cudnn, whose backward requires even lengths.",
+            f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
+        )
+    if (size := config.model.head_dim) % 8 or size > 256:
+        yield RuleViolation(
+            "model.head_dim",
+            "must be a multiple of 8 and at most 256 with model.attention=cudnn.",
+            "Set model.attention=xla.",
+        )
+
+
+@rule(*MODEL_KEYS, is_first=True)  # `describe` fails for configs that this rule rejects
+def _family_rules(config: Config) -> Iterator[RuleViolation]:
+    yield from FAMILIES[config.model.family].rules(config.model)
+
+
+@rule(*MODEL_KEYS)
+def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]:
+    section = family_section(config.model.family)
+    parts = [
+        part for kind in describe(config.model).layer_types.values() for part in kind.parts.values()
+    ]
+    mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
+    options = {option for part in mixing for option in part.unsupported}
+    for option in sorted(options):
+        key = f"{section}.{option}" if f"{section}.{option}" in MODEL_KEYS else FAMILY
+        yield RuleViolation(
+            "model.attention",
+            f"does not support {option.replace('_', ' ')}, which {key} = "
+            f"{format_value(value_of(config, key))} "
+            "requires.",
+            "Set model.attention=xla.",
+        )
+
+
+@rule("model.mtp_heads", "train.sequence_length")
+def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
+    heads, tokens = config.model.mtp_heads, config.train.sequence_length
+    if heads >= tokens:
+        yield RuleViolation(
+            "model.mtp_heads",
+            f"must be less than train.sequence_length ({tokens}): a sequence has no tokens "
+            "further ahead.",
+            f"Set model.mtp_heads={tokens - 1}, or increase train.sequence_length.",
+        )
+
+
+@rule("model.vocab_size", "tokenizer.kind")
+def _vocabulary_holds_bytes(config: Config) -> Iterator[RuleViolation]:
+    if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
+        yield RuleViolation(
+            "model.vocab_size",
+            f"must be at least {BYTES_VOCABULARY} with tokenizer.kind=bytes: 256 bytes and "
+            "three control ids.",
+            f"Set model.vocab_size={BYTES_VOCABULARY}.",
+        )
+
+
+def layer_parts(config: Config) -> Iterator[Part]:
+    """Yield the parts of all layer types."""
+    for kind in describe(config.model).layer_types.values():
+        yield from kind.parts.values()
+
+
+def has_experts(config: Config) -> bool:
+    """Whether any layer has experts, which the expert axis shards."""
+    return any(isinstance(part, Experts) for part in layer_parts(config))
+
+
+def has_sequential_layers(config: Config) -> bool:
+    """Whether a part other than attention depends on other tokens of the sequence.
+
+    Such parts need all tokens of a sequence on one device.
+    """
+    delta = any(isinstance(part, GatedDelta) for part in layer_parts(config))
+    return delta or bool(config.model.mtp_heads)
+
+
+@rule("model.attention", "mesh.context_attention", *axis_keys("context"))
+def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
+    rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
+    if rings and config.model.attention not in ("auto", "blockwise"):
+        yield RuleViolation(
+            "model.attention",
+            "must be blockwise or auto with mesh.context_attention=ring: scores are computed in "
+            "blocks as keys arrive from other devices.",
+            "Set model.attention=blockwise, or mesh.context_attention=gather.",
+        )
+
+
+_WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))
+"""Mesh axes that can shard weights."""
+
+
+_NONE: Mapping[str, str] = {}
+
+
+def _sizes_over(config: Config, logical: str) -> dict[str, int]:
+    """Return the sizes of the mesh axes that shard a logical axis. Unknown sizes count as 1."""
+    axes = axis_table(config.mesh)[logical]
+    return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
+
+
+def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
+    """Add a rule that the value of `key` must be divisible by the sizes of the mesh axes that shard
+    it.
+
+    `partners` maps other keys to their logical axes. The suggested value is also a multiple of the
+    values that are suggested for violations of these keys.
+    """
+
+    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
+    def find(config: Config) -> Iterator[RuleViolation]:
+        if not applies_to_family(config, key):
+            return
+        sizes = _sizes_over(config, logical)
+        shards, axes = math.prod(sizes.values()), [axis for axis in sizes if sizes[axis] > 1]
+        size = value_of(config, key)
+        if size % shards:
+            others = (
+                round_up(value_of(config, partner), math.prod(_sizes_over(config, axis).values()))
+                for partner, axis in partners.items()
+            )
+            factor, rest = math.lcm(shards, *others), shards // sizes[axes[0]]
+            whole = f", or mesh.axis_rules.{logical}=[] to replicate it"
+            whole *= () in ALLOWED_AXIS_RULES.get(logical, ())
+            smaller = f", or the {axes[0]} size to {format_divisors(size // rest)}" * (
+                size % rest == 0
+            )
+            yield RuleViolation(
+                key,
+                f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
+                f"shards {logical} over it.",
+                f"Set {key}={round_up(size, factor)}{whole}{smaller}.",
+            )
+
+
+_add_divisibility_rule("embed", "model.d_model")
+
+
+@rule("mesh.axis_rules", *axis_keys(*_WEIGHT_AXES), *MODEL_KEYS)
+def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
+    size = config.model.d_model
+    ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
+    shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
+    is_read = has_experts(config)
+    # If model.d_model is not divisible for other weights, another rule reports it.
+    if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
+        axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
+        yield RuleViolation(
+            "model.d_model",
+            f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
+            "mesh.axis_rules shards expert_embed, the rows of each expert's weights, over it.",
+            f"Set model.d_model={round_up(size, math.lcm(*shards.values()))}, or "
+            "mesh.axis_rules.expert_embed=[] to replicate them.",
+        )
+
+
+_add_divisibility_rule("heads", "model.num_heads", {"model.num_kv_heads": "kv_heads"})
+
+
+_add_divisibility_rule("kv_heads", "model.num_kv_heads")
+
+
+_add_divisibility_rule("head_dim", "model.head_dim")
+
+
+_add_divisibility_rule("mlp", "model.d_mlp")
+
+
+for _bound in BOUNDS.values():
+    if _bound.axis:
+        _add_divisibility_rule(_bound.axis, _bound.key)
+
+
+_KEY = "model.frozen"
+
+
+@rule(*MODEL_KEYS)
+def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
+    patterns, model = config.model.frozen, describe(config.model)
+    wrong = without_match(model, patterns)
+    others = [each for each in patterns if each not in wrong]
+    for pattern in wrong[:MAX_FINDINGS]:
+        guess = did_you_mean(pattern, suggestions(model))
+        yield RuleViolation(
+            _KEY,
+            f"contains {pattern!r}, which matches no parameter: {', '.join(declared(model))}.",
+            f"Set {_KEY}=[{','.join([*others, *filter(None, [guess])])}].",
+        )
+
+
+@rule(*MODEL_KEYS, "adapter.rank")
+def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
+    model = describe(config.model)
+    wanted = config.adapter.rank and not any(kind.adapters for kind in model.layer_types.values())
+    if trained(model) or wanted:
+        return
+    if config.adapter.rank:
+        yield RuleViolation(
+            _KEY,
+            "freezes all adapters, in addition to the base model, which is always frozen.",
+            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train only the second factor of adapters.",
+        )
+    else:
+        yield RuleViolation(
+            _KEY,
+            "freezes every parameter: nothing would be trained.",
+            f"Set {_KEY}=[layers.*] to train only embedding, final norm and output projection, "
+            f"or {_KEY}=[] to train all parameters.",
+        )
+
+
+_LONGEST_SUM = (2**31 - 1) // 127**2
+"""Maximum number of int8 products whose sum is guaranteed to fit into 32 bits."""
+
+
+@rule("model.matmul", "model.matmul_scales", "model.d_mlp")
+def _int8_sums_fit(config: Config) -> Iterator[RuleViolation]:
+    model = config.model
+    if model.matmul != "int8" or model.matmul_scales == "block":
+        return
+    if model.d_mlp > _LONGEST_SUM:
+        rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, which sums in 32 bits."
+        yield RuleViolation("model.d_mlp", rule, "Set model.matmul=fp8.")
+
+
+@rule(
+    "model.matmul",
+    "model.matmul_scales",
+    "model.matmul_weight_gradients",
+    "train.sequence_length",
+    *axis_keys("context"),
+)
+def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
+    model, tokens = config.model, config.train.sequence_length
+    if model.matmul_weight_gradients == "default" or model.matmul != "int8":
+        return
+    tokens //= max(1, axis_size(config.mesh, "context") or 1)
+    if model.matmul_scales != "block" and tokens > _LONGEST_SUM:
+        rule = (
+            f"results in sums over {tokens} tokens on a device; a 32-bit sum can hold at most "
+            f"{_LONGEST_SUM} products of 8-bit integers."
+        )
+        action = "Set model.matmul_weight_gradients=default."
+        yield RuleViolation("model.matmul_weight_gradients", rule, action)
+
+
+@rule(
+    "mesh.sequence_parallel", *axis_keys("tensor", "context"), *MODEL_KEYS, "train.sequence_length"
+)
+def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
+    """Reject layouts that split a quantization block, because the loss would depend on the
+    layout.
+    """
+    model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
+    if model.matmul == "default" or model.matmul_scales != "block":
+        return
+    dims = {
+        size
+        for param in declared(describe(model)).values()
+        for size, axis in param.dims
+        if axis == "mlp"
+    }
+    shards = axis_size(mesh, "tensor") or 1 if mesh.sequence_parallel else 1
+    cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
+    if model.matmul_weight_gradients == "same":
+        shards = axis_size(mesh, "context") or 1
+        pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
+        cut.append((tokens, f"tokens ({tokens})", "context", pieces))
+    for size, words, axis, pieces in cut:
+        block = math.gcd(size, QUANTIZATION_BLOCK)
+        if size % (pieces * block):
+            yield RuleViolation(
+                "model.matmul_scales",
+                f"has one scale for {block} {words}; {pieces} shards over mesh axis {axis} would "
+                "split such a block, and the loss would depend on the layout.",
+                "Set model.matmul_scales=channel, or a mesh that does not split blocks.",
+            )
+
+
+_SPLASH_BLOCK = 128
+"""Block size in tokens. The sizes of query and key blocks must be multiples of this value."""
+
+
+@rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
+def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
+    if config.model.attention != "splash":
+        return
+    if config.runtime.platform in ("cpu", "cuda"):
+        yield RuleViolation(
+            "model.attention",
+            f"requires a TPU, but runtime.platform is {config.runtime.platform}.",
+            "Set model.attention=xla.",
+        )
+    shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
+    pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
+    if tokens % (pieces * _SPLASH_BLOCK):
+        each = f" in each of {pieces} pieces of a sequence" if pieces > 1 else ""
+        yield RuleViolation(
+            "train.sequence_length",
+            f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "
+            f"kernels use blocks of {_SPLASH_BLOCK} tokens{each}.",
+            f"Set train.sequence_length={round_up(tokens, pieces * _SPLASH_BLOCK)}, or "
+            "model.attention=xla.",
+        )

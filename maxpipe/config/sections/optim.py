@@ -1,0 +1,384 @@
+"""Section `optim`: optimizer, learning-rate schedule and factors of selected parameters."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from maxpipe.config.rules import MAX_FINDINGS, add_ranges, did_you_mean, rule
+from maxpipe.config.sections.model import MODEL_KEYS
+from maxpipe.config.sections.train import LENGTH_KEYS, total_steps
+from maxpipe.config.yaml_values import READERS
+from maxpipe.errors import Problem, RuleViolation
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import renamed_from
+from maxpipe.models.config import LARGEST, SMALLEST, Bound
+from maxpipe.models.param_names import chosen, declared, suggestions, trained, without_match
+from maxpipe.models.registry import describe
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """Optimizer. `adamw` (arXiv:1711.05101) stores two moments per parameter. `lion`
+    (arXiv:2302.06675) stores one moment, and changes each entry by plus or minus the learning rate.
+    Lion needs a learning rate that is 3 to 10 times smaller than with AdamW, and a weight decay
+    that is larger by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Its
+    second moment is factored, with one value per row and one per column of each matrix. `muon`
+    (arXiv:2502.16982) orthogonalizes the update of each matrix in the layers and stores one moment.
+    AdamW updates the embedding, the output projection and all parameters that are not matrices.
+    Muon's updates are scaled to match AdamW, so the learning rate and weight decay of AdamW apply.
+    A resumed run must use the same optimizer."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the learning-rate schedule after the warm-up. `cosine` and `linear` decay to
+    `optim.min_lr_ratio` over the entire run. `constant` does not decay. `wsd` (warm-up, stable,
+    decay) is constant, followed by a linear decay in the last `optim.decay_fraction` of the run."""
+    warmup_steps: int = 0
+    """Number of steps in which the learning rate increases from 0 to its peak."""
+    lr_phases: list[str] = field(
+        default_factory=list, hash=False, metadata=renamed_from("phases")
+    )  # a list has no hash
+    """Phases of the learning-rate schedule, such as `['10% linear 0 -> 1', '3 x 20% cosine 1 ->
+    0.1', 'rest linear 0']`. Replaces `optim.schedule`, `optim.decay_fraction` and
+    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. The length
+    of a phase is a number of steps, a percentage of the run, or `rest`; the prefix `3 x` repeats a
+    phase. The shape of a phase is `linear` or `cosine`, between two fractions of the peak. A phase
+    without `FROM ->` starts at the final value of the previous phase."""
+    decay_fraction: float = 0.2
+    """Fraction of the run in which `wsd` decays the learning rate, at the end of the run. Ignored
+    unless `optim.schedule` is `wsd`."""
+    min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
+    """Learning rate at the end of the run, as a fraction of the peak. Ignored by `constant`."""
+    beta1: float = 0.9
+    """Decay rate of the first moment. For `lion`, the weight of the moment in the update direction.
+    Ignored by `adafactor`."""
+    beta2: float = 0.95
+    """Decay rate of the second moment. For `lion`, the decay rate of its only moment. Ignored by
+    `adafactor`, which uses 1 - t^-0.8 at step t."""
+    momentum: float = 0.95
+    """Decay rate of the Nesterov momentum that Muon applies to matrices. Ignored unless
+    `optim.name` is `muon`."""
+    epsilon: float = 1e-8
+    """Constant added to the square root of the second moment. Ignored by `lion` and `adafactor`."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay. It does not apply to normalization scales and biases."""
+    lr_multipliers: list[str] = field(
+        default_factory=list, hash=False, metadata=renamed_from("rate_factors")
+    )
+    """Learning-rate multipliers of selected parameters, such as `['embedding 0.1', '*.router 0']`.
+    Each entry is a name pattern, as in `model.frozen`, and a factor. If several patterns match a
+    parameter, the last one applies."""
+    weight_decays: list[str] = field(default_factory=list, hash=False)
+    """Weight decay of selected parameters, such as `['embedding 0', '*norm* 0.01']`. Entries have
+    the same form as in `optim.lr_multipliers`. Overrides `optim.weight_decay`, and also applies to
+    normalization scales and biases."""
+    clip_norm: float = 1.0
+    """Maximum gradient norm, computed over the parameters of all stages. 0 disables clipping."""
+    ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))
+    """Decay rate of an exponential moving average (EMA) of the parameters, such as 0.999. The EMA
+    is stored in float32 in addition to the parameters, and starts with the initial parameters. The
+    EMA does not affect training, and can be evaluated and exported. 0 disables the EMA."""
+    state_dtype: Literal["same", "float32", "bfloat16"] = "same"
+    """Dtype of the stored moments. `same` uses `model.param_dtype`. Updates are always computed in
+    float32."""
+    zero1: bool = field(default=False, metadata=renamed_from("shard_over_data"))
+    """Shard optimizer state and the EMA over the data axis (ZeRO-1, arXiv:1910.02054). Gradients
+    are reduce-scattered, each device updates its shard of the parameters, and the updated
+    parameters are all-gathered. The state of a parameter without an evenly divisible dimension is
+    replicated."""
+    offload_state: bool = False
+    """Offload optimizer state and the EMA to host memory. The state is copied to the device,
+    updated and copied back, one layer at a time. These copies do not overlap with compute. Results
+    are bitwise identical to those without offloading."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of gradients in reductions across devices. Each device accumulates gradients in
+    float32."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of parameters and moments that are stored in bfloat16. `stochastic`
+    (arXiv:1502.02551) rounds up or down at random with the correct mean, so that small updates are
+    not lost. The random bits depend only on the seed, the step and the position in the model, so
+    they are the same for every layout."""
+
+
+add_ranges(
+    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
+    Bound("optim.warmup_steps", 0, 0),
+    Bound("optim.decay_fraction", 0.2, 0, 1),
+    Bound("optim.min_lr_ratio", 0.1, 0, 1),
+    Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
+    Bound("optim.ema_decay", 0.999, 0, 1, "1 would never change the average", high_is_inside=False),
+    Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
+    Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; devices compute in float32"),
+)
+
+
+def optimizer_warnings(config: Config) -> Iterator[Problem]:
+    """Yield warnings about learning rates and other settings with which a run hardly learns."""
+    warmup, steps = config.optim.warmup_steps, total_steps(config.train)
+    if warmup >= steps > 0:
+        yield Problem(
+            "optim.warmup_steps",
+            str(warmup),
+            f"must be less than the {pluralize(steps, 'step')} of the run: otherwise the learning "
+            "rate never reaches its peak.",
+            f"Set optim.warmup_steps={steps // 10}, or increase train.steps.",
+        )
+    yield from _phases_beyond_the_run(config)
+    yield from _decays_past_zero(config)
+    yield from _updates_too_small(config)
+    yield from _rate_is_large(config)
+
+
+def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
+    texts, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
+    for phase in parse_phases(texts, steps):
+        late += end >= steps
+        end += phase.steps
+    if late and steps:
+        yield Problem(
+            "optim.lr_phases",
+            f"[{', '.join(texts)}]",
+            f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
+            f"{pluralize(late, 'phase')}.",
+            "Shorten the earlier phases, for example with percentages such as '10%'.",
+        )
+
+
+def _decays_past_zero(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    decays = [("weight_decay", optim.weight_decay)]
+    decays += [("weight_decays", decay) for _, decay in parse_param_values(optim.weight_decays)]
+    key, decay = max(decays, key=operator.itemgetter(1))
+    rates = [1.0, *(rate for _, rate in parse_param_values(optim.lr_multipliers))]
+    if (taken := optim.learning_rate * max(rates) * decay) > 1:
+        yield Problem(
+            f"optim.{key}",
+            f"{decay:g}",
+            f"subtracts {taken:.3g} times a parameter from itself in each step, with "
+            f"optim.learning_rate = {optim.learning_rate:g}: the factor must be at most 1.",
+            f"Set a weight decay of 0.1, or leave optim.{key} out.",
+        )
+
+
+_LARGEST_RATE = 1.0
+"""Learning rate from which a warning is printed. Usual learning rates of these optimizers are at
+most about 0.02."""
+
+
+def _rate_is_large(config: Config) -> Iterator[Problem]:
+    if (rate := config.optim.learning_rate) >= _LARGEST_RATE:
+        yield Problem(
+            "optim.learning_rate",
+            f"{rate:g}",
+            "changes each parameter by about this amount in one step: the loss will diverge.",
+            "Set optim.learning_rate=3e-4.",
+        )
+
+
+def _updates_too_small(config: Config) -> Iterator[Problem]:
+    optim = config.optim
+    if optim.learning_rate < 1e-10:  # updates are about this large, and parameters about 0.01
+        yield Problem(
+            "optim.learning_rate",
+            f"{optim.learning_rate:g}",
+            "is too small: float32 rounding removes all updates, and parameters do not change.",
+            "Set optim.learning_rate=3e-4.",
+        )
+    # The gradient norm covers more entries than the embedding table has.
+    entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
+    if entry < optim.epsilon and optim.name in ("adamw", "muon"):
+        yield Problem(
+            "optim.epsilon",
+            f"{optim.epsilon:g}",
+            f"is larger than a typical entry of the gradient ({entry:.1g} with optim.clip_norm = "
+            f"{optim.clip_norm:g}): parameters hardly change.",
+            "Set optim.epsilon=1e-8 and optim.clip_norm=1.0.",
+        )
+
+
+_ROUNDS_TO_ONE = 1 - 2.0**-25
+"""Smallest value that is rounded to 1 in float32."""
+
+
+@rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")
+def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
+    optim = config.optim
+    if optim.name not in ("adamw", "muon"):
+        return
+    # Moments start at 0 and are divided by 1 - beta^updates. No single device can check whether
+    # Muon's update is finite, so the bound on beta must guarantee that it is.
+    limit, shown = (
+        (1 - 1e-6, "0.999999")
+        if optim.name == "muon"
+        else (_ROUNDS_TO_ONE, f"{_ROUNDS_TO_ONE:.8f}")
+    )
+    if optim.name == "muon" and optim.epsilon <= 1e-30:
+        rule = (
+            "must be more than 1e-30 with optim.name=muon: float32 arithmetic may lose smaller "
+            "values."
+        )
+        yield RuleViolation("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
+    for name, usual in (("beta1", 0.9), ("beta2", 0.95)):
+        if getattr(optim, name) >= limit:
+            rule = f"must be less than {shown} with optim.name={optim.name}: float32 may round it"
+            yield RuleViolation(f"optim.{name}", f"{rule} to 1.", f"Set optim.{name}={usual}.")
+
+
+@rule("optim.lr_phases", "optim.warmup_steps", *LENGTH_KEYS)
+def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
+    texts, steps = config.optim.lr_phases, total_steps(config.train)
+    if not texts:
+        return
+    try:
+        found = parse_phases(texts, steps)
+    except ValueError as error:
+        yield RuleViolation("optim.lr_phases", str(error), f'Set "optim.lr_phases={EXAMPLE}".')
+        return
+    if config.optim.warmup_steps:
+        yield RuleViolation(
+            "optim.warmup_steps",
+            "must be 0 with optim.lr_phases, which include the warm-up.",
+            f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
+            "first phase.",
+        )
+    if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
+        yield RuleViolation(
+            "optim.lr_phases",
+            "must have a learning rate above 0 in some phase: otherwise nothing is learned.",
+            f'Set "optim.lr_phases={EXAMPLE}".',
+        )
+
+
+@rule("optim.lr_multipliers", "optim.weight_decays", *MODEL_KEYS)
+def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
+    model, names = describe(config.model), ", ".join(declared(describe(config.model)))
+    for name in ("lr_multipliers", "weight_decays"):
+        key, texts = f"optim.{name}", getattr(config.optim, name)
+        try:
+            pairs = parse_param_values(texts)
+        except ValueError as error:
+            yield RuleViolation(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[].")
+            continue
+        unknown = without_match(model, [pattern for pattern, _ in pairs])
+        for wrong in unknown[:MAX_FINDINGS]:
+            guess = did_you_mean(wrong, suggestions(model))
+            fixed = ((guess if pattern == wrong else pattern, number) for pattern, number in pairs)
+            kept = [f"{p} {number:g}" for p, number in fixed if p and p not in unknown]
+            rule = f"contains {wrong!r}, which matches no parameter: {names}."
+            yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
+        if name == "lr_multipliers" and trained(model):
+            rates = chosen(model, pairs)
+            if all(rates.get(name) == 0 for name in trained(model)):
+                rule = "sets the learning rate of all trained parameters to 0: nothing is learned."
+                action = f"Set {key}=[] to use the same learning rate for all parameters."
+                yield RuleViolation(key, rule, action)
+
+
+PHASES_FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
+
+
+EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
+
+
+class LRPhase(NamedTuple):
+    """Consecutive steps in which the learning rate changes from one fraction of its peak to
+    another.
+    """
+
+    steps: int
+    shape: Literal["linear", "cosine"]
+    start: float
+    end: float
+
+
+_PHASES_TEXT = re.compile(
+    r"(?:(?P<times>\d{1,2})\s*x\s+)?(?P<steps>\d{1,9}|\d{1,3}(?:\.\d+)?%|rest)\s+"
+    r"(?P<shape>linear|cosine)\s+(?:(?P<start>\S+)\s*->\s*)?(?P<end>\S+)"
+)
+
+
+def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
+    """Parse the learning-rate phases of a run with this number of steps.
+
+    The length of a phase is a number of steps, a percentage of the run (`10%`), or `rest`; the
+    prefix `3 x` repeats a phase. Without `FROM`, a phase starts at the final value of the previous
+    phase, and the first phase starts at the peak. After the last phase, the learning rate is
+    constant.
+
+    Raises:
+        ValueError: a phase cannot be parsed, or several phases are `rest`; the message describes
+            the rule.
+    """
+    found: list[tuple[int | None, re.Match[str], float, float]] = []
+    last = 1.0
+    for text in texts:
+        if (match := _PHASES_TEXT.fullmatch(text.strip())) is None:
+            raise ValueError(f"must have phases of the form {PHASES_FORM}; {text!r} is not one.")
+        end = _fraction(match["end"], text)
+        start = last if match["start"] is None else _fraction(match["start"], text)
+        times = int(match["times"] or 1)
+        if not times:
+            raise ValueError(f"must have phases that run at least once; {text!r} runs 0 times.")
+        for number in range(times):
+            begins = start if number == 0 or match["start"] is not None else last
+            found.append((_phase_steps(match["steps"], total_steps), match, begins, end))
+            last = end
+    open_ended = sum(steps is None for steps, *_ in found)
+    if open_ended > 1:
+        raise ValueError(f"must have at most one phase with the length rest; {open_ended} have it.")
+    rest = max(0, total_steps - sum(steps or 0 for steps, *_ in found))
+    return [
+        LRPhase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
+        for steps, match, start, end in found
+    ]
+
+
+def _phase_steps(text: str, total_steps: int) -> int | None:
+    if text == "rest":
+        return None
+    return round(total_steps * float(text[:-1]) / 100) if text.endswith("%") else int(text)
+
+
+def _fraction(text: str, phase: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError(f"must have fractions of the peak from 0 to 1; {phase!r} has {text}.")
+    return value
+
+
+def parse_param_values(texts: Sequence[str]) -> list[tuple[str, float]]:
+    """Parse each text into a pair of a parameter name pattern and a number.
+
+    Raises:
+        ValueError: a text cannot be parsed; the message describes the valid form.
+    """
+    return [_parse_param_value(text) for text in texts]
+
+
+def _parse_param_value(text: str) -> tuple[str, float]:
+    pattern, _, number = text.strip().rpartition(" ")
+    try:
+        value = READERS[float](number)
+    except ValueError:
+        value = -1.0
+    if not pattern.strip() or not 0 <= value <= LARGEST:
+        rule = f"must have entries of the form PATTERN NUMBER, with a number from 0 to {LARGEST:g}"
+        raise ValueError(f"{rule}; {text!r} does not match.")
+    return pattern.strip(), value

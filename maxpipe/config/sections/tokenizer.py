@@ -1,0 +1,117 @@
+"""Section `tokenizer`: the vocabulary that encodes documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from maxpipe.config.rules import rule, value_of
+from maxpipe.errors import RuleViolation
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+BYTES_VOCABULARY = 259
+"""Vocabulary size of the bytes tokenizer: 256 bytes, BOS, EOS and padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """Conversion of text to token ids."""
+
+    kind: Literal["bytes", "auto", "huggingface", "sentencepiece", "tiktoken"] = "bytes"
+    """Tokenizer format. `bytes`: the built-in tokenizer, with 256 byte tokens and three control
+    tokens. `huggingface`: a `tokenizer.json` file. `sentencepiece`: a `.model` file. `tiktoken`: a
+    file of ranks, one `BASE64 RANK` per line. `auto`: one of `huggingface`, `sentencepiece` and
+    `tiktoken`, detected from the file at `tokenizer.path`. All formats except `bytes` require `pip
+    install 'maxpipe[tokenizers]'`."""
+    path: str = ""
+    """Tokenizer file, or a Hugging Face folder that contains a tokenizer file.
+    `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` and
+    `chat_template.jinja` in the same folder define control tokens, stop tokens and the chat
+    template."""
+    preset: Literal[
+        "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
+    ] = "none"
+    """Name of the published vocabulary in a `tiktoken` file. The preset defines the split pattern,
+    and the control tokens with their ids. The number of ranks in the file must match the preset."""
+    split_pattern: str = ""
+    """Regular expression that splits text into words. No token spans two words. Only for `tiktoken`
+    files without a preset."""
+    special_tokens: list[str] = field(default_factory=list)
+    """Control tokens, in the order of their ids. The ids follow the largest rank. Ignored unless
+    `tokenizer.split_pattern` is set."""
+
+
+_EXAMPLES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model"}
+
+
+@rule("tokenizer.kind", "tokenizer.path")
+def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
+    kind, path = config.tokenizer.kind, config.tokenizer.path
+    if kind == "bytes" and path:
+        yield RuleViolation(
+            "tokenizer.path",
+            "is ignored with tokenizer.kind=bytes: the run would train on bytes.",
+            "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
+        )
+    elif kind != "bytes" and not path:
+        yield RuleViolation(
+            "tokenizer.path",
+            f"must be a tokenizer file or folder with tokenizer.kind={kind}.",
+            f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your file), or "
+            "tokenizer.kind=bytes.",
+        )
+
+
+_TIKTOKEN = {
+    "tokenizer.preset": "none",
+    "tokenizer.split_pattern": "''",
+    "tokenizer.special_tokens": "[]",
+}
+"""Maps keys that apply only to `tiktoken` files to the values that disable them."""
+
+
+@rule("tokenizer.kind", *_TIKTOKEN)
+def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
+    kind = config.tokenizer.kind
+    given = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
+    if given and kind not in ("tiktoken", "auto"):
+        yield RuleViolation(
+            given[0],
+            f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
+            f"Set {given[0]}={_TIKTOKEN[given[0]]}, or tokenizer.kind=tiktoken.",
+        )
+    elif len(given) > 1 and given[0] == "tokenizer.preset":
+        yield RuleViolation(
+            given[1],
+            f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
+            f"Set {given[1]}={_TIKTOKEN[given[1]]}, or tokenizer.preset=none.",
+        )
+    elif kind == "tiktoken" and not given:
+        yield RuleViolation(
+            "tokenizer.preset",
+            "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
+            "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
+            "tokenizer.special_tokens.",
+        )
+    elif given == ["tokenizer.special_tokens"]:
+        yield RuleViolation(
+            "tokenizer.split_pattern",
+            "must not be empty with tokenizer.special_tokens: it defines how text is split.",
+            "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
+            "replace both keys by a tokenizer.preset.",
+        )
+
+
+@rule("tokenizer.special_tokens")
+def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
+    special = config.tokenizer.special_tokens
+    if len(set(special)) != len(special) or "" in special:
+        yield RuleViolation(
+            "tokenizer.special_tokens",
+            "must be unique texts that are not empty: their order defines their ids.",
+            f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "
+            "use names such as <|reserved_1|> for unused ids.",
+        )

@@ -1,0 +1,276 @@
+"""Section `train`: objective, length of the run and batch shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from maxpipe.config.rules import MAX_INT32, add_ranges, axis_keys, axis_size, rule, violations
+from maxpipe.errors import RuleViolation
+from maxpipe.io.formatting import pluralize, round_up
+from maxpipe.models.config import Bound
+
+if TYPE_CHECKING:
+    from maxpipe.config.schema import Config
+
+MAX_STEPS = 10**11
+"""Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Training objective, length of the run and batch shape."""
+
+    objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
+    """Training objective. `pretrain`: next-token cross-entropy on documents. `sft`: supervised
+    fine-tuning, with the cross-entropy of the assistant's tokens in conversations. It requires
+    documents with a loss mask; see `data.chat`. `pretrain` and `sft` average the loss over all
+    trained tokens of a batch. `preference`: preference optimization on pairs of responses; see
+    `preference.loss`. `distill`: the next-token loss plus a divergence from a teacher; see the
+    section `distill`. `grpo`: reinforcement learning on completions with rewards; see the section
+    `grpo`."""
+    steps: int = 0
+    """Number of optimizer steps. With 0, `train.tokens` determines the length of the run."""
+    tokens: int = 0
+    """Number of training tokens, rounded up to complete steps. Ignored unless `train.steps` is
+    0."""
+    batch_size: int = 8
+    """Number of sequences per step, summed over all devices."""
+    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Batch size warm-up: stages with smaller batches at the start of the run, such as `['16 for
+    1000 steps', '32 for 50000000 tokens']`. Batch sizes must increase up to `train.batch_size`.
+    Token counts are rounded up to complete steps. No data is skipped between stages. The microbatch
+    size is constant, so smaller batches have fewer microbatches. When a run resumes, the completed
+    part of the ramp must not change."""
+    sequence_length: int = 1024
+    """Number of tokens per sequence."""
+
+
+add_ranges(
+    Bound("train.steps", 100, 0, MAX_STEPS, "0 uses train.tokens"),
+    Bound("train.tokens", 1000000, 0, 10**18, "0 uses train.steps"),
+    Bound("train.batch_size", 8, 1, 2**24, "a step lists its sequences"),
+    Bound(
+        "train.sequence_length",
+        1024,
+        2,
+        MAX_INT32,
+        "the last token has no target, and positions are int32",
+    ),
+)
+
+
+def total_steps(train: TrainConfig) -> int:
+    """Return the number of optimizer steps in the run."""
+    return train.steps or BatchRamp.from_config(train).num_batches(
+        -(-train.tokens // train.sequence_length)
+    )
+
+
+LENGTH_KEYS = (
+    "train.steps",
+    "train.tokens",
+    "train.batch_size",
+    "train.batch_ramp",
+    "train.sequence_length",
+)
+"""Keys that determine `total_steps`."""
+
+
+@rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
+def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
+    try:
+        BatchRamp.from_config(config.train)
+    except ValueError as error:
+        yield RuleViolation(
+            "train.batch_ramp", str(error), f'Set "train.batch_ramp={_example_ramp(config)}".'
+        )
+
+
+def _example_ramp(config: Config) -> str:
+    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps.
+    Return `[]` if there is none.
+    """
+    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
+    if steps := total_steps(plain.train):
+        microbatch = max(1, plain.train.batch_size // max(1, plain.pipeline.microbatches))
+        rows = max(microbatch, plain.train.batch_size // 2 // microbatch * microbatch)
+        stages = [f"{rows} for {max(1, steps // 10)} steps"]
+        train = dataclasses.replace(plain.train, batch_ramp=stages)
+        if not any(violations(dataclasses.replace(plain, train=train))):
+            return str(stages)
+    return "[]"
+
+
+@rule(*LENGTH_KEYS)
+def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
+    found, steps = BatchRamp.from_config(config.train), total_steps(config.train)
+    if wrong := check_order(found):
+        yield RuleViolation(
+            "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
+        )
+    elif found.stages and found.steps >= steps > 0:
+        yield RuleViolation(
+            "train.batch_ramp",
+            f"has {pluralize(found.steps, 'step')}, but the run has {steps}: no batch reaches "
+            f"train.batch_size ({found.batch_size}).",
+            f"Set train.steps={2 * found.steps}, or shorten the stages of train.batch_ramp.",
+        )
+
+
+@rule(*axis_keys("context"), "train.sequence_length")
+def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
+    size, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
+    if size > 1 and tokens % (2 * size):
+        yield RuleViolation(
+            "train.sequence_length",
+            f"must be a multiple of 2 x context ({size}) = {2 * size}: to balance the load, each "
+            "device computes an early and a late piece of a sequence.",
+            f"Set train.sequence_length={round_up(tokens, 2 * size)}, or the context size to 1.",
+        )
+
+
+@rule("train.sequence_length", "mesh.sequence_parallel", *axis_keys("context", "tensor"))
+def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
+    tokens, mesh = config.train.sequence_length, config.mesh
+    context, tensor = axis_size(mesh, "context") or 1, axis_size(mesh, "tensor") or 1
+    if mesh.sequence_parallel and tokens % (context * tensor):
+        # With a context axis, the sequence length must also be a multiple of 2 x context.
+        more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
+        sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
+        yield RuleViolation(
+            "train.sequence_length",
+            f"must be a multiple of {sizes} with mesh.sequence_parallel=true: tokens are sharded "
+            "evenly between matmuls.",
+            f"Set train.sequence_length={more}, or mesh.sequence_parallel=false.",
+        )
+
+
+RAMP_FORM = "BATCH_SIZE for N steps, or BATCH_SIZE for N tokens"
+
+
+_RAMP_STAGE = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
+
+
+class RampStage(NamedTuple):
+    """Consecutive steps with the same batch size."""
+
+    batch_size: int
+    steps: int
+
+
+class BatchRamp(NamedTuple):
+    """Batch size as a function of the batch number, which starts at 0.
+
+    Consecutive batches use consecutive sequences of the data. The position of a batch is the number
+    of sequences in all earlier batches.
+    """
+
+    stages: tuple[RampStage, ...]
+    batch_size: int
+    """Batch size after the last stage."""
+
+    @classmethod
+    def from_config(cls, train: TrainConfig) -> BatchRamp:
+        """Return the ramp of a config.
+
+        Raises:
+            ValueError: a stage cannot be parsed; the message describes the valid form.
+        """
+        stages = (_parse_ramp_stage(text, train.sequence_length) for text in train.batch_ramp)
+        return cls(tuple(stages), train.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps before the final batch size is reached."""
+        return sum(stage.steps for stage in self.stages)
+
+    def stage_starts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (first batch number, number of earlier sequences, batch size) for each stage, and
+        then for the steps after the ramp.
+        """
+        first = front = 0
+        for rows, steps in self.stages:
+            yield first, front, rows
+            first, front = first + steps, front + rows * steps
+        yield first, front, self.batch_size
+
+    def position_of(self, number: int) -> tuple[int, int]:
+        """Return the number of sequences in all earlier batches, and the size of this batch."""
+        first, front, rows = next(p for p in reversed(list(self.stage_starts())) if p[0] <= number)
+        return front + (number - first) * rows, rows
+
+    def sequences_before(self, number: int) -> int:
+        """Return the number of sequences in all batches before this one."""
+        return self.position_of(number)[0]
+
+    def num_batches(self, rows: int) -> int:
+        """Return the minimum number of batches from the start that contain this number of
+        sequences.
+        """
+        first, front, each = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
+        return first + -(-(rows - front) // each)
+
+    def sizes(self, start: int = 0) -> list[int]:
+        """Return the batch sizes from this batch number on, in order and without duplicates."""
+        ends = [first for first, *_ in self.stage_starts()][1:]
+        left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
+        return list(dict.fromkeys([*left, self.batch_size]))
+
+    def equals_until(self, other: BatchRamp, number: int) -> bool:
+        """Whether both ramps use the same sequences in all batches before this batch number."""
+        edges = {p[0] for ramp in (self, other) for p in ramp.stage_starts()} | {number}
+        return all(
+            self.sequences_before(edge) == other.sequences_before(edge)
+            for edge in edges
+            if 0 <= edge <= number
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the ramp as JSON values for the data fingerprint. `from_metadata` is the inverse.
+
+        Without stages, the format is that of earlier releases.
+        """
+        ramp = [list(stage) for stage in self.stages]
+        return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})
+
+    @classmethod
+    def from_metadata(cls, facts: Any) -> BatchRamp:
+        """Return the ramp that is stored in a data fingerprint."""
+        stages = (RampStage(*map(int, stage)) for stage in facts.get("batch_ramp", ()))
+        return cls(tuple(stages), int(facts["batch_size"]))
+
+
+METADATA_KEYS = ("batch_size", "batch_ramp")
+"""Keys of the dict that `BatchRamp.metadata` returns."""
+
+
+def _parse_ramp_stage(text: str, sequence_length: int) -> RampStage:
+    if (match := _RAMP_STAGE.fullmatch(text.strip())) is None:
+        raise ValueError(f"must have stages of the form {RAMP_FORM}; {text!r} does not match.")
+    rows, count = int(match[1]), int(match[2].replace("_", ""))
+    if not rows or not count:
+        rule = "must have stages with a batch size of at least 1 and at least 1 step"
+        raise ValueError(f"{rule}; {text!r} does not.")
+    # Another rule rejects a sequence length of 0.
+    tokens = rows * max(1, sequence_length)
+    steps = count if match[3] == "steps" else -(-count // tokens)
+    return RampStage(rows, steps)
+
+
+def check_order(ramp: BatchRamp) -> str:
+    """Return the violated rule if batch sizes do not increase, or an empty string."""
+    sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
+    for small, large in itertools.pairwise(sizes):
+        if small >= large:
+            return (
+                f"must increase from stage to stage up to train.batch_size ({ramp.batch_size}), "
+                "but "
+                f"{small} is followed by {large}."
+            )
+    return ""
