@@ -249,9 +249,7 @@ def _add_prepare(actions: Commands) -> None:
     add_inputs(prepare, DATA_PREFIX, DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
-        "--source",
-        metavar="NAME",
-        help="source of data.mixture to prepare, or validation.NAME",
+        "--source", metavar="NAME", help="source of data.mixture to prepare, or validation.NAME"
     )
     prepare.add_argument(
         "--workers", type=count, default=None, metavar="N", help="processes (default: one per core)"

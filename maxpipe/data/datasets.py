@@ -16,12 +16,7 @@ from maxpipe.config.data_sources import section_of
 from maxpipe.config.schema import Config
 from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.data.chat import load_start_date, resolve_chat_template
-from maxpipe.data.chat_spec import (
-    ChatSpec,
-    apply_chat_spec,
-    build_chat_spec,
-    chat_spec_of_prompts,
-)
+from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, build_chat_spec, chat_spec_of_prompts
 from maxpipe.data.corpus import Corpus, IndexedSource, Split
 from maxpipe.data.documents import digest_of
 from maxpipe.data.loader import Datasets, build_loaders

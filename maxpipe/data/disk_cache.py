@@ -98,11 +98,7 @@ def _remove_temporary_files(path: str) -> None:
             os.unlink(part)
 
 
-def load(
-    path: str,
-    made_of: Callable[[Arrays], Value],
-    otherwise: str,
-) -> Value | None:
+def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:
     """Return the value built from the arrays in a file. If the arrays cannot be used, log a warning
     and return None.
 
@@ -122,11 +118,7 @@ def load(
         return None
 
 
-def save(
-    path: str,
-    arrays: Arrays,
-    otherwise: str,
-) -> None:
+def save(path: str, arrays: Arrays, otherwise: str) -> None:
     """Write arrays to a temporary file and rename it, so that no process reads a partial file."""
     # The tempfile module is not used, because its files are not readable for other users of the
     # folder.

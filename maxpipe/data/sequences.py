@@ -38,9 +38,7 @@ fast as they can be read.
 _PLAN_VERSION = 1
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
-    "packing documents into sequences",
-    "packing them again",
-    "the next start packs them again",
+    "packing documents into sequences", "packing them again", "the next start packs them again"
 )
 
 

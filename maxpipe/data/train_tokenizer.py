@@ -27,11 +27,7 @@ VocabularyKind = Literal["bpe", "unigram"]
 MIN_VOCAB_SIZE = 256 + 3
 MAX_VOCAB_SIZE = 1 << 20
 
-_ROLES = {
-    "bos_token": "<|begin_of_text|>",
-    "eos_token": "<|end_of_text|>",
-    "pad_token": "<|pad|>",
-}
+_ROLES = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": "<|pad|>"}
 _FILE = "command line: FILE"
 _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20

@@ -236,12 +236,7 @@ def _no_files_error(
     what = "a file, a folder or a glob pattern that matches files"
     if is_folder:
         what = f"a folder with {' or '.join(suffixes)} files" if suffixes else "a folder with files"
-    return ConfigError.one(
-        "data.path",
-        path,
-        f"must be {what}; {but}.",
-        _action(path, suffixes),
-    )
+    return ConfigError.one("data.path", path, f"must be {what}; {but}.", _action(path, suffixes))
 
 
 _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}

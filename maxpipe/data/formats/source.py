@@ -201,8 +201,7 @@ class RecordSource:
         if count <= _NAMED:
             # The content of a record may contain terminal control sequences.
             _LOG.warning(
-                "%s Skipped: counts as an empty document.",
-                redact.redact_for_terminal(problem.line),
+                "%s Skipped: counts as an empty document.", redact.redact_for_terminal(problem.line)
             )
         if count == _NAMED:
             _LOG.warning("%s: further skipped records are counted but not logged", self.name)

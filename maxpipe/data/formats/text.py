@@ -14,14 +14,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 # Test folders contain invalid text on purpose, and the other folders are not part of the library.
-_SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-}
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFiles:

@@ -398,13 +398,7 @@ class _WindowCounts(NamedTuple):
 class WindowedSequences:
     """Sequences that are shuffled and packed per window of documents; see `Sequences`."""
 
-    def __init__(
-        self,
-        documents: TokenFiles,
-        spans: np.ndarray,
-        packer: Packer,
-        seed: int | None,
-    ):
+    def __init__(self, documents: TokenFiles, spans: np.ndarray, packer: Packer, seed: int | None):
         """Create the sequences. Without a seed, the documents in a window keep their stored
         order.
         """
