@@ -186,7 +186,6 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
-    """Return the name of the source to prepare, or "" if there is no mixture."""
     from maxpipe.config.data_sources import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]

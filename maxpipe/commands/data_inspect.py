@@ -124,7 +124,6 @@ def is_config(argument: str) -> bool:
 
 
 def _is_data(argument: str) -> bool:
-    """Return whether an input is a data path, and not a config, run or model."""
     from maxpipe.config.bundled_configs import CONFIG_FILE
 
     if not argument or is_config(argument):
@@ -139,7 +138,6 @@ def _is_data(argument: str) -> bool:
 
 
 def _names_data(path: str) -> bool:
-    """Return whether a path looks like data by its name, even if the file does not exist."""
     from maxpipe.data.sources import ENDINGS
 
     return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
@@ -164,7 +162,6 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: str) -> dict[str, Any]:
-    """Return the config keys for the tokenizer that produced a prepared folder."""
     from maxpipe.data.prepared.manifest import read_manifest
 
     found = read_manifest(os.path.expanduser(folder))["tokenizer"]
@@ -351,12 +348,10 @@ def _segment_header(segment: Segment) -> str:
 
 
 def _to_single_line(line: str) -> str:
-    """Return the text as one line, with newlines in file names escaped."""
     return redact.redact_for_terminal(line).replace("\n", "\\n")
 
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
-    """Return the terminal-safe text of a span, with a mark if the span is not trained."""
     text = "".join(
         each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
     )
@@ -454,7 +449,6 @@ def _check_form(path: str) -> None:
 
 
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
-    """Yield the statistics of every source, sorted by name."""
     from maxpipe.config.data_sources import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import wrap_section_errors
@@ -479,9 +473,9 @@ def _source_statistics(
     from maxpipe.data import statistics, unread_keys
     from maxpipe.data.chat import expand_trained_messages
     from maxpipe.data.corpus import build_chat_encoder, packing_of
+    from maxpipe.data.packing import Packer
     from maxpipe.data.prepared.megatron import IDS, open_documents
     from maxpipe.data.prepared.reader import PreparedDocuments
-    from maxpipe.data.sequences import Packer
     from maxpipe.data.sources import open_source
 
     threads, tokens = config.data.threads, config.train.sequence_length
@@ -524,7 +518,6 @@ def _source_statistics(
 
 
 def _chat_of(source: SourceConfig) -> dict[str, Any]:
-    """Return the `compute_statistics` arguments for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}
     return {"chat": "conversation", "policy": source.long_conversations}
@@ -614,7 +607,6 @@ def step_number(text: str) -> int:
 
 
 def _natural(text: str) -> int:
-    """Parse an integer that must be at least 0."""
     found = integer(text)
     if found < 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")

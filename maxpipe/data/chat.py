@@ -26,9 +26,7 @@ import numpy as np
 from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.config.data_schema import DataConfig, SourceConfig
 from maxpipe.config.data_sources import all_sources, parse_template_kwargs
-from maxpipe.data import disk_cache
 from maxpipe.data.chat_records import conversation_of
-from maxpipe.data.disk_cache import CacheMessages, load_or_compute
 from maxpipe.data.documents import (
     DocumentIndex,
     EncodedDocument,
@@ -38,19 +36,19 @@ from maxpipe.data.documents import (
     mask_digest,
     verify_unchanged,
 )
+from maxpipe.data.formats.disk_cache import Arrays, CacheMessages, load_or_compute
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.data.tokenizers.offsets import mask_of_spans
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 
 _ANSWERS_VERSION = 1
-_CACHE_MESSAGES = disk_cache.CacheMessages(
+_CACHE_MESSAGES = CacheMessages(
     "counting trained messages",
     "counting trained messages again",
     "the next start counts trained messages again",
@@ -69,9 +67,7 @@ class TrainedMessageSource:
     """Source with one document for each trained message in another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """Create the source. `counts` int64 [records] is the number of trained messages per
-        record.
-        """
+        """Create the source. `counts` int64 [records]: number of trained messages per record."""
         self._source = source
         self.ends = np.cumsum(counts)
         """int64 [records]: end index (exclusive) of the documents of each record."""
@@ -88,9 +84,6 @@ class TrainedMessageSource:
         return int(self.ends[-1])
 
     def _place(self, document: int) -> tuple[int, int]:
-        """Return the index of a document's record, and the index of the trained message in the
-        record.
-        """
         record = int(np.searchsorted(self.ends, document, side="right"))
         return record, document - (int(self.ends[record - 1]) if record else 0)
 
@@ -147,7 +140,7 @@ def expand_trained_messages(
         source.check_unchanged(moved)
         return _MessageCounts(counts)
 
-    def of(arrays: disk_cache.Arrays) -> _MessageCounts:
+    def of(arrays: Arrays) -> _MessageCounts:
         if arrays["counts"].shape != (len(source),):
             raise ValueError("an array with an unexpected shape")
         return _MessageCounts(arrays["counts"])
@@ -162,7 +155,7 @@ def expand_trained_messages(
         key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
-        found = disk_cache.load_or_compute(
+        found = load_or_compute(
             path, of, make, lambda made: made._asdict(), _CACHE_MESSAGES, keep=keep, moved=moved
         )
     return TrainedMessageSource(source, found.counts) if found.counts.any() else source
@@ -177,9 +170,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Mark of a conversation in which some messages are not trained, because the template rewrites
-these messages when later messages follow.
-"""
+"""Mark of a conversation with messages that are not trained, because the template rewrites them."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -229,9 +220,7 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """Return the date of a run's first start, which is stored in `cache_dir`. `run` is the run
-    folder.
-    """
+    """Return the date of the first start of the run folder `run`, stored in `cache_dir`."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
@@ -280,18 +269,14 @@ class CountedConversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Encoder for the conversations of a source. Thread-safe, because each thread uses a separate
-    process.
-    """
+    """Encoder for conversations. Thread-safe, because each thread uses a separate process."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
         self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
-        """Date that the template renders for all records; empty if the template does not render a
-        date.
-        """
+        """Date that the template renders for all records; empty if it renders no date."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
@@ -332,7 +317,9 @@ class ConversationEncoder:
             raise BadRecord("", rule, "Remove the record, or correct the template.")
         marks = REWRITTEN if found.rewritten else 0
         unread = (*conversation.unread, *found.unread)
-        return EncodedDocument(ids, mask_of_spans(offsets, found.spans), marks=marks, unread=unread)
+        return EncodedDocument(
+            ids, _mask_of_spans(offsets, found.spans), marks=marks, unread=unread
+        )
 
     def check(self, index: DocumentIndex) -> None:
         """Check that at least one token is trained.
@@ -371,9 +358,7 @@ class ConversationEncoder:
         )
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, together with the source and the tokenizer,
-        determine the ids and masks.
-        """
+        """Return a digest of the settings that determine the ids and masks."""
         config = self._config
         fields = [config.messages_field]
         if config.chat == "prompt":
@@ -382,14 +367,24 @@ class ConversationEncoder:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def masking_metadata(self) -> list[Any]:
-        """Return the settings that determine the ids and the mask of a conversation, as JSON
-        values.
-        """
+        """Return the settings that determine the ids and the mask, as JSON values."""
         config, template = self._config, self.template
         found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
         found += [config.tools_field, sorted(template.settings.items())]
         found += [["system", config.system_field]] if config.system_field else []
         return [*found, template.template, sorted(template.tokens.items())]
+
+
+def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """bool [tokens]: tokens that overlap a span, including tokens without characters inside it."""
+    # The library may report arbitrary positions for tokens without characters.
+    begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
+    ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
+    mask = np.zeros(len(offsets), bool)
+    for begin, end in spans:
+        first, last = np.searchsorted(ends, begin, "right"), np.searchsorted(begins, end, "left")
+        mask[first:last] = True
+    return mask
 
 
 class ChatEncoder(Protocol):
@@ -496,9 +491,7 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return the ids, the mask and the statistics of one record. Raises the same errors as
-    `encode`.
-    """
+    """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
     with track_read(partial(conversations.source.where, document)):
         found = conversations.encode(document)
     assert found.trained is not None
@@ -510,9 +503,7 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token that has a preceding token; 0 if no trained token
-    has one. `trained` is the loss mask, bool [tokens].
-    """
+    """Return the index of the first trained token that has a preceding token; 0 without one."""
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 

@@ -27,9 +27,7 @@ from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
-"""Default value of `data.messages_field`, and the name of the messages field in ShareGPT
-records.
-"""
+"""Default of `data.messages_field`, and the messages field of ShareGPT records."""
 _SYSTEM = "system"
 """Name of the field with the system message in ShareGPT records."""
 _SHAREGPT_ROLES = {
@@ -168,9 +166,7 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """Return the name of the messages field. The default name also matches the field of ShareGPT
-    records.
-    """
+    """Return the name of the messages field, which may be the field of ShareGPT records."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
@@ -244,17 +240,13 @@ def message_of_text(text: str, role: str) -> list[Message]:
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """Return the messages of a field that contains text or messages; raise BadRecord for other
-    types.
-    """
+    """Return the messages of a text or message field; raise BadRecord for other types."""
     value = read_field(fields, name, key)
     return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """Return the messages of a field that contains a list or a single message; raise BadRecord for
-    other types.
-    """
+    """Return the messages of a list or a message; raise BadRecord for other types."""
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
@@ -276,9 +268,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Return the names of keys in call `arguments` whose value is null and which `drop_nulls`
-    removes.
-    """
+    """Return the null keys in call `arguments`, which `drop_nulls` removes."""
     found: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -317,9 +307,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the calls in a message with role `function_call`, whose text is one call or a list of
-    calls in JSON.
-    """
+    """Yield the calls of a `function_call` message, whose text is one call or a list in JSON."""
     rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
@@ -443,7 +431,6 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value, parsed if the value is JSON text; None for blank text."""
     if not isinstance(value, str):
         return value
     try:

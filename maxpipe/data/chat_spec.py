@@ -98,7 +98,6 @@ def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[in
 
 
 def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of control tokens at the end of the last trained message."""
     if document.trained is None or not document.trained.any():
         return []
     ids = document.ids.astype(int).tolist()
@@ -151,14 +150,11 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a chat template. Pairs of plain texts do not require a
-    template.
-    """
+    """Return whether the source has a template. Pairs of plain texts do not require one."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
 def _roles(config: SourceConfig) -> tuple[str, list[str]]:
-    """Return one trained role and a list of the other roles."""
     trained = config.trained_roles
     answering = "assistant" if "assistant" in trained else trained[0]
     others = [each for each in config.chat_roles if each != answering]
@@ -166,9 +162,7 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """Return the chat format of a run whose prompts are rendered by `chat`; None without a
-    template.
-    """
+    """Return the chat format of prompts that `chat` renders; None without a template."""
     if chat is None:
         return None
     return {
@@ -189,9 +183,7 @@ def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """Return a copy of the tokenizer with the BOS tokens, EOS tokens and template of the chat
-    format.
-    """
+    """Return a copy of the tokenizer with the control tokens and template of the format."""
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -203,9 +195,7 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer whose EOS tokens include the end-of-turn tokens of its
-    template.
-    """
+    """Return a copy of the tokenizer whose EOS tokens include end-of-turn tokens."""
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -259,9 +249,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count the conversations with and without remaining tokens, excluding conversations that
-        were empty before. `moved` is called for each part.
-        """
+        """Count conversations that keep or lose their tokens. `moved` is called for each part."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -274,14 +262,12 @@ class LengthLimitedDocuments:
         return trained is None or bool(trained[1:count].any())
 
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
-        """Return the limited lengths of consecutive documents, starting at `first`."""
         found = np.array(lengths)
         for at in np.flatnonzero(found > self._max_tokens).tolist():
             found[at] = self._limited_length(first + at)
         return found
 
     def _limited_length(self, document: int) -> int:
-        """Return the limited length of a conversation that is too long."""
         is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
         return self._max_tokens if is_left else 0
 
@@ -300,9 +286,7 @@ class LengthLimitedDocuments:
 
 
 class LengthLimitedTokenFiles(LengthLimitedDocuments):
-    """Length-limited conversations in a prepared folder that is read in windows; see
-    `TokenFiles`.
-    """
+    """Length-limited conversations that are read in windows; see `TokenFiles`."""
 
     def __init__(self, documents: TokenFiles, sequence_length: int, policy: LongConversationPolicy):
         super().__init__(documents, sequence_length, policy)
@@ -310,9 +294,7 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether document lengths may be inconsistent with `span_tokens`, which are not
-        limited.
-        """
+        """Whether lengths may be inconsistent with `span_tokens`, which are not limited."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -353,9 +335,7 @@ def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence, and the index of the first such
-    document (0 if there are none).
-    """
+    """Return the number of documents longer than a sequence, and the first one's index or 0."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
@@ -367,9 +347,7 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """Return the error for the policy `error`. `count` conversations are too long; `where` locates
-    the first one.
-    """
+    """Return the error for `count` conversations that are too long, the first at `where`."""
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"{pluralize(count, 'conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")

@@ -48,7 +48,7 @@ from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, b
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.mixture import SourceSequences, seed_of
-from maxpipe.data.packing import Sequences, split_documents
+from maxpipe.data.packing import Packer, Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, PairEncoder
 from maxpipe.data.prepared.manifest import (
     CONTENT_KEY,
@@ -64,7 +64,6 @@ from maxpipe.data.prepared.reader import (
     needs_windows,
     split_spans,
 )
-from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Heartbeat, Source, open_source, wrap_section_errors
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.unread_keys import (
@@ -98,9 +97,7 @@ class IndexedSource:
     byte_counts: np.ndarray | None
     """int64 [256]: byte histogram of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
-    """Maps (first, stop) to the digests, uint64, of documents first to stop - 1; None if digests
-    are unknown.
-    """
+    """Maps (first, stop) to digests uint64 of documents first to stop - 1; None if unknown."""
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     packing: Packing
@@ -174,7 +171,6 @@ class IndexedSource:
 def _windowed_documents(
     documents: Documents,
 ) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
-    """Return the documents if they must be shuffled in windows, otherwise None."""
     prepared = isinstance(
         documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
     )
@@ -187,9 +183,7 @@ class Corpus:
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources in the run's mixture. The sources of this corpus may be missing from
-    this list.
-    """
+    """Names of the sources in the run's mixture, which may lack sources of this corpus."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -364,16 +358,12 @@ def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
 
 
 def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """Return the fingerprint entry for packing. The entry is omitted for `cut`, as in earlier
-    releases.
-    """
+    """Return the fingerprint entry for packing; omitted for `cut`, as in earlier releases."""
     return {} if packing == "cut" else {"packing": packing}
 
 
 def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Return the fingerprint entry for the policy. The entry is omitted for `split`, as in earlier
-    releases.
-    """
+    """Return the fingerprint entry for the policy; omitted for `split`, as in earlier releases."""
     policy = config.long_conversations
     return {} if policy == "split" else {"long_conversations": policy}
 
@@ -390,7 +380,6 @@ def _index_text_source(
     keep: bool,
     row_tokens: int,
 ) -> IndexedSource:
-    """Open and index a source of texts, conversations or pairs."""
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
     source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
     found = build_chat_encoder(source, encoder, config, row_tokens)
@@ -440,9 +429,6 @@ def _index_text_source(
 def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, LongConversations]:
-    """Apply `data.long_conversations`; return the documents and the counts of long
-    conversations.
-    """
     policy = config.long_conversations
     numbers = find_long_documents(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":

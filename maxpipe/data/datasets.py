@@ -83,10 +83,7 @@ def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tu
 
 
 class _TrainingDigests:
-    """Lookup table from evaluation digests to training documents with the same digest."""
-
     def __init__(self, known: np.ndarray):
-        """Create a lookup table for sorted uint64 digests."""
         self._known = known
         self._sources: list[IndexedSource] = []
         self._source_of = np.full(len(known), -1, np.int32)
@@ -129,9 +126,7 @@ def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _Training
 
 
 def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
-    """Yield (source, document indices, digests) for parts of a split; empty documents are
-    skipped.
-    """
+    """Yield (source, document indices, digests) for parts of a split, without empty documents."""
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
             continue

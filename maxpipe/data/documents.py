@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from maxpipe.data import disk_cache
+from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -41,9 +41,7 @@ class EncodedDocument:
     ids: np.ndarray
     """Token ids as unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: whether the loss includes the token as a target; None if it includes all
-    tokens.
-    """
+    """bool [tokens]: whether the loss includes the token as a target; None for all tokens."""
     second_half_start: int = 0
     """Index of the first token in the second half of a preference pair; 0 for other documents."""
     marks: int = 0
@@ -242,7 +240,6 @@ def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) 
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
-    """Build the index from cached arrays. Raises ValueError for unexpected shapes."""
     trained = arrays.get("trained")
     unreadable = arrays["unreadable"]
     digests = arrays["digests"]
@@ -263,9 +260,7 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
 
 
 class EncodedDocuments:
-    """Token ids of documents, including BOS and EOS, with a cache of recently used documents.
-    Thread-safe.
-    """
+    """Token ids of documents, with a cache of recently used documents. Thread-safe."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, index: DocumentIndex):
         self.tokenizer = tokenizer
@@ -317,7 +312,6 @@ class EncodedDocuments:
         return replace(found, ids=found.ids.astype(self._dtype))
 
     def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
-        """Return the error for a document that has changed since it was indexed."""
         return StorageError(
             f"{self._source.where(document)}: the file has changed\n"
             f"  document {document} of {self._source.name} has {what} the indexed document, and "

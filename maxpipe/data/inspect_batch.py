@@ -16,8 +16,8 @@ import numpy as np
 
 from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.data.loader import Loader
+from maxpipe.data.packing import PAIRS
 from maxpipe.data.pairs import HALVES
-from maxpipe.data.sequences import PAIRS
 from maxpipe.data.tokenizer import Tokenizer, open_text_stream
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
@@ -123,9 +123,7 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """Yield the text of `ids` [tokens], split where the value of `trained` bool [tokens]
-    changes.
-    """
+    """Yield the text of `ids`, split where `trained` bool [tokens] changes."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)
@@ -174,7 +172,6 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
 
 
 def _events(run_dir: str | Path) -> list[_BatchEvent]:
-    """Return all records, or nothing if the run has not started."""
     path = expand_path(run_dir) / EVENTS_FILE
     try:
         return list(read_json_lines(path, _BatchEvent))

@@ -49,9 +49,7 @@ FitTokenizer = Callable[[Tokenizer], Tokenizer]
 
 
 class Batches(Iterator[Any]):
-    """Iterator over the batches of consecutive steps. Threads prefetch batches until `close` is
-    called.
-    """
+    """Iterator over the batches of consecutive steps, prefetched by threads until closed."""
 
     def __init__(
         self,
@@ -109,9 +107,7 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """End of a stream: the limit of each source, and the policy that applies when a source reaches
-    its limit.
-    """
+    """End of a stream: the limit of each source, and the policy at a limit."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
@@ -169,9 +165,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Number of steps per epoch at the full batch size. An epoch may end in the middle of a
-        step.
-        """
+        """Number of steps per epoch at the full batch size, possibly fractional."""
         return len(self.stream) / self.ramp.batch_size
 
     @property
@@ -187,9 +181,7 @@ class Loader:
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """Return the index of the first sample that would repeat a sequence, and the name of its
-        source.
-        """
+        """Return the first sample that would repeat a sequence, and the name of its source."""
         assert self.ending is not None
         found = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
@@ -271,9 +263,7 @@ class Loader:
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
     def apply_mixture(self, found: Mixture, since: int = 0) -> None:
-        """Use this mixture. With `data.end=stop`, the limits of the sources apply from sample
-        `since` on.
-        """
+        """Use this mixture. With `data.end=stop`, limits apply from sample `since` on."""
         assert self.ending is not None
         if self.ending.policy == "stop":
             found = found.with_limits(list(self.ending.limits.values()), since)
@@ -285,9 +275,7 @@ class Loader:
         self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
 
     def mixture_metadata(self) -> dict[str, Any]:
-        """Return the mixture and the metadata of its sources as JSON values; empty without a
-        mixture.
-        """
+        """Return the mixture and its sources as JSON values; empty without a mixture."""
         if self.stream.mixture is None:
             return {}
         return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.metadata()}
@@ -337,9 +325,7 @@ class Loader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the data state to store in a checkpoint. Resume with
-        `batches(start_step=step)`.
-        """
+        """Return the data state of a checkpoint. Resume with `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
 
     def close(self) -> None:
@@ -372,23 +358,18 @@ class Datasets:
 
     @property
     def _all_corpora(self) -> list[Corpus]:
-        """Training corpus and all validation corpora."""
         if self.corpora is None:
             return []
         train, sets = self.corpora
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders keyed by name. The name of the held-out documents is
-        empty.
-        """
+        """Return the evaluation loaders by name, which is empty for held-out documents."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
     def single_pass_loaders(self, rows: int) -> list[Loader]:
-        """Return single-pass loaders of all training and validation documents, with `rows`
-        sequences per batch.
-        """
+        """Return single-pass loaders of all documents, with `rows` sequences per batch."""
         loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
@@ -403,9 +384,7 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal in two processes if both processes read the same
-        data.
-        """
+        """Return JSON values that are equal in two processes that read the same data."""
         sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
@@ -415,9 +394,6 @@ class Datasets:
 
 
 def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
-    """Return the training loader, with the mixture weights and the `data.end` policy of the
-    config.
-    """
     data, parts, mixed = corpus.data, corpus.parts("train"), None
     sizes = {part.name: len(part.sequences) for part in parts}
     ends = sizes

@@ -97,9 +97,7 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest number of samples that includes `count` samples of a source; None if
-        the count is never reached.
-        """
+        """Return the smallest number of samples that includes `count` of a source, if any."""
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -142,7 +140,6 @@ class Mixture:
         return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
 
     def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
-        """Append a stage to the mixture, unless the quotas are unchanged."""
         if found is None:
             return Mixture([stage], self.seed)
         if found.stages[-1].quotas == stage.quotas:
@@ -155,9 +152,7 @@ class Mixture:
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
-        """Return the number of samples after which a source of the last stage first reaches its
-        limit.
-        """
+        """Return the sample after which a source of the last stage first reaches its limit."""
         need, quota = np.array(limits) - self._before[-1], self._quotas[-1]
         # The exact position is needed only for sources that end in the nearest block.
         blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
@@ -166,9 +161,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture that equals this mixture before sample `number`, and `to` from sample
-        `number` on.
-        """
+        """Return this mixture before sample `number`, and `to` from sample `number` on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -187,9 +180,7 @@ class Mixture:
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """Return how many of the first `count` samples of a stage come from each source, int64
-        [sources].
-        """
+        """int64 [sources]: samples of each source among the first `count` samples of a stage."""
         blocks, rest = divmod(count, BLOCK)
         found = blocks * self._quotas[stage]
         if rest and any(self.stages[stage].quotas):
@@ -203,9 +194,7 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each sample of a block, the source (uint16) and the index among the source's
-    samples in the block (int32).
-    """
+    """Return source (uint16) and index within the source's samples (int32) of a block's samples."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -226,9 +215,7 @@ def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
-    """Return a mixture that reads each sample once, with source weights proportional to the
-    sizes.
-    """
+    """Return a mixture that reads each sample once, weighted by the source sizes."""
     total = sum(sizes)
     dealt = [max(1, quota) for quota in compute_quotas([size / total for size in sizes])]
     dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
@@ -249,9 +236,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of samples after which each source ends: `epochs` epochs if any source sets
-    `epochs`, otherwise one epoch.
-    """
+    """Return the samples after which each source ends: `epochs` epochs, or one epoch."""
     with_epochs = any(each.epochs for each in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
@@ -316,9 +301,7 @@ class SourceSequences(NamedTuple):
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source. Sources with the same size have different seeds, and thus
-    different orders.
-    """
+    """Return the seed of a source, so that sources of the same size have different orders."""
     if not name:
         return seed
     # The seed is below 2**63, because manifests of prepared data store it as a signed integer.
@@ -346,9 +329,7 @@ class Stream:
         self.repeat = repeat
         self.mixture = mixture
         self.extra_arrays: ExtraArrays | None = None
-        """Function that returns additional arrays of a sequence, such as teacher logits. Padding
-        has sequence index -1.
-        """
+        """Additional arrays of a sequence, such as teacher logits. Padding has index -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
         """Number of samples before the stream ends; None without an end."""
@@ -358,7 +339,6 @@ class Stream:
         return next(each for each in self.parts if each.name == name)
 
     def __len__(self) -> int:
-        """Return the total number of sequences across all sources."""
         return self._length
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -397,9 +377,7 @@ class Stream:
         return {**found, **self.extra_arrays(part.name, sequence, found)}
 
     def samples_before(self, number: int) -> dict[str, int]:
-        """Return how many samples before sample `number` come from each source, keyed by source
-        name.
-        """
+        """Return how many samples before sample `number` come from each source."""
         number = number if self.end is None else min(number, self.end)
         found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
         return {part.name: count for part, count in zip(self.parts, found, strict=True)}

@@ -124,9 +124,6 @@ class PairEncoder:
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        """Join both halves into one document. `data.long_pairs` determines how pairs longer than a
-        sequence are shortened.
-        """
         sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._max_tokens:
@@ -153,7 +150,6 @@ class PairEncoder:
         )
 
     def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number of tokens to keep in each half of a pair that is too long."""
         half = self._max_tokens // 2
         first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
         return first, min(sizes[1], self._max_tokens - first)
@@ -175,9 +171,7 @@ class PairEncoder:
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, together with the source and the tokenizer,
-        determine the ids and masks.
-        """
+        """Return a digest of the settings that determine the ids and masks."""
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
@@ -239,7 +233,6 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
 def _system(
     fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
 ) -> tuple[list[Message], list[str]]:
-    """Return the system message and the names of its fields; see `parse_system_message`."""
     if not config.system_field:
         return [], []
     first: Any = next((each for each in found if not isinstance(each, str) and each), [])
@@ -270,9 +263,7 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages have the same role and text, ignoring leading and trailing
-    whitespace.
-    """
+    """Return whether two messages have the same role and text, ignoring outer whitespace."""
     text, another = one.get("content"), other.get("content")
     if not (isinstance(text, str) and isinstance(another, str)):
         return one == other
@@ -290,9 +281,7 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the common prefix of two full conversations, and the remainders of both
-    conversations.
-    """
+    """Return the common prefix of two conversations, and their remainders."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
@@ -313,7 +302,6 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -333,7 +321,6 @@ def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
 
 
 def _has_target(half: EncodedDocument) -> bool:
-    """Return whether any trained token has a preceding token."""
     assert half.trained is not None
     return bool(half.trained[1:].any())
 

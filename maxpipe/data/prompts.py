@@ -78,9 +78,7 @@ class PromptRecord:
 
 
 class PromptSequences:
-    """Sequences that contain one prompt each, with every prompt repeated `group_size` times; see
-    `Sequences`.
-    """
+    """Sequences of one prompt, each repeated `group_size` times; see `Sequences`."""
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -120,8 +118,6 @@ class PromptSequences:
 
 
 class _PromptDocuments:
-    """Adapter that presents prompts as documents without trained tokens."""
-
     def __init__(self, rows: PromptSequences):
         self._rows = rows
         self.lengths, self.pad_id, self.where = rows.lengths, rows.pad_id, rows.where
@@ -191,9 +187,7 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """Return the prompt fields for the fingerprint. The result is empty if `prompt` is the only
-    field, as in earlier releases.
-    """
+    """Return the prompt fields for the fingerprint; empty for `prompt`, as in earlier releases."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 
@@ -211,8 +205,6 @@ def _content(path: str) -> bytes:
 
 
 class _PromptLine(NamedTuple):
-    """Non-blank line of the prompt file."""
-
     where: str
     """File and line."""
     record: dict[str, Any]
@@ -261,9 +253,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """Return a remark about unread fields that usually belong to a prompt, with settings that would
-    read them.
-    """
+    """Return a remark about unread fields that usually belong to a prompt."""
     read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
     names = dict.fromkeys(name for record in records for name in record if name not in read)
     counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}

@@ -23,8 +23,7 @@ import numpy as np
 from maxpipe.data.chat import first_target
 from maxpipe.data.chat_spec import LongConversationPolicy, find_long_documents, limit_lengths
 from maxpipe.data.documents import Documents, EncodedDocument, digest_of
-from maxpipe.data.packing import count_targets
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer, count_targets
 from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors
@@ -108,9 +107,7 @@ def text(found: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Draw the statistics in the format of the file suffix, which must be one of
-    `PICTURE_SUFFIXES`.
-    """
+    """Draw the statistics in the format of the suffix; see `PICTURE_SUFFIXES`."""
     whole = Canvas()
     for found in all_of:
         whole.append_canvas(_picture(found), whole.height)
@@ -229,9 +226,7 @@ class DuplicateCounter:
         return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the number of documents that repeat an earlier document, and their total number of
-        tokens.
-        """
+        """Return the number of repeated documents and of their tokens."""
         digests, tokens = self._arrays()
         if not len(digests):
             return 0, 0
@@ -253,9 +248,7 @@ class Statistics:
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Number of unreadable records. In prepared data, these records are empty documents; for other
-    sources, all other statistics exclude them.
-    """
+    """Unreadable records: empty documents in prepared data, otherwise not counted elsewhere."""
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
@@ -315,9 +308,7 @@ class Statistics:
         return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
-        """Return (minimum length, maximum length, documents, tokens) for length bins whose widths
-        double.
-        """
+        """Return (minimum length, maximum length, documents, tokens) of doubling length bins."""
         if not len(self.lengths):
             return []
         bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact up to 2**53
@@ -360,9 +351,7 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each text in document order, or the problem if a text cannot be
-    read.
-    """
+    """Yield the statistics of each text, or the problem if it cannot be read."""
     held: list[str | Problem] = []
     characters = 0
 
@@ -485,8 +474,6 @@ def compute_statistics(
 
 
 class _DocumentLengths:
-    """Documents whose lengths are known but whose content is not available."""
-
     pad_id = 0
 
     def __init__(self, lengths: np.ndarray):
@@ -500,7 +487,6 @@ class _DocumentLengths:
 
 
 def _sequences(lengths: np.ndarray, packer: Packer) -> int:
-    """Return the number of sequences per epoch for documents with these lengths."""
     return (
         len(packer(_DocumentLengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
     )

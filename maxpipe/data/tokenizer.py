@@ -16,10 +16,9 @@ import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing
+from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing, token_offsets
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
-from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxpipe.data.tokenizers.tiktoken import TiktokenTokenizer
 from maxpipe.data.tokenizers.tokenizer_class import FILE_AS_IT_IS
@@ -48,9 +47,7 @@ class TextStream:
         """Number of characters in the decoded text of `_ids` that were already returned."""
 
     def push(self, token: int) -> str:
-        """Return the text that the next id adds, or an empty string while a character is
-        incomplete.
-        """
+        """Return the text that the next id adds; empty while a character is incomplete."""
         if token in self._special_ids:
             return ""
         self._ids.append(token)
@@ -126,9 +123,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """All control ids: BOS, EOS, padding, and any other ids that are not part of decoded
-        text.
-        """
+        """All control ids: BOS, EOS, padding, and other ids without decoded text."""
         ...
 
     @property
@@ -138,9 +133,7 @@ class Tokenizer(Protocol):
 
     @property
     def role_texts(self) -> Mapping[str, str]:
-        """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
-        tokens.
-        """
+        """Maps roles of chat templates (such as `bos_token`) to texts of control tokens."""
         ...
 
     @property
@@ -178,15 +171,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for text rendered by a chat template. Control tokens in the text
-        are encoded as their ids.
-        """
+        """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
         ...
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and int64 [tokens, 2]: the begin and end of each token
-        in characters.
-        """
+        """Return the ids of `encode_chat`, and begin and end in characters int64 [tokens, 2]."""
         ...
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
@@ -334,7 +323,7 @@ class ByteTokenizer(ControlTokenMixin):
         widths = np.ones(len(ids), np.int64)
         for name, i in special.items():
             widths[ids == i] = len(name)
-        return ids, of_widths(text, widths)
+        return ids, token_offsets(text, widths)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         return [len(text.encode()) for text in texts]

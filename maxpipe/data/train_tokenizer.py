@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from maxpipe.config.schema import DataConfig
 from maxpipe.data.sources import Source, infer_source, open_source
+from maxpipe.data.tokenizers.byte_bpe import LLAMA3
 from maxpipe.data.tokenizers.files import missing_package_error
-from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3
 from maxpipe.errors import ConfigError, StorageError
 
 VocabularyKind = Literal["bpe", "unigram"]
@@ -33,9 +33,7 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with the name of a task, the number of processed items and the total number of items (0 if
-unknown).
-"""
+"""Called with task, number of processed items and total (0 if unknown)."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
@@ -105,7 +103,6 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
 
 
 def _byte_level(model: Any) -> Any:
-    """Return a tokenizer for the model that splits text into words, and words into bytes."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
@@ -137,9 +134,7 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
-    """Train a unigram model with sentencepiece, because the trainer of `tokenizers` is not
-    deterministic.
-    """
+    """Train with sentencepiece: the unigram trainer of `tokenizers` is not deterministic."""
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:

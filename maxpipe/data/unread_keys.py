@@ -59,9 +59,7 @@ class Trial(NamedTuple):
 
 
 def first_records(source: Source) -> list[Fields]:
-    """Return the first records that have fields: up to `_RECORDS` records or about `_CHARACTERS`
-    characters of text.
-    """
+    """Return the first records that have fields, within `_RECORDS` and `_CHARACTERS`."""
     found: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
@@ -120,7 +118,6 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
 def _templates(
     names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
-    """Yield a template that includes unread text fields in addition to the fields already read."""
     try:
         read = [text(record) for record in records]
     except BadRecord:
@@ -173,9 +170,7 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Yield the names of non-empty fields that are not read. For an object that is read only in
-    part, yield its unread keys.
-    """
+    """Yield the non-empty fields that are not read, or the unread keys of objects read in part."""
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
@@ -233,7 +228,6 @@ def _as_template(field: str) -> str:
 
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
-    """Return whether a field contains natural-language text in the given records."""
     texts = [record[name] for record in records if has_value(record.get(name))]
     if not texts or not all(isinstance(each, str) for each in texts):
         return False
@@ -241,7 +235,6 @@ def _is_content(name: str, records: Sequence[Fields]) -> bool:
 
 
 def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether, in every record, the messages already contain the text of the field."""
     for record in records:
         if not has_value(record.get(name)):
             continue
@@ -257,7 +250,6 @@ def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) 
 
 
 def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
-    """Return the messages of a record and its unread fields."""
     if config.chat != "pairs":
         return conversation_of(record, config)
     pair = pair_of(record, config)
@@ -271,7 +263,6 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 
 def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether the settings read the keys of the trial in all of the given records."""
     try:
         found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
@@ -280,9 +271,7 @@ def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Return settings that read all records as preference pairs; empty if the records need
-    different settings.
-    """
+    """Return settings that read all records as pairs; empty if they need different settings."""
     found = {chat_settings(record) for record in records}
     return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
 
@@ -316,9 +305,7 @@ class LongConversations(NamedTuple):
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Return the number of documents with each mark. `marks` [documents] are the values of
-    `EncodedDocument.marks`.
-    """
+    """Count the documents with each mark. `marks` are values of `EncodedDocument.marks`."""
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}

@@ -27,9 +27,7 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Source with one document per record. If the first record is a JSON object, all records must
-    be JSON objects; otherwise they are UTF-8 text.
-    """
+    """Records as documents: JSON objects if the first record is one, otherwise UTF-8 text."""
 
     name = "arrayrecord"
 
@@ -128,9 +126,7 @@ _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 
 
 class TfdsExamples:
-    """Examples in the `train` split of a TFDS dataset that was prepared as ArrayRecord. TensorFlow
-    is not required.
-    """
+    """Examples in the `train` split of a TFDS dataset that was prepared as ArrayRecord."""
 
     name = "tfds"
 

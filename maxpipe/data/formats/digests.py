@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
+from maxpipe.data.formats.disk_cache import lock_file
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
@@ -29,7 +30,6 @@ from maxpipe.data.formats.files import (
     version_of,
     wrap_read_errors,
 )
-from maxpipe.data.formats.folder_cache import lock_file
 from maxpipe.data.formats.source import Heartbeat, Progress
 from maxpipe.io import files
 from maxpipe.io.files import open_regular
@@ -45,9 +45,7 @@ _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Minimum size of large files. Large files are read only after they are settled, so that later runs
-need not read them again.
-"""
+"""Size of large files, which are read only when settled, so later runs need not read them again."""
 
 
 class _Entry(NamedTuple):
@@ -84,9 +82,7 @@ class Digests:
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
-        """Add a digest that was computed during a pass over the file. `is_settled` is the state of
-        the file before the pass.
-        """
+        """Add a digest. `is_settled` is the state of the file before the pass that computed it."""
         assert file.stat is not None
         self._known[file.path] = _Entry(file.stat, sha256, is_settled)
         self._is_stored = False
@@ -119,9 +115,7 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Return digests keyed by file name, or by group of consecutive files if the source has
-        many files.
-        """
+        """Return digests keyed by file name, or by group of files if the source has many."""
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
@@ -164,7 +158,6 @@ class Digests:
 
     @contextlib.contextmanager
     def _locked(self, local: Sequence[File], moved: Heartbeat | None) -> Iterator[Heartbeat | None]:
-        """Lock the stored digests, so that only one process reads the files."""
         with contextlib.ExitStack() as stack:
             if local and self._keep:
                 path = self._path(local)
@@ -310,7 +303,6 @@ def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_En
 
 
 def _block(file: File, start: int, stat: Stat) -> bytes:
-    """Return the digest of one block of a file."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
@@ -325,9 +317,7 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
 
 
 class ContentHasher:
-    """Hasher for the content of a file, which runs in a separate thread while a reader consumes the
-    chunks.
-    """
+    """Hasher for a file, which runs in a thread while a reader consumes the chunks."""
 
     _MAX_PENDING = 8
 

@@ -42,9 +42,7 @@ stat, so a file with a more recent write is read again by the next run.
 
 
 class Stat(NamedTuple):
-    """Inode, size and timestamps of a file. A write changes at least `ctime_ns`, which programs
-    cannot set.
-    """
+    """Stat of a file. A write changes at least `ctime_ns`, which programs cannot set."""
 
     inode: int
     size_bytes: int
@@ -184,9 +182,7 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the objects that match a path (object, folder or pattern), keyed by name including the
-    bucket.
-    """
+    """Return the objects that match an object, folder or pattern, keyed by name with the bucket."""
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
         found = store.glob(path, detail=True)
@@ -207,9 +203,6 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    """Return the digest that the bucket stores for an object, or the object's generation without a
-    digest.
-    """
     for key in ("crc32c", "md5Hash", "generation"):
         if about.get(key):
             return f"{key}:{about[key]}"
@@ -244,7 +237,6 @@ _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".p
 
 
 def _action(path: str, suffixes: tuple[str, ...]) -> str:
-    """Return the suggested action for a path without readable files."""
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         ends = {os.path.splitext(name)[1] for _, names in _folders(expanded) for name in names}
@@ -370,18 +362,14 @@ def open_file(file: File) -> BinaryIO:
 
 
 def edges(file: File) -> str:
-    """Return a digest of the first and last bytes of a file, to distinguish files of the same
-    size.
-    """
+    """Return a digest of the first and last bytes of a file."""
     head = read(file, 0, min(_EDGE_BYTES, file.size_bytes))
     tail = read(file, max(len(head), file.size_bytes - _EDGE_BYTES))
     return hashlib.sha256(head + tail).hexdigest()
 
 
 def identities(files: Sequence[File]) -> list[tuple[str, int, str]]:
-    """Return (name, size, digest of first and last bytes) for each file, as parts of a
-    fingerprint.
-    """
+    """Return (name, size, digest of first and last bytes) for each file."""
     return [(file.name, file.size_bytes, edges(file)) for file in files]
 
 
@@ -391,9 +379,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common parent folder of all files. For bucket objects, return the path of the
-    first file.
-    """
+    """Return the common parent folder of all files, or the first file in a bucket."""
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
@@ -404,15 +390,13 @@ PIECE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""Input size in bytes per zstd step. A few bytes may expand to a block of 128 KiB, and the package
-decompresses all of its input at once.
-"""
+"""Input bytes per zstd step. A few bytes may expand to 128 KiB, all at once."""
 _WINDOW_BYTES = 1 << 27
 """Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""
 
 
 class _Gzip:
-    """Wrapper of the zlib decompressor with the interface of the bz2 and lzma decompressors."""
+    """zlib decompressor with the interface of the bz2 and lzma decompressors."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -438,9 +422,7 @@ class _Gzip:
 
 
 class _Zstd:
-    """Wrapper of the zstandard decompressor with the interface of the bz2 and lzma
-    decompressors.
-    """
+    """zstandard decompressor with the interface of the bz2 and lzma decompressors."""
 
     needs_input = True
 

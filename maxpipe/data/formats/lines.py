@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from maxpipe.data.formats.digests import ContentHasher, Digests, wait_until_settled
+from maxpipe.data.formats.disk_cache import FillFolder, FolderCache
 from maxpipe.data.formats.files import (
     SUFFIXES,
     File,
@@ -27,7 +28,6 @@ from maxpipe.data.formats.files import (
     read,
     wrap_read_errors,
 )
-from maxpipe.data.formats.folder_cache import FillFolder, FolderCache
 from maxpipe.data.formats.record_text import (
     MAX_RECORD_BYTES,
     BadRecord,
@@ -43,9 +43,7 @@ from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26
-"""Minimum size in bytes of files whose line offsets are cached. Smaller files are scanned at the
-start of each run.
-"""
+"""Minimum bytes of files whose line offsets are cached. Smaller files are scanned at each start."""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)
@@ -158,9 +156,7 @@ def find_lines(
 def _load_or_index_lines(
     file: File, cache: FolderCache, digests: Digests, moved: Heartbeat | None
 ) -> Lines:
-    """Return the lines of a large file, using the cache. The cache also stores the digest of the
-    file.
-    """
+    """Return the lines of a large file from the cache, which also stores the file's digest."""
     key = [2, file.size_bytes, edges(file), file.version, file.stat]
 
     def find(folder: str, moved: Heartbeat) -> None:
@@ -213,7 +209,6 @@ def _read_pieces(file: File) -> Iterator[bytes]:
 
 
 def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed content of a file, and write the content to a copy."""
     left = most_bytes
     for piece in _merge_small_pieces(decompress(file)):
         left -= len(piece)
@@ -224,7 +219,6 @@ def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator
 
 
 def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same content in larger chunks."""
     kept, size = [], 0
     for piece in pieces:
         kept.append(piece)
@@ -377,9 +371,6 @@ class JsonLines:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[Lines, int]:
-        """Return the file that contains a line, and the line's index among the non-blank lines of
-        the file.
-        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         lines = self._lines[which]
         return lines, index - int(self._ends[which]) + len(lines)

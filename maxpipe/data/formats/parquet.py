@@ -91,9 +91,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the size in bytes of an array's values as Python objects. Unlike the array, these
-    repeat equal texts.
-    """
+    """Estimate the bytes of the values as Python objects, which repeat equal texts."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -179,7 +177,6 @@ class ParquetRows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without cached row groups."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,9 +186,6 @@ class ParquetRows:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of the file that contains a row, and the index of the row in this
-        file.
-        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         return which, index - before
@@ -204,7 +198,6 @@ class ParquetRows:
         return row_of(table, row - (int(ends[group - 1]) if group else 0))
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
-        """Return a row group as a table. Recently read row groups are cached."""
         key = (which, group, columns is None)
         # The lock ensures that several threads that need the same row group read it only once.
         with self._lock:
@@ -267,7 +260,6 @@ class ParquetRows:
 
 
 def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
-    """Yield the column chunks of a row group that belong to these columns."""
     for number in range(group.num_columns):
         chunk = group.column(number)
         path = chunk.path_in_schema
@@ -311,9 +303,7 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
-    """Return a row group as a table. The row group is read `rows` rows at a time, and the total
-    size is checked.
-    """
+    """Return a row group that is read `rows` rows at a time, checking the total size."""
     import pyarrow
 
     parts, size = [], 0

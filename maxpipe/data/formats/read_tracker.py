@@ -17,9 +17,7 @@ ReadTarget = str | Callable[[], str]
 
 
 class track_read:
-    """Context manager that records a read in this thread. A document read is nested in the source
-    read that contains it.
-    """
+    """Record a read in this thread. A source read may contain document reads."""
 
     __slots__ = ("_reads", "begun", "verb", "what")
 
@@ -83,9 +81,7 @@ def _describe_target(what: ReadTarget) -> str:
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Return the document read that has been active for the longest time; None if no read is
-    active.
-    """
+    """Return the document read that has been active for the longest time, if any."""
     threads = [list(each) for each in list(_ACTIVE_READS.values())]
     found = [
         _innermost_read(each) for each in threads if each and not isinstance(each[-1].what, str)
@@ -105,8 +101,6 @@ class ReadTimes(NamedTuple):
 
 
 class _ReadTimeSums:
-    """Statistics of the reads since the last call of `take`. Thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = ReadTimes({}, None, 0.0)

@@ -74,9 +74,7 @@ def settings_text(keys: Settings) -> str:
 
 
 def text_template(record: Mapping[str, Any]) -> str:
-    """Return a `data.template` that contains the prompt and the response of a record; empty if a
-    field is not text.
-    """
+    """Return a `data.template` with prompt and response; empty if a field is not text."""
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
     joined = [name for each in names for name in each]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
@@ -85,9 +83,7 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty if templates cannot contain one of the
-    names.
-    """
+    """Return a template with one line per field; empty for names that templates cannot contain."""
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
     return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
@@ -138,9 +134,7 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
 
 
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
-    """Return whether both responses include the prompt, and no separate prompt field matches the
-    included prompt.
-    """
+    """Return whether both responses include the prompt, and no prompt field matches it."""
     values = [record[name] for name in halves]
     if all(_are_messages(each) for each in values):
         first = values[0][0]
@@ -152,7 +146,6 @@ def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], p
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
-    """Return the prompt field, or a template with the prompt field and its context fields."""
     prompts = [
         name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
     ]
@@ -171,7 +164,6 @@ def _system(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _messages_name(record: Mapping[str, Any]) -> str:
-    """Return the name of the messages field; empty if the record has no messages field."""
     for name in _MESSAGES:
         if _are_messages(record.get(name)) or (name in record and _are_turns(record[name])):
             return name
@@ -182,9 +174,7 @@ def _messages_name(record: Mapping[str, Any]) -> str:
 
 
 def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the fields whose names match (ignoring case) and whose values are text, a list or a
-    message.
-    """
+    """Return the fields with these names (ignoring case) that are text, a list or a message."""
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
     found = [lower[name] for name in names if name in lower]
@@ -224,9 +214,7 @@ _MAX_DEPTH = 256
 _ANYTHING: Any = Any
 _SHOWN = 120
 MAX_RECORD_BYTES = 1 << 28
-"""Maximum size of a record in bytes, because the text and tokens of a document must fit in
-memory.
-"""
+"""Maximum bytes of a record. Text and tokens of a document must fit in memory."""
 
 
 class BadRecord(Exception):
@@ -241,9 +229,7 @@ _MISSING = object()
 
 
 class TextExtractor:
-    """Extractor for the text of records. The text is the record itself, a column, or a filled
-    template.
-    """
+    """Extractor for text: the record itself, a column, or a filled template."""
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
@@ -287,7 +273,6 @@ class TextExtractor:
 
 
 def _suggest_settings(record: Mapping[str, Any]) -> str:
-    """Return the suggested action for a record without the expected text field."""
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
     if template:
@@ -337,9 +322,7 @@ def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
 
 
 def value_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. `a.b` refers to field `b` of column `a`, unless a column is
-    named `a.b`.
-    """
+    """Return the value of a column. `a.b` is field `b` of `a` unless a column has this name."""
     if name in record:
         return record[name]
     first, dot, rest = name.partition(".")

@@ -77,7 +77,6 @@ class SavedDataset:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without cached batches."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,9 +86,6 @@ class SavedDataset:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of the batch that contains a row, and the index of the row in this
-        batch.
-        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         return which, index - (int(self._ends[which - 1]) if which else 0)
 
@@ -109,7 +105,6 @@ class SavedDataset:
         return row_of(batch, row)
 
     def _batch(self, which: int) -> Any:
-        """Return a batch. Recently read batches are cached."""
         # The lock ensures that several threads that need the same batch read it only once.
         with self._lock:
             if which not in self._cached:
@@ -140,7 +135,6 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def _data_files(path: str) -> list[File]:
-    """Return the Arrow files of a saved dataset, in the order listed in the state file."""
     if url_scheme(path):
         raise ConfigError.one(
             "data.path",
@@ -239,7 +233,6 @@ class _Batch(NamedTuple):
 
 
 def _batches(number: int, file: File) -> list[_Batch]:
-    """Return the record batches of a file."""
     import pyarrow
 
     batches: list[_Batch] = []

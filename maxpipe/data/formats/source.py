@@ -55,9 +55,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a digest that is fast to compute, of file names, sizes, document counts, and first
-        and last bytes.
-        """
+        """Return a fast digest of file names, sizes, document counts, and first and last bytes."""
         ...
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:

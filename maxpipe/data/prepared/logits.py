@@ -115,9 +115,7 @@ def spec_of(
 
 
 def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
-    """Return the dtype of a record: the digest of the sequence, and K token ids with
-    log-probabilities per position.
-    """
+    """Return the dtype of a record: sequence digest, and K ids with log-probabilities."""
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
     return np.dtype(fields)  # type: ignore[call-overload]
@@ -154,9 +152,7 @@ class LogitsBatch(NamedTuple):
 
 
 class LogitsWriter:
-    """Writer for a logits folder, which holds the journal lock and starts at the first missing
-    sequence.
-    """
+    """Writer for a logits folder, starting at the first missing sequence."""
 
     def __init__(self, folder: Path, journal: BinaryIO, spec: LogitsSpec):
         self._folder, self._journal, self._spec = folder, journal, spec
@@ -180,7 +176,6 @@ class LogitsWriter:
         return sum(shard["rows"] for shard in self._shards)
 
     def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
-        """Return the shard if its files are on disk; otherwise raise OSError or ValueError."""
         for suffix, entry in shard["files"].items():
             path = self._folder / shard_name(len(self._shards), suffix)
             if path.stat().st_size != entry["bytes"]:
@@ -258,14 +253,11 @@ def has_manifest(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> LogitsManifest:
-    """Return the manifest in a folder or at `gs://BUCKET/PATH`. Raises the same errors as
-    `manifest.read_manifest`.
-    """
+    """Return the manifest of a folder. Raises the errors of `manifest.read_manifest`."""
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
 def _check(found: LogitsManifest) -> None:
-    """Raise ValueError if values in the manifest are inconsistent."""
     sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
     if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
         raise ValueError(f"the sizes are inconsistent: {sizes}")

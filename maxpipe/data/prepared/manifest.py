@@ -61,9 +61,7 @@ _FLOATS = (6, 7)
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """Id dtype and table positions of an index. `num_bounds` is the number of documents plus
-    one.
-    """
+    """Layout of an index. `num_bounds` is the number of documents plus one."""
 
     dtype: np.dtype
     num_sequences: int
@@ -119,9 +117,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
 
 
 def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
-    """Yield the parts of an index in which each document is one sequence. `lengths` is int64
-    [documents].
-    """
+    """Yield an index of one sequence per document. `lengths` is int64 [documents]."""
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
     yield lengths.astype("<i4").tobytes()
@@ -134,9 +130,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raise ConfigError if the output folder exists but contains neither this manifest nor a
-    journal.
-    """
+    """Raise ConfigError unless the folder is new, or has this manifest or a journal."""
     check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return
@@ -203,9 +197,7 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP was received. The class derives from BaseException, so that the signal is
-    not handled as an ordinary error.
-    """
+    """SIGTERM or SIGHUP was received. Not an Exception, so no handler of errors catches it."""
 
 
 @contextlib.contextmanager
@@ -299,9 +291,7 @@ class FileEntry(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """Shard of consecutive documents, with its files keyed by suffix. Token counts include BOS and
-    EOS.
-    """
+    """Shard of documents, with files by suffix. Token counts include BOS and EOS."""
 
     documents: int
     unreadable: int
@@ -336,9 +326,7 @@ class SourceEntry(TypedDict):
     data: dict[str, Any]
     seed: int
     chat: NotRequired[str]
-    """Fingerprint of the settings that determine the ids and masks of conversations; see
-    `ConversationEncoder.fingerprint`.
-    """
+    """Fingerprint of the conversations; see `ConversationEncoder.fingerprint`."""
     day: NotRequired[str]
     """Date used by the chat template, if the template renders a date."""
 
@@ -434,9 +422,7 @@ _NAMED_FILES = 4
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved, current) for each file whose digest differs; empty unless both
-    fingerprints contain digests.
-    """
+    """Return (label, saved, current) for each changed file, if both have digests."""
     if not saved or not current:
         return []
     found = [
@@ -451,9 +437,7 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether two digests differ. Digests of different types, as from a bucket and a disk,
-    are not compared.
-    """
+    """Return whether digests differ. Digests of different types are not compared."""
     kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
     return kinds[0] == kinds[1] and saved != current
 
@@ -540,7 +524,6 @@ def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
 
 
 def _check(found: Manifest) -> None:
-    """Raise ValueError for inconsistent values."""
     shards, masked = found["shards"], has_masks(found)
     if masked != ("chat" in found["source"]):
         raise ValueError("the folder is declared both as conversations and as texts")

@@ -50,8 +50,6 @@ _ACTION = "Create the pair of files again, or exclude it from data.path with a p
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFile:
-    """Index file and the file of token ids that it describes."""
-
     index: RangeReader
     ids: RangeReader
     layout: IndexLayout
@@ -69,9 +67,7 @@ class _IndexedFile:
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return int64 [sequences]: the number of ids before each sequence. `sequences` must be
-        sorted.
-        """
+        """Return int64 [sequences]: number of ids before each of the sorted sequences."""
         first, stop = int(sequences[0]), int(sequences[-1])
         size, layout = self.layout.dtype.itemsize, self.layout
         past_end = stop == layout.num_sequences
@@ -92,9 +88,7 @@ def _table(file: RangeReader, at: int, kind: str, first: int, stop: int) -> np.n
 
 
 class _VerifiedFile:
-    """Local file whose reads fail if the content no longer matches the digest computed at the
-    start.
-    """
+    """Local file whose reads fail if the content no longer matches the first digest."""
 
     def __init__(self, ranges: RangeReader, file: File, digests: Digests):
         self.path, self.size = ranges.path, ranges.size
@@ -161,9 +155,7 @@ class MegatronDocuments:
         self.num_tokens = int(self.span_tokens.sum())
 
     def _missing_ids(self) -> tuple[int, int]:
-        """Return the number of BOS and EOS tokens (0 or 1) to add per document. They are inferred
-        from the first documents.
-        """
+        """Return how many BOS and EOS tokens to add, inferred from the first documents."""
         found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
         kept = [ids for ids in found if len(ids)]
@@ -174,9 +166,7 @@ class MegatronDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations. Always false, because the files have no loss
-        masks.
-        """
+        """Always false: the files have no loss masks."""
         return False
 
     @property
@@ -251,9 +241,7 @@ class MegatronDocuments:
     """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return metadata that identifies the files: a digest of names, sizes, and first and last
-        bytes, and content digests if they were computed.
-        """
+        """Return digests of names, sizes and edges of the files, and of their content if known."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))
@@ -271,9 +259,7 @@ class MegatronDocuments:
 
 
 def _names(path: str) -> list[str]:
-    """Return the file pairs that match a prefix, file, folder or pattern, as paths without a
-    suffix.
-    """
+    """Return the paths without suffix of a prefix, file, folder or pattern."""
     given = path if url_scheme(path) else os.path.expanduser(path)
     if given.endswith((BIN, IDX)) and not glob.has_magic(given):
         given = given[: -len(IDX)]
@@ -291,7 +277,6 @@ def _names(path: str) -> list[str]:
 
 
 def _open(name: str) -> _IndexedFile:
-    """Open a pair of files after checking that their sizes are consistent."""
     try:
         index, ids = open_range_reader(name + IDX), open_range_reader(name + BIN)
     except StorageError as error:
@@ -322,7 +307,6 @@ def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_sequences(pair: _IndexedFile) -> None:
-    """Check all entries of an index; raise ConfigError for the first invalid entry."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
         expected = 0

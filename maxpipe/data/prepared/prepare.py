@@ -92,9 +92,7 @@ _BATCHES_PER_WORKER = 3
 """Maximum number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with the name of a task, the number of processed items, the total number of items, and a
-remark about the rate.
-"""
+"""Called with task, number of processed items, total, and a remark about the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +113,6 @@ class PrepareJob:
 
 
 class _FinishedShards:
-    """Complete shards on disk, and their totals."""
-
     def __init__(self) -> None:
         self.shards: list[ShardEntry] = []
         self.documents = self.unreadable = self.tokens = self.text_bytes = 0
@@ -180,7 +176,6 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
 
 
 def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
-    """Return a summary if the folder is complete; otherwise an empty string."""
     if not (plan.folder / MANIFEST_FILE).exists():
         return ""
     found = read_manifest(str(plan.folder))
@@ -198,7 +193,6 @@ def _prepare_missing(
     spec: Spec,
     report: ProgressCallback,
 ) -> str:
-    """Write the missing shards and the manifest; see `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(plan.folder) as journal:
         # another process may have completed the folder before this process acquired the lock
@@ -225,9 +219,6 @@ def _prepare_missing(
 
 
 def _counts(found: Manifest, action: str = "") -> str:
-    """Return the summary lines of a folder. `action` suggests settings that would read unread
-    keys.
-    """
     size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
     shards = pluralize(len(found["shards"]), "shard")
     documents = pluralize(found["documents"], "document")
@@ -243,7 +234,6 @@ def _counts(found: Manifest, action: str = "") -> str:
 
 
 def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
-    """Raise ConfigError if the folder was prepared from other documents or with other settings."""
     changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
@@ -271,7 +261,6 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
-    """Return the finished shards that the journal lists."""
     done = _FinishedShards()
 
     def check(line: bytes) -> None:
@@ -323,12 +312,6 @@ def _check_unchanged(
 
 
 def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
-    """Return the shard if its files are on disk.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: the size of a file is wrong.
-    """
     for suffix, entry in finished["shard"]["files"].items():
         if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
             raise ValueError("the file is truncated")
@@ -340,7 +323,6 @@ def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> Finish
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals in this process and in the processes it starts."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     )
@@ -353,9 +335,7 @@ def _block_signals() -> Iterator[None]:
 def _encode_in_processes(
     plan: PrepareJob, source: Source | None, first: int, total: int, day: str
 ) -> Generator[DocumentBatch, None, None]:
-    """Yield encoded documents in order, starting at `first`. Worker processes encode the documents;
-    chat templates use the date `day`.
-    """
+    """Yield documents from `first` on, in order. Chat templates use the date `day`."""
     workers = plan.workers or len(os.sched_getaffinity(0))
     # Creating the pool starts Python's semaphore tracker, which SIGHUP would terminate.
     with _block_signals():
@@ -446,11 +426,6 @@ def _write(
 
 
 def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallback) -> None:
-    """Check that no source file has changed since the documents were read.
-
-    Raises:
-        ConfigError: a file has changed.
-    """
     try:
         source.check_unchanged(lambda: report("checking modified files", 0, 0, ""))
     except ConfigError as error:
@@ -461,7 +436,6 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
 
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
-    """Raise ConfigError if the total number of records skipped by all processes is too large."""
     if data.bad_records == "stop" and unreadable:
         raise ConfigError.one(
             "data.bad_records",
@@ -482,7 +456,6 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
 
 
 def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
-    """Write the span totals and the manifest."""
     if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
         raise no_trained_tokens_error(template, done.documents)
@@ -509,9 +482,7 @@ def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
 
 
 def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
-    """Return int64 [spans + 1]: the number of tokens before each span, followed by the total number
-    of tokens.
-    """
+    """int64 [spans + 1]: number of tokens before each span, followed by the total."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(done.shards):
@@ -590,7 +561,7 @@ def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> N
 
 
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
-    """Return a description of the damage to a file; empty if the file is intact."""
+    """Return a description of the damage to a file; empty if it is intact."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"the file has {file.size} bytes instead of {entry['bytes']}"
@@ -602,7 +573,6 @@ def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -
 
 
 def _list_folder(folder: str) -> set[str] | None:
-    """Return the file names in a folder; None for a bucket."""
     if url_scheme(folder):
         return None
     return set(os.listdir(os.path.expanduser(folder)))

@@ -47,16 +47,12 @@ class RangeReader(Protocol):
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return the bytes and the stat of a local file. The stat is None for bucket objects, or if
-        the file was modified during the read.
-        """
+        """Return bytes and stat; None for bucket objects and files that change meanwhile."""
         ...
 
 
 class DiskFile:
-    """Local file. It is opened for each read, because a folder may have too many files to keep
-    open.
-    """
+    """Local file, opened for each read, because a folder may have too many files."""
 
     def __init__(self, path: str):
         self.path = path
@@ -108,7 +104,6 @@ class BucketFile:
 
 
 def _retry(path: str, call: Callable[[], Any]) -> Any:
-    """Run a bucket request with a few retries, and return the result."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.documents import EncodedDocument
-from maxpipe.data.packing import DOCUMENT_ORDER, Permutation, Sequences
+from maxpipe.data.packing import DOCUMENT_ORDER, Packer, Permutation, Sequences
 from maxpipe.data.prepared.manifest import (
     BIN,
     CONTENT_KEY,
@@ -53,7 +53,6 @@ from maxpipe.data.prepared.range_reader import (
     join_path,
     open_range_reader,
 )
-from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Heartbeat, Progress
 from maxpipe.data.tokenizer import Tokenizer, check_token_ids, suggest_tokenizer_action
 from maxpipe.errors import ConfigError
@@ -124,7 +123,6 @@ class Shard:
         return EncodedDocument(ids, bits[at : at + len(ids)].astype(bool))
 
     def _place(self, document: int) -> tuple[int, int]:
-        """Return the byte range of a document in the file of token ids."""
         at = self.layout.pointers_at + 8 * document
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
@@ -189,9 +187,7 @@ class PreparedDocuments:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: number of tokens per document. Accessing this property reads all
-        indexes.
-        """
+        """int64 [documents]: number of tokens per document. Reads all indexes."""
         return self._lengths
 
     @functools.cached_property
@@ -273,9 +269,7 @@ class PreparedDocuments:
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return the metadata of the original source, so that a run can switch from text to
-        prepared data.
-        """
+        """Return metadata of the original source: a run may switch to prepared data."""
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
@@ -299,7 +293,6 @@ def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the folder was prepared with another tokenizer."""
     made = manifest["tokenizer"]
     if made["fingerprint"] == tokenizer.fingerprint():
         return
@@ -369,8 +362,6 @@ def split_spans(
 
 
 class _DocumentWindow:
-    """Documents covered by the given spans, reindexed from 0."""
-
     def __init__(self, documents: TokenFiles, spans: np.ndarray):
         self._documents = documents
         self.pad_id = documents.pad_id
@@ -399,9 +390,6 @@ class WindowedSequences:
     """Sequences that are shuffled and packed per window of documents; see `Sequences`."""
 
     def __init__(self, documents: TokenFiles, spans: np.ndarray, packer: Packer, seed: int | None):
-        """Create the sequences. Without a seed, the documents in a window keep their stored
-        order.
-        """
         self.sequence_length = packer.sequence_length
         self._documents, self._packer, self._seed = documents, packer, seed
         self._spans = np.split(spans, range(WINDOW_SPANS, len(spans), WINDOW_SPANS))
@@ -416,16 +404,13 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """Compute the counts from the span totals, assuming that every document has at least one
-        token.
-        """
+        """Compute the counts from span totals, if every document has at least one token."""
         tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
         documents = np.array([self._span_documents(each).sum() for each in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
     def _span_documents(self, spans: np.ndarray) -> np.ndarray:
-        """Return the number of documents in each span."""
         return (
             np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
             - SPAN_DOCUMENTS * spans
@@ -475,9 +460,7 @@ class WindowedSequences:
         return int(self._documents.lengths_between(document, document + 1)[0])
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the permutation for one epoch, which shuffles the windows and the sequences within
-        each window.
-        """
+        """Return a permutation that shuffles the windows, and the sequences in each window."""
         return functools.partial(self._shuffle, key)
 
     def _shuffle(self, key: tuple[int, ...], places: np.ndarray) -> np.ndarray:

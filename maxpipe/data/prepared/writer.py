@@ -86,9 +86,7 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """Writer for a new file, which computes the SHA-256 and the CRCs of the content. Links are not
-    followed.
-    """
+    """Writer for a new file with SHA-256 and CRCs of the content. Links are not followed."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -129,8 +127,6 @@ class ChecksummedWriter:
 
 
 class _Mask:
-    """Writer for a loss-mask file with one bit per token."""
-
     def __init__(self, file: ChecksummedWriter):
         self.file = file
         self.count = 0
@@ -243,8 +239,6 @@ class ShardEncoder(Protocol):
 
 
 class _TextShardEncoder:
-    """Encoder for texts, which adds BOS and EOS."""
-
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
 
@@ -271,9 +265,6 @@ class _TextShardEncoder:
         return len(raw), digest_of(raw)
 
     def _read(self, first: int, stop: int) -> list[str]:
-        """Read texts, starting at `first`, until their total length reaches `_MAX_CHARACTERS`
-        characters.
-        """
         texts: list[str] = []
         characters = 0
         while characters < _MAX_CHARACTERS and first + len(texts) < stop:
@@ -283,8 +274,6 @@ class _TextShardEncoder:
 
 
 class _ConversationShardEncoder:
-    """Encoder for conversations, which also returns loss masks."""
-
     def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
 
@@ -318,7 +307,7 @@ class _ConversationShardEncoder:
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """Return the byte histogram of each text, uint32 [texts, 256]."""
+    """uint32 [texts, 256]: byte histogram of each text."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -344,8 +333,6 @@ def build_conversation_encoder(
 
 
 class _Worker:
-    """Global state of a worker process."""
-
     encoder: ShardEncoder
 
 
@@ -388,9 +375,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents starting at `first`, or the problems to report; see
-    `ShardEncoder.encode_batch`.
-    """
+    """Return documents from `first` on, or problems; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its problems

@@ -25,9 +25,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Wall time limit in seconds, chosen for a busy machine. The template itself has a limit on CPU
-time.
-"""
+"""Wall time limit on a busy machine. The template itself has a limit on CPU time."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
@@ -51,9 +49,7 @@ class ChatInput(NamedTuple):
     """Fields of the record that none of the other attributes use."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to and including message `number`, which becomes the only
-        trained message.
-        """
+        """Return the conversation up to message `number`, the only trained message."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
@@ -63,9 +59,7 @@ class Masking(NamedTuple):
     by_blocks: bool
     """Whether `{% generation %}` blocks in the template, if any, delimit the assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template rewrites when later messages follow are skipped; otherwise
-    they cause an error.
-    """
+    """Whether messages that the template rewrites later are skipped instead of an error."""
 
 
 class RenderedChat(NamedTuple):
@@ -75,17 +69,13 @@ class RenderedChat(NamedTuple):
     spans: list[tuple[int, int]]
     """Trained spans as (begin, end) in characters."""
     rewritten: int
-    """Number of messages excluded from training because the template rewrites them when later
-    messages follow.
-    """
+    """Number of untrained messages, which the template rewrites when later messages follow."""
     unread: tuple[str, ...]
     """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response line of the process. The response to the first request, which sends the settings, is
-    empty.
-    """
+    """Response line of the process; empty for the settings, which are sent first."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -216,15 +206,11 @@ class ChatTemplate:
         self.template = template
         self.path = path
         self.tokens = dict(tokens)
-        """Texts of the control tokens available to the template, keyed by role (such as
-        `bos_token`).
-        """
+        """Texts of the control tokens, keyed by role (such as `bos_token`)."""
         self.settings = dict(settings or {})
         """Template settings. The settings of a conversation take precedence."""
         self.day = ""
-        """Date that the template uses as the current date, for example 2026-01-31; empty for the
-        actual date.
-        """
+        """Current date of the template, for example 2026-01-31; empty for the actual date."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
         """Return a copy of the template with these settings."""

@@ -73,9 +73,7 @@ class ControlTokens:
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
     role_texts: Mapping[str, str] = field(default_factory=dict)
-    """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
-    tokens.
-    """
+    """Maps roles of chat templates (such as `bos_token`) to texts of control tokens."""
     chat: ChatTemplate | None = None
     published: Framing = Framing(())
     """Framing that `transformers` adds to a prompt with the tokenizer in this folder."""
@@ -251,7 +249,6 @@ def _role(
     known: Mapping[str, int],
     ids: Sequence[int] = (),
 ) -> int | None:
-    """Return the id of a role. `ids` are the ids that other files list for this role."""
     named = said.get(role)
     if named is not None:
         found = id_of(named)
@@ -274,16 +271,13 @@ def _role(
 
 
 def _join_names(names: Iterable[str], most: int = 12) -> str:
-    """Return a comma-separated list of the first `most` names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
 def role_texts(folder: str) -> dict[str, str | None]:
-    """Return the token text of each role that a folder defines. The text is None for a role without
-    a token.
-    """
+    """Return the token text of each role of a folder; None for a role without a token."""
     return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
@@ -350,9 +344,7 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """Convert one id or a list of ids to a list. With a padded embedding, ids may exceed the
-    vocabulary.
-    """
+    """Return one id or several as a list. Ids of padded embeddings may exceed the vocabulary."""
     ids: list[int] = []
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if type(each) is not int or not 0 <= each < MAX_IDS:
@@ -363,9 +355,7 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file. If the file has several named templates, the template
-    named `default` is returned.
-    """
+    """Return the chat template and its file; `default` if there are several templates."""
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path
@@ -383,3 +373,18 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
     if found is not None and not isinstance(found, str):
         raise _settings_error(path, "must have text in chat_template.")
     return None if found is None else (found, path)
+
+
+def token_offsets(text: str, widths: np.ndarray) -> np.ndarray:
+    """Return the begin and end of each token in characters, int64 [tokens, 2].
+
+    `widths` [tokens] are the token sizes in bytes, and the tokens must cover the bytes of the text
+    exactly. A token that is part of a character spans the full character.
+    """
+    letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)
+    character = np.repeat(np.arange(len(text)), sizes)
+    ends = np.cumsum(widths)
+    assert (int(ends[-1]) if len(ends) else 0) == len(character), "tokens are not the text's bytes"
+    first, last = ends - widths, np.maximum(ends - 1, ends - widths)
+    return np.stack([character[first], character[last] + 1], axis=1)

@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from maxpipe.config.bundled_configs import is_hub_id
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
-from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
+from maxpipe.data.tokenizers.byte_bpe import PUBLISHED, QWEN3_5
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
@@ -30,15 +29,11 @@ R = TypeVar("R")
 SECONDS = 10.0
 """CPU time limit in seconds for a short text. Longer texts have a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
-"""Number of characters that increase the limit by one second. This is a tenth of the speed of the
-slowest published tokenizer.
-"""
+"""Characters per second of the limit, a tenth of the slowest published tokenizer."""
 _SINGLE_TEXT_SECONDS = 2.0
 """CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Maximum word length in characters. The run time of WordPiece grows at least quadratically with
-the word length.
-"""
+"""Maximum characters of a word. The time of WordPiece grows quadratically."""
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 """Patterns whose matching time is linear in the length of the text."""
@@ -52,9 +47,7 @@ class SlowCall(Exception):
 
 
 class FailedText(Exception):
-    """A text on which the library fails or exceeds the time limit. `__cause__` is the original
-    error.
-    """
+    """A text that fails or exceeds the time limit. `__cause__` is the original error."""
 
     def __init__(self, number: int, text: str):
         super().__init__(text[:40])
@@ -143,9 +136,7 @@ def is_library_error(error: BaseException) -> bool:
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the index of the first text that fails by itself, and its error; otherwise the slowest
-    text and None.
-    """
+    """Return the first text that fails alone and its error, or the slowest text and None."""
     # The library reads this variable at each call. All threads of the library may still be busy
     # with the abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -175,9 +166,7 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Upper limit of token ids. Arrays have an entry per id, so a single large id could otherwise
-exhaust the memory.
-"""
+"""Upper limit of token ids, because arrays have an entry per id."""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
 _MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file
@@ -226,9 +215,7 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """Return the kind and path of the tokenizer file in a folder. `tokenizer.json` takes precedence
-    over the file from which it was converted.
-    """
+    """Return kind and path. `tokenizer.json` precedes the file from which it was converted."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -253,9 +240,7 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Infer the kind of a file from its first bytes, because names such as `tokenizer.model` are
-    ambiguous.
-    """
+    """Infer the kind from the first bytes: names such as `tokenizer.model` are ambiguous."""
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
@@ -320,9 +305,7 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the location of the failing text to a `TextError`. `where` maps the index of a text to
-    its location.
-    """
+    """Add the location of the failing text. `where` maps the index of a text to it."""
     try:
         yield
     except TextError as error:

@@ -44,9 +44,7 @@ _OTHER = ""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if the normalizer or the decoder can make a text more than MAX_GROWTH times
-    as long.
-    """
+    """Raise ValueError if a text can become more than MAX_GROWTH times as long."""
     for part in ("normalizer", "decoder"):
         found = growth([*_steps(definition.get(part))])
         if found > MAX_GROWTH:
@@ -70,9 +68,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return the number of characters that one character before step `number` becomes after all
-        steps.
-        """
+        """Return how many characters one character before step `number` becomes."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
@@ -112,9 +108,7 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the pattern and the inserted text of a step. The pattern is empty if the step may
-    insert text anywhere.
-    """
+    """Return pattern and inserted text. The pattern is empty if text may be inserted anywhere."""
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -130,7 +124,7 @@ def _texts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _longest(step: Mapping[str, Any]) -> int:
-    """Return the size in bytes of the longest text that a `precompiled_charsmap` inserts."""
+    """Return the bytes of the longest text that a `precompiled_charsmap` inserts."""
     try:
         raw = base64.b64decode(step.get("precompiled_charsmap") or "")
     except (ValueError, TypeError):
@@ -206,9 +200,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """Return the size in bytes of each token, int32 [vocab_size]. The text of the `spelled`
-        tokens is their name.
-        """
+        """int32 [vocab_size]: size of each token in bytes. `spelled` tokens are their name."""
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
@@ -241,7 +233,6 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _byte_bpe(self) -> ByteBpe | None:
-        """Faster encoder that returns the same ids; None if unavailable."""
         raw = self._tokenizer.to_str()
         definition = parse_json(raw, dict[str, Any], most_depth=256)
         return byte_bpe(definition, _parse_definition(raw.encode()).model)
@@ -260,9 +251,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
     @functools.cached_property
     def _with_control(self) -> Any:
-        """Second tokenizer, which recognizes control tokens in text. The encode calls of the
-        library have no such option.
-        """
+        """Second tokenizer, which recognizes control tokens in text."""
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
             each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
@@ -280,7 +269,6 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return self._each(texts, self._tokenizer.encode_batch_fast)
 
     def _each(self, texts: Sequence[str], encode: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        """Return the encodings of texts. A time limit applies if the definition may be slow."""
 
         def call(texts: Sequence[str]) -> Sequence[Any]:
             return encode(list(texts), add_special_tokens=False)
@@ -304,9 +292,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return two lists: the ids that a post-processor adds before a text, and the ids that it adds
-    after a text.
-    """
+    """Return the ids that a post-processor adds before and after a text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}

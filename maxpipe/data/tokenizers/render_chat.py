@@ -61,9 +61,7 @@ class _Spans:
 
 
 class _Clock:
-    """Clock for templates: returns the date set for the conversation, or the current time if none
-    is set.
-    """
+    """Clock for templates: the date of the conversation, or the current time if none is set."""
 
     day = ""
 
@@ -153,7 +151,6 @@ class _TrackedMessage(dict[str, Any]):
         return repr(self.copy())
 
     def _unread(self) -> list[str]:
-        """Return the non-empty keys that were not read, except the role."""
         values = dict.items(self)
         return [
             key
@@ -181,9 +178,7 @@ class _Renderer:
         self._template_arguments: dict[str, Any] = {}
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the text of a conversation. If the request has `trained`, also return the trained
-        spans.
-        """
+        """Return the text of a conversation, and the spans if `trained` is set."""
         self._limits.renew()
         self._clock.day = request["day"]
         self._template_arguments = {
@@ -271,7 +266,6 @@ class _Renderer:
         return "".join(pieces).encode("utf-8", "replace").decode()
 
     def _try_render(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
-        """Return the rendered messages; None if the template fails."""
         try:
             return self._render(messages, prompt=prompt)
         except MemoryError:
@@ -282,9 +276,7 @@ class _Renderer:
     def _trained_spans(
         self, request: dict[str, Any], messages: Sequence[Any], text: str
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return the spans of trained messages, and the number of rewritten messages that have no
-        span.
-        """
+        """Return the spans of trained messages, and the number of rewritten messages."""
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
             speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
@@ -321,9 +313,7 @@ class _Renderer:
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the generation blocks of the `wanted` messages. The blocks of a message are the
-        blocks that appear when the message is appended to the conversation.
-        """
+        """Return the blocks of the `wanted` messages: those that appear with the message."""
 
         def before(number: int) -> int:
             if number in (0, len(messages)):
@@ -396,9 +386,7 @@ class _Renderer:
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that the template adds after the messages, or an empty
-        string.
-        """
+        """Return the generation prompt that follows the messages, or an empty string."""
         messages = [{"role": "user", "content": "a"}]
         before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
         if before is None or asked is None or not asked.startswith(before):
@@ -407,9 +395,7 @@ class _Renderer:
 
 
 def _texts_of(content: Any) -> list[str] | None:
-    """Return the texts of message parts such as `{"type": "text", "text": ...}`; None if any part
-    is not text.
-    """
+    """Return the texts of parts such as `{"type": "text", ...}`; None if a part is not text."""
     if not isinstance(content, list):
         return None
     parts = [each if isinstance(each, dict) else {} for each in content]
@@ -419,7 +405,6 @@ def _texts_of(content: Any) -> list[str] | None:
 
 
 def _join_content(message: _TrackedMessage) -> _TrackedMessage:
-    """Return the message; join its text parts if its content is a list of texts."""
     texts = _texts_of(dict.get(message, "content"))
     if texts is None:
         return message
@@ -437,7 +422,6 @@ def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the common prefix of two strings."""
     size = min(len(one), len(other))
     pairs = zip(one[:size], other[:size], strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
@@ -456,7 +440,6 @@ def _error_response(error: Exception) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Respond to each input line on stdin."""
 
     def say(answer: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

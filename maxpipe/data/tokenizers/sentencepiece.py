@@ -22,9 +22,7 @@ from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Maximum number of pieces and settings. An empty piece uses only 2 bytes in the file but 100 bytes
-in memory.
-"""
+"""Maximum number of pieces. An empty piece uses 2 bytes in the file and 100 in memory."""
 _SPACE = "\u2581"
 _THREADS = 2
 
@@ -38,9 +36,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
     """
 
     spaces: str = ""
-    """Rule for inserting a space before text that does not begin with a space; see
-    `prepend_scheme`.
-    """
+    """Rule for a space before text without one; see `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
@@ -99,9 +95,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
-        """Return the space to insert before a text that begins at character `begin`, or an empty
-        string.
-        """
+        """Return the space to insert before a text at character `begin`, or an empty string."""
         puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
         return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
@@ -195,7 +189,6 @@ def _check_size(raw: bytes) -> None:
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """Parse a variable-length protobuf integer, and return its value and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(raw):

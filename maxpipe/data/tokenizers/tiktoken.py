@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.byte_bpe import PRESETS
+from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve, token_offsets
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
     PATH,
@@ -26,8 +27,6 @@ from maxpipe.data.tokenizers.files import (
     read,
     wrap_library_errors,
 )
-from maxpipe.data.tokenizers.offsets import of_widths
-from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
 _THREADS = 2
@@ -90,7 +89,7 @@ class TiktokenTokenizer(ControlTokenMixin):
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self.encode_chat(text)
-        return ids, of_widths(text, self._written[ids])
+        return ids, token_offsets(text, self._written[ids])
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         return [len(ids) for ids in self._ids_of(texts)]
@@ -141,7 +140,6 @@ def parse_ranks(raw: bytes) -> dict[bytes, int]:
 
 
 def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
-    """Return the split pattern and the ids of the control tokens."""
     if config.preset != "none":
         preset = PRESETS[config.preset]
         if len(ranks) != preset.ranks:

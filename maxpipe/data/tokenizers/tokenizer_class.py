@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxpipe.data.tokenizers.byte_bpe import QWEN, QWEN3_5
 from maxpipe.data.tokenizers.control import read_object, role_texts
-from maxpipe.data.tokenizers.tiktoken_presets import QWEN, QWEN3_5
 
 FILE_AS_IT_IS = "TokenizersBackend"
 """Name of the class that uses `tokenizer.json` without changes."""
@@ -55,9 +55,7 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Maps `model_type` to the registered class. Other model types use the class named in the tokenizer
-folder.
-"""
+"""Maps `model_type` to its registered class. Other types use the class of the folder."""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -67,9 +65,7 @@ _CORRECTED_TYPES = (
     "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
-"""Values of `model_type` whose registered class overrides the class named in the tokenizer
-folder.
-"""
+"""Values of `model_type` whose registered class overrides the class of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +153,7 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
 
 
 def prepend_scheme(settings: Mapping[str, Any]) -> str:
-    """Return the rule by which `LlamaTokenizer` inserts a space before text: `first`, `always` or
-    `never`.
-    """
+    """Return when `LlamaTokenizer` adds a space before text: `first`, `always` or `never`."""
     if settings.get("add_prefix_space") not in (None, True):
         return "never"
     return "always" if settings.get("legacy") else "first"
@@ -168,7 +162,6 @@ def prepend_scheme(settings: Mapping[str, Any]) -> str:
 def _model_changes(
     model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the BPE model options that the tokenizer class changes."""
     wanted = {**_DEFAULTS, **own}
     if wanted.get("unk_token"):
         wanted["unk_token"] = roles.get("unk_token")
@@ -226,9 +219,7 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """Return a post-processor that adds the token `before` to the front of a text; None if the
-    token is missing.
-    """
+    """Return a post-processor that adds the token `before` to a text; None if it is missing."""
     added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
@@ -255,9 +246,7 @@ def _comparable(definition: Mapping[str, Any]) -> Any:
 
 
 def _plain(part: Any) -> Any:
-    """Normalize a part: drop offset options and default values, and unwrap one-element
-    sequences.
-    """
+    """Drop offset options and default values, and unwrap one-element sequences."""
     if isinstance(part, list):
         return [_plain(each) for each in part]
     if not isinstance(part, dict):
