@@ -48,12 +48,9 @@ def _mixture(options: argparse.Namespace) -> int:
     config = loaded.config
     check_length(config, loaded.origins)
     if not config.data.mixture:
-        raise ConfigError.one(
-            "data.mixture",
-            None,
-            "must have a source: without a mixture, all sequences come from data.source.",
-            "Set data.mixture.NAME.source and data.mixture.NAME.path for every source.",
-        )
+        rule = "must have a source: without a mixture, all sequences come from data.source."
+        action = "Set data.mixture.NAME.source and data.mixture.NAME.path for every source."
+        raise ConfigError.one("data.mixture", None, rule, action)
     datasets = open_datasets(config, folder)
     try:
         train, steps = datasets.train, total_steps(config.train)

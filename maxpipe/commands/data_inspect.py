@@ -294,12 +294,9 @@ def _split(datasets: Datasets, name: str) -> Loader:
     if name in datasets.validation_sets:
         return datasets.validation_sets[name]
     if datasets.validation is None:
-        raise ConfigError.one(
-            "command line: --split",
-            name,
-            "has no documents: data.validation_fraction is 0.",
-            "Add data.validation_fraction=0.05.",
-        )
+        rule = "has no documents: data.validation_fraction is 0."
+        action = "Add data.validation_fraction=0.05."
+        raise ConfigError.one("command line: --split", name, rule, action)
     return datasets.validation
 
 

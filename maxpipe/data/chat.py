@@ -190,13 +190,10 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
             raise ConfigError.one("data.chat_template", path, rule, action) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
-        raise ConfigError.one(
-            "data.chat",
-            config.chat,
-            "requires a chat template, and the tokenizer folder has none.",
-            "Set data.chat_template to a Jinja file, or put chat_template.jinja into the folder of "
-            "tokenizer.path.",
-        )
+        rule = "requires a chat template, and the tokenizer folder has none."
+        action = "Set data.chat_template to a Jinja file, or put chat_template.jinja into the "
+        action += "folder of tokenizer.path."
+        raise ConfigError.one("data.chat", config.chat, rule, action)
     return tokenizer.chat.with_settings(settings)
 
 
@@ -348,14 +345,12 @@ class ConversationEncoder:
         if error.kind != "prefix":
             rule = f"must be messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
-        return BadRecord(
-            "",
-            f"must render message by message, to locate the trained text: {path} renders the "
-            f"first messages differently when later messages follow; {error}.",
-            "Set data.rewritten_history=last or each_turn. Or mark the trained text with "
-            "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
-            "data.chat_template to the copy and data.trained_roles=[assistant].",
-        )
+        rule = f"must render message by message, to locate the trained text: {path} renders the "
+        rule += f"first messages differently when later messages follow; {error}."
+        action = "Set data.rewritten_history=last or each_turn. Or mark the trained text with {% "
+        action += "generation %} ... {% endgeneration %} in a copy of the template, and set "
+        action += "data.chat_template to the copy and data.trained_roles=[assistant]."
+        return BadRecord("", rule, action)
 
     def fingerprint(self) -> str:
         """Return a digest of the settings that determine the ids and masks."""
@@ -481,13 +476,10 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     """Return the error for conversations that have no trained tokens."""
-    return ConfigError.one(
-        template,
-        None,
-        f"must mark trained text: {pluralize(count, 'conversation')} without a trained token.",
-        "Set data.trained_roles to roles in the conversations, or correct `weight` and `train` of "
-        "the messages or the template's {% generation %} blocks.",
-    )
+    rule = f"must mark trained text: {pluralize(count, 'conversation')} without a trained token."
+    action = "Set data.trained_roles to roles in the conversations, or correct `weight` and "
+    action += "`train` of the messages or the template's {% generation %} blocks."
+    return ConfigError.one(template, None, rule, action)
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:

@@ -203,11 +203,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
-    raise BadRecord(
-        shorten(f"fields {', '.join(names) or 'none'}"),
-        f"must have the field of {key} ({name}).",
-        f"Set {settings}.",
-    )
+    rule = f"must have the field of {key} ({name})."
+    raise BadRecord(shorten(f"fields {', '.join(names) or 'none'}"), rule, f"Set {settings}.")
 
 
 def turns_of(value: Any) -> Any:
@@ -251,11 +248,9 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
         return [message_of(each) for each in value]
-    raise BadRecord(
-        shorten(str(value)),
-        f"must have {what} of objects in {key}; the value is of type {type(value).__name__}.",
-        'Write it as [{"role": "user", "content": "..."}, ...].',
-    )
+    rule = f"must have {what} of objects in {key}; the value is of type {type(value).__name__}."
+    action = 'Write it as [{"role": "user", "content": "..."}, ...].'
+    raise BadRecord(shorten(str(value)), rule, action)
 
 
 def drop_nulls(value: Any) -> Any:
@@ -403,11 +398,9 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
             ]
     elif found is None:
         return None
-    raise BadRecord(
-        shorten(str(fields[name])),
-        f"must have a list of objects in {name}, or its JSON.",
-        'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].',
-    )
+    rule = f"must have a list of objects in {name}, or its JSON."
+    action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
+    raise BadRecord(shorten(str(fields[name])), rule, action)
 
 
 def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -423,11 +416,8 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         settings = drop_nulls(found)
         if not any(each in settings for each in _RESERVED):
             return settings
-    raise BadRecord(
-        shorten(str(fields[SETTINGS])),
-        f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}.",
-        'Write it as {"enable_thinking": false}.',
-    )
+    rule = f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}."
+    raise BadRecord(shorten(str(fields[SETTINGS])), rule, 'Write it as {"enable_thinking": false}.')
 
 
 def _from_json(value: Any) -> Any:

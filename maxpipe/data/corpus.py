@@ -119,12 +119,9 @@ class IndexedSource:
         with wrap_section_errors(self.name):
             found = self._packed(split, fraction, packer)
             if found is not None and not len(found):
-                raise ConfigError.one(
-                    "data.path",
-                    None,
-                    f"must contain a document of two tokens or more: the split {split} has none.",
-                    "Set data.path to documents with text.",
-                )
+                rule = f"must contain a document of two tokens or more: the split {split} has none."
+                action = "Set data.path to documents with text."
+                raise ConfigError.one("data.path", None, rule, action)
         return found
 
     def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:

@@ -529,10 +529,7 @@ def build_single_pass(
     rows = eval_batch_size or batch_size
     loader = _build_single_pass_loader(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
-        raise ConfigError.one(
-            "data.validation_fraction",
-            data.validation_fraction,
-            "leaves no documents for validation.",
-            "Evaluate on all documents with --split all, or on others with --data FILES.",
-        )
+        rule = "leaves no documents for validation."
+        action = "Evaluate on all documents with --split all, or on others with --data FILES."
+        raise ConfigError.one("data.validation_fraction", data.validation_fraction, rule, action)
     return loader, corpus.tokenizer

@@ -258,12 +258,8 @@ def build_mixture(
     found: list[QuotaStage] = []
     firsts = [0, *texts.stage_ends(stages, ramp, sequence_length)]
     if firsts[-1] > _MAX_SAMPLES:
-        raise ConfigError.one(
-            "data.mixture_stages",
-            None,
-            f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}.",
-            "Make the stages shorter.",
-        )
+        rule = f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}."
+        raise ConfigError.one("data.mixture_stages", None, rule, "Make the stages shorter.")
     for first, each in zip(firsts, weights, strict=True):
         shares = texts.mixture_shares(each, data.mixture_temperature)
         dealt = compute_quotas(list(shares.values()))

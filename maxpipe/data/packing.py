@@ -94,13 +94,11 @@ def split_documents(
     if validation_fraction <= 0:
         return order, order[:0]
     if num_documents < 2:
-        raise ConfigError.one(
-            "data.validation_fraction",
-            validation_fraction,
-            f"requires at least 2 documents, one to train on and one to evaluate: "
-            f"data.path has {num_documents}.",
-            "Set data.validation_fraction=0 and eval.batches=0, or split the text into documents.",
-        )
+        rule = "requires at least 2 documents, one to train on and one to evaluate: data.path has "
+        rule += f"{num_documents}."
+        action = "Set data.validation_fraction=0 and eval.batches=0, or split the text into "
+        action += "documents."
+        raise ConfigError.one("data.validation_fraction", validation_fraction, rule, action)
     num_validation = min(max(round(validation_fraction * num_documents), 1), num_documents - 1)
     return order[num_validation:], order[:num_validation]
 

@@ -128,12 +128,11 @@ class PairEncoder:
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._max_tokens:
             if self._config.long_pairs == "error":
-                raise BadRecord(
-                    f"{sizes[0]} + {sizes[1]} tokens",
-                    f"must fit in a sequence of {self._max_tokens} tokens with "
-                    "data.long_pairs=error.",
-                    "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
-                )
+                rule = f"must fit in a sequence of {self._max_tokens} tokens with "
+                rule += "data.long_pairs=error."
+                action = "Set data.long_pairs to truncate or drop, or a larger "
+                action += "train.sequence_length."
+                raise BadRecord(f"{sizes[0]} + {sizes[1]} tokens", rule, action)
             halves = [
                 _truncate_half(each, size)
                 for each, size in zip(halves, self._truncated_sizes(sizes), strict=True)

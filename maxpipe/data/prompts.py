@@ -196,12 +196,9 @@ def _content(path: str) -> bytes:
     try:
         return files.read(path, _MAX_BYTES)
     except OSError as error:
-        raise ConfigError.one(
-            _KEY,
-            path,
-            f"must be a readable file: {error.strerror or error}.",
-            'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.',
-        ) from error
+        rule = f"must be a readable file: {error.strerror or error}."
+        action = 'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
+        raise ConfigError.one(_KEY, path, rule, action) from error
 
 
 class _PromptLine(NamedTuple):
@@ -236,12 +233,9 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
                 each.encode()  # a JSON string may contain an unpaired surrogate
             check(record)
         except ValueError as error:  # includes encoding errors
-            raise ConfigError.one(
-                f"{_KEY}: {path}, line {number}",
-                None,
-                f"must be an object with a prompt that the reward function accepts: {error}.",
-                "Correct or remove the line.",
-            ) from error
+            rule = f"must be an object with a prompt that the reward function accepts: {error}."
+            action = "Correct or remove the line."
+            raise ConfigError.one(f"{_KEY}: {path}, line {number}", None, rule, action) from error
         found.append(parsed)
     if not found:
         raise ConfigError.one(
@@ -347,14 +341,11 @@ def _encode_prompts(
     # The reward function may read any other key of a record.
     chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
     if chats and template is None:
-        raise ConfigError.one(
-            _KEY,
-            None,
-            "has `messages`, which require the chat template of a model folder, and the tokenizer "
-            "has none.",
-            "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
-            "tokenizer.path=FOLDER.",
-        )
+        rule = "has `messages`, which require the chat template of a model folder, and the "
+        rule += "tokenizer has none."
+        action = "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
+        action += "tokenizer.path=FOLDER."
+        raise ConfigError.one(_KEY, None, rule, action)
     places = [each.where for each in records if each.chat is None]
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))

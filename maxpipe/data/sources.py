@@ -109,12 +109,9 @@ def _open_records(
         case "synthetic":
             return SyntheticRecords(seed)
         case "tokens" | "megatron":
-            raise ConfigError.one(
-                "data.source",
-                config.source,
-                "must be a source of text here: this source contains token ids.",
-                "Set data.source and data.path to the original text.",
-            )
+            rule = "must be a source of text here: this source contains token ids."
+            action = "Set data.source and data.path to the original text."
+            raise ConfigError.one("data.source", config.source, rule, action)
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
@@ -191,12 +188,9 @@ class TextFiles:
         self.files = [file for file in files if file.size_bytes > 0]
         self._errors = errors
         if not self.files:
-            raise ConfigError.one(
-                "data.path",
-                common_folder(files),
-                f"must contain text: {pluralize(len(files), 'file')} without content.",
-                "Set data.path to a folder with text, or data.source=corpus.",
-            )
+            rule = f"must contain text: {pluralize(len(files), 'file')} without content."
+            action = "Set data.path to a folder with text, or data.source=corpus."
+            raise ConfigError.one("data.path", common_folder(files), rule, action)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -230,12 +224,9 @@ def open_stdlib_corpus() -> TextFiles:
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     if not files:
-        raise ConfigError.one(
-            "data.source",
-            "corpus",
-            f"requires the source files of Python's standard library, and {root} has none.",
-            "Set data.source=text and data.path to a folder with text.",
-        )
+        rule = f"requires the source files of Python's standard library, and {root} has none."
+        action = "Set data.source=text and data.path to a folder with text."
+        raise ConfigError.one("data.source", "corpus", rule, action)
     return TextFiles("corpus", stat_files(files, root), errors="replace")
 
 

@@ -230,18 +230,11 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
         return tokenizer.with_embedding_rows(rows)
     rule = f"must be at least {need}: the tokenizer encodes text as ids up to {need - 1}."
     if model:
-        raise ConfigError.one(
-            "model.vocab_size",
-            rows,
-            f"{rule[:-1]}, and the embedding of {model} has {rows} rows.",
-            "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
-        )
-    raise ConfigError.one(
-        "model.vocab_size",
-        rows,
-        rule,
-        f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need}).",
-    )
+        rule = f"{rule[:-1]}, and the embedding of {model} has {rows} rows."
+        action = "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
+        raise ConfigError.one("model.vocab_size", rows, rule, action)
+    action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need})."
+    raise ConfigError.one("model.vocab_size", rows, rule, action)
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -254,15 +247,11 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return
-    raise ConfigError.one(
-        where,
-        f"id {largest}",
-        f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
-        "embedding: the "
-        f"tokenizer has {tokenizer.vocab_size} ids.",
-        f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
-        "this control token.",
-    )
+    rule = f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
+    rule += f"embedding: the tokenizer has {tokenizer.vocab_size} ids."
+    action = f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text "
+    action += "of this control token."
+    raise ConfigError.one(where, f"id {largest}", rule, action)
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:

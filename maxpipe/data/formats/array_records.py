@@ -36,12 +36,9 @@ class ArrayRecords:
 
         for file in files:
             if file.in_bucket:
-                raise ConfigError.one(
-                    "data.path",
-                    file.path,
-                    "must be in a file system with data.source=arrayrecord.",
-                    "Copy the files to a disk, or mount the bucket as a folder.",
-                )
+                rule = "must be in a file system with data.source=arrayrecord."
+                action = "Copy the files to a disk, or mount the bucket as a folder."
+                raise ConfigError.one("data.path", file.path, rule, action)
         self.files = files
         path = files[0].path
         try:
@@ -70,11 +67,9 @@ class ArrayRecords:
         try:
             return from_json(raw)
         except ValueError as error:
-            raise BadRecord(
-                shorten(raw),
-                f"must be a JSON object like record 0: {error}.",
-                "Write all records as JSON objects, or all as text.",
-            ) from error
+            rule = f"must be a JSON object like record 0: {error}."
+            action = "Write all records as JSON objects, or all as text."
+            raise BadRecord(shorten(raw), rule, action) from error
 
     def where(self, index: int) -> str:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -106,12 +101,9 @@ def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
     except MemoryError:
         raise
     except Exception as error:  # the reader raises various exception classes
-        raise ConfigError.one(
-            where(),
-            None,
-            f"must be in a complete ArrayRecord file: {shorten(str(error))}.",
-            "Copy the file again from an intact source, or remove it from data.path.",
-        ) from error
+        rule = f"must be in a complete ArrayRecord file: {shorten(str(error))}."
+        action = "Copy the file again from an intact source, or remove it from data.path."
+        raise ConfigError.one(where(), None, rule, action) from error
 
 
 def _is_json_object(raw: bytes) -> bool:
@@ -133,20 +125,13 @@ class TfdsExamples:
     def __init__(self, dataset: str, folder: str):
         self._dataset = dataset
         if not dataset:
-            raise ConfigError.one(
-                "data.path",
-                '""',
-                "must name a dataset.",
-                "Set data.path, e.g. data.path=c4/en:3.1.0.",
-            )
+            action = "Set data.path, e.g. data.path=c4/en:3.1.0."
+            raise ConfigError.one("data.path", '""', "must name a dataset.", action)
         if not _NAME.fullmatch(dataset):
-            raise ConfigError.one(
-                "data.path",
-                dataset,
-                "must be name, name:version or name/config:version: a name with a namespace, such "
-                "as huggingface:, would load code from the network.",
-                "Set data.path, e.g. data.path=c4/en:3.1.0.",
-            )
+            rule = "must be name, name:version or name/config:version: a name with a namespace, "
+            rule += "such as huggingface:, would load code from the network."
+            action = "Set data.path, e.g. data.path=c4/en:3.1.0."
+            raise ConfigError.one("data.path", dataset, rule, action)
         tfds = _import_tfds()
         try:
             self._examples: Any = tfds.data_source(
@@ -211,10 +196,7 @@ def _import_tfds() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
-        raise ConfigError.one(
-            "data.source",
-            "tfds",
-            f"requires the package tensorflow_datasets: {error}.",
-            "Run: pip install tensorflow-datasets",
-        ) from error
+        rule = f"requires the package tensorflow_datasets: {error}."
+        action = "Run: pip install tensorflow-datasets"
+        raise ConfigError.one("data.source", "tfds", rule, action) from error
     return tensorflow_datasets

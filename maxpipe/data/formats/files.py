@@ -105,12 +105,9 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     for file in found:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
-            raise ConfigError.one(
-                "data.paths",
-                file.path,
-                "must be in one path only: its documents would be read twice.",
-                "Remove one of the paths with this file.",
-            )
+            rule = "must be in one path only: its documents would be read twice."
+            action = "Remove one of the paths with this file."
+            raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
     return found
 
@@ -159,12 +156,9 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if url_scheme(path) != "gs":
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must be in a file system or in a Google Cloud Storage bucket.",
-            "Set gs://BUCKET/PATH, or copy the files to a folder.",
-        )
+        rule = "must be in a file system or in a Google Cloud Storage bucket."
+        action = "Set gs://BUCKET/PATH, or copy the files to a folder."
+        raise ConfigError.one("data.path", path, rule, action)
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
@@ -284,23 +278,16 @@ def wrap_read_errors(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"requires the package gcsfs: {error}.",
-            "Run: pip install 'maxpipe[gcs]'",
-        ) from error
+        rule = f"requires the package gcsfs: {error}."
+        raise ConfigError.one("data.path", path, rule, "Run: pip install 'maxpipe[gcs]'") from error
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
         # Bucket access raises errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be readable: {said or type(error).__name__}.",
-            "Restore the file or its permissions, or change data.path.",
-        ) from error
+        rule = f"must be readable: {said or type(error).__name__}."
+        action = "Restore the file or its permissions, or change data.path."
+        raise ConfigError.one("data.path", path, rule, action) from error
 
 
 def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
@@ -332,23 +319,17 @@ def check_size(file: File, size_bytes: int) -> None:
         ConfigError: the size has changed.
     """
     if size_bytes != file.size_bytes:
-        raise ConfigError.one(
-            "data.path",
-            file.path,
-            f"must not change during reading: the size was {file.size_bytes} bytes and is "
-            f"now {size_bytes} bytes.",
-            "Restore the file, or restart with the changed file.",
-        )
+        rule = f"must not change during reading: the size was {file.size_bytes} bytes and is now "
+        rule += f"{size_bytes} bytes."
+        action = "Restore the file, or restart with the changed file."
+        raise ConfigError.one("data.path", file.path, rule, action)
 
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        "must not change during reading: the content differs from that at the start.",
-        "Restore the file, or restart with the changed file.",
-    )
+    rule = "must not change during reading: the content differs from that at the start."
+    action = "Restore the file, or restart with the changed file."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def open_file(file: File) -> BinaryIO:
@@ -465,12 +446,9 @@ def decompress(file: File) -> Generator[bytes]:
         try:
             yield from _contents(_DECOMPRESSORS[suffix], packed, size)
         except ImportError as error:
-            raise ConfigError.one(
-                "data.path",
-                file.path,
-                f"requires the package zstandard: {error}.",
-                "Run: pip install 'maxpipe[zstandard]'",
-            ) from error
+            rule = f"requires the package zstandard: {error}."
+            action = "Run: pip install 'maxpipe[zstandard]'"
+            raise ConfigError.one("data.path", file.path, rule, action) from error
         except EOFError as error:
             raise _damaged_error(file, suffix, "the file is truncated") from error
         except Exception as error:
@@ -507,9 +485,6 @@ def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[b
 
 
 def _damaged_error(file: File, suffix: str, how: str) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must be a complete {suffix} file: {how}.",
-        "Copy the file again from an intact source, or remove it from data.path.",
-    )
+    rule = f"must be a complete {suffix} file: {how}."
+    action = "Copy the file again from an intact source, or remove it from data.path."
+    return ConfigError.one("data.path", file.path, rule, action)

@@ -231,14 +231,11 @@ def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _too_large_error(file: File, most_bytes: int) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must have at most {most_bytes} bytes when unpacked, the remainder of "
-        "data.max_decompressed_bytes.",
-        "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or remove "
-        "the file from data.path.",
-    )
+    rule = f"must have at most {most_bytes} bytes when unpacked, the remainder of "
+    rule += "data.max_decompressed_bytes."
+    action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or "
+    action += "remove the file from data.path."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def _scan_lines(
@@ -282,13 +279,10 @@ def _scan_lines(
 
 def _long_line_error(file: File, number: int) -> ConfigError:
     unpacked_file = " when the file is unpacked" if is_compressed(file) else ""
-    return ConfigError.one(
-        f"{file.path}:{number}",
-        None,
-        f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have at "
-        f"most {MAX_RECORD_BYTES} bytes to fit in memory.",
-        "Split the document, or remove the file from data.path.",
-    )
+    rule = f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have "
+    rule += f"at most {MAX_RECORD_BYTES} bytes to fit in memory."
+    action = "Split the document, or remove the file from data.path."
+    return ConfigError.one(f"{file.path}:{number}", None, rule, action)
 
 
 def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
@@ -347,25 +341,19 @@ class JsonLines:
             digests.compute(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
-                raise ConfigError.one(
-                    "data.path",
-                    file.path,
-                    f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}.",
-                    "Unpack the file and set data.path to the result.",
-                )
+                rule = f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}."
+                action = "Unpack the file and set data.path to the result."
+                raise ConfigError.one("data.path", file.path, rule, action)
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
         # End index (exclusive) of the documents of each file.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
-            raise ConfigError.one(
-                "data.path",
-                files[0].path,
-                "must contain JSON objects, one per line: "
-                f"{pluralize(len(files), 'file')} without lines.",
-                "Set data.path to a file with lines, or data.source=corpus.",
-            )
+            rule = f"must contain JSON objects, one per line: {pluralize(len(files), 'file')} "
+            rule += "without lines."
+            action = "Set data.path to a file with lines, or data.source=corpus."
+            raise ConfigError.one("data.path", files[0].path, rule, action)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -383,11 +371,8 @@ class JsonLines:
         try:
             return from_json(line)
         except ValueError as error:
-            raise BadRecord(
-                shorten(line),
-                f"must be a JSON object: {error}.",
-                'Write each document as an object such as {"text": "..."}, or remove the line.',
-            ) from error
+            action = 'Write each document as an object such as {"text": "..."}, or remove the line.'
+            raise BadRecord(shorten(line), f"must be a JSON object: {error}.", action) from error
 
     def where(self, index: int) -> str:
         lines, number = self._place(index)

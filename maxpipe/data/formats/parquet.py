@@ -37,12 +37,9 @@ def import_pyarrow(source: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError.one(
-            "data.source",
-            source,
-            f"requires the package pyarrow: {error}.",
-            "Run: pip install 'maxpipe[parquet]'",
-        ) from error
+        rule = f"requires the package pyarrow: {error}."
+        action = "Run: pip install 'maxpipe[parquet]'"
+        raise ConfigError.one("data.source", source, rule, action) from error
     return pyarrow
 
 
@@ -78,11 +75,9 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
         return found.to_pylist()[0]
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise BadRecord(
-            f"byte 0x{byte:02x} at offset {error.start}",
-            "must be UTF-8 text.",
-            "Write the column again as UTF-8, or remove the record.",
-        ) from error
+        rule = "must be UTF-8 text."
+        action = "Write the column again as UTF-8, or remove the record."
+        raise BadRecord(f"byte 0x{byte:02x} at offset {error.start}", rule, action) from error
     # for example, a date outside Python's range
     except (ValueError, OverflowError, ArithmeticError) as error:
         raise BadRecord(
@@ -162,12 +157,9 @@ class ParquetRows:
         self._group_ends = [np.cumsum(each, dtype=np.int64) for each in counts]
         self._ends = np.cumsum([sum(each) for each in counts], dtype=np.int64)
         if not len(self):
-            raise ConfigError.one(
-                "data.path",
-                files[0].path,
-                f"must contain rows: {pluralize(len(files), 'file')} without rows.",
-                "Set data.path to files with rows.",
-            )
+            rule = f"must contain rows: {pluralize(len(files), 'file')} without rows."
+            action = "Set data.path to files with rows."
+            raise ConfigError.one("data.path", files[0].path, rule, action)
         if largest > _SLOW_GROUP_BYTES:
             _LOG.warning(
                 "%s has row groups of %d MiB, and each document needs its full row group: "
@@ -317,12 +309,9 @@ def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None
 
 
 def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
-    return ConfigError.one(
-        where,
-        f"{num_rows} rows",
-        f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}.",
-        "Write the file again with smaller row groups (row_group_size=10000).",
-    )
+    rule = f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}."
+    action = "Write the file again with smaller row groups (row_group_size=10000)."
+    return ConfigError.one(where, f"{num_rows} rows", rule, action)
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:

@@ -337,11 +337,8 @@ def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template"
     if isinstance(value, (bool, int, float, np.generic)):
         return str(value)
     found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-    raise BadRecord(
-        _fields(record),
-        f"must have text or a number in the column {name} of {key}, which {found}.",
-        f"Correct {key}, or add the column to every record.",
-    )
+    rule = f"must have text or a number in the column {name} of {key}, which {found}."
+    raise BadRecord(_fields(record), rule, f"Correct {key}, or add the column to every record.")
 
 
 def _is_absent(value: object) -> bool:
@@ -367,11 +364,8 @@ def check_length(size_bytes: int) -> None:
         BadRecord: the record is too large.
     """
     if size_bytes > MAX_RECORD_BYTES:
-        raise BadRecord(
-            f"{size_bytes} bytes",
-            f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory.",
-            "Split the document.",
-        )
+        rule = f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory."
+        raise BadRecord(f"{size_bytes} bytes", rule, "Split the document.")
 
 
 def from_json(raw: bytes) -> dict[str, Any]:

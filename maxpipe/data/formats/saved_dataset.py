@@ -69,12 +69,8 @@ class SavedDataset:
         self._ends = np.cumsum(rows, dtype=np.int64)
         self._batch_files = np.array([each.file for each in self._batches], np.int64)
         if not sum(rows):
-            raise ConfigError.one(
-                "data.path",
-                paths[0],
-                "must contain rows; the dataset is empty.",
-                "Save the dataset again.",
-            )
+            rule = "must contain rows; the dataset is empty."
+            raise ConfigError.one("data.path", paths[0], rule, "Save the dataset again.")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
@@ -136,50 +132,34 @@ def is_saved_dataset(path: str) -> bool:
 
 def _data_files(path: str) -> list[File]:
     if url_scheme(path):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must be in a file system with data.source=huggingface.",
-            "Copy the folder to a disk, or mount the bucket as a folder.",
-        )
+        rule = "must be in a file system with data.source=huggingface."
+        action = "Copy the folder to a disk, or mount the bucket as a folder."
+        raise ConfigError.one("data.path", path, rule, action)
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, _SPLITS)):
         splits = _read(folder, _SPLITS, _Splits)["splits"]
         if _SPLIT not in splits:
             there = f" (found {', '.join(splits[:8])})" if splits else ""
-            raise ConfigError.one(
-                "data.path",
-                path,
-                f"must have a split {_SPLIT}{there}.",
-                f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}.",
-            )
+            action = f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}."
+            raise ConfigError.one("data.path", path, f"must have a split {_SPLIT}{there}.", action)
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the Hugging "
-            "Face hub is not read.",
-            "Save it once: python -c \"import datasets; datasets.load_dataset('NAME')"
-            ".save_to_disk('DIR')\", then set data.path=DIR.",
-        )
+        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the "
+        rule += "Hugging Face hub is not read."
+        action = 'Save it once: python -c "import datasets; '
+        action += "datasets.load_dataset('NAME').save_to_disk('DIR')\", then set data.path=DIR."
+        raise ConfigError.one("data.path", path, rule, action)
     state = _read(folder, _STATE, _State)
     if state.get("_indices_data_files"):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must contain its rows, not a selection by index.",
-            "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR').",
-        )
+        rule = "must contain its rows, not a selection by index."
+        action = "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR')."
+        raise ConfigError.one("data.path", path, rule, action)
     names = [each["filename"] for each in state["_data_files"]]
     for name in names:
         if name != os.path.basename(name) or not name.endswith(".arrow"):
-            raise ConfigError.one(
-                os.path.join(folder, _STATE),
-                shorten(name),
-                "must list Arrow files in this folder.",
-                "Save the dataset again.",
-            )
+            rule = "must list Arrow files in this folder."
+            action = "Save the dataset again."
+            raise ConfigError.one(os.path.join(folder, _STATE), shorten(name), rule, action)
     return [file for name in names for file in stat_files([os.path.join(folder, name)], folder)]
 
 
@@ -189,12 +169,8 @@ def _read(folder: str, name: str, kind: Any) -> Any:
         with wrap_read_errors(path):
             return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be a file of save_to_disk: {error}.",
-            "Save the dataset again.",
-        ) from error
+        rule = f"must be a file of save_to_disk: {error}."
+        raise ConfigError.one("data.path", path, rule, "Save the dataset again.") from error
 
 
 class _Batch(NamedTuple):
@@ -261,12 +237,9 @@ def _batches(number: int, file: File) -> list[_Batch]:
 
 
 def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must be a complete file of a saved dataset: {shorten(str(error))}.",
-        "Copy the file again from an intact source, or save the dataset again.",
-    )
+    rule = f"must be a complete file of a saved dataset: {shorten(str(error))}."
+    action = "Copy the file again from an intact source, or save the dataset again."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:

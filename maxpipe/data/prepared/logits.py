@@ -314,12 +314,9 @@ def open_logits(
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise ConfigError.one(
-            _LOGITS_FOLDER.key,
-            folder,
-            f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}.",
-            "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again.",
-        )
+        rule = f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}."
+        action = "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again."
+        raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
     return LogitsReader(folder, found, top_k)
 
 
@@ -356,13 +353,10 @@ class LogitsReader:
         record = np.frombuffer(file.read(place * size, (place + 1) * size), self._record)[0]
         if int(record["digest"]) != sequence_digest(row):
             named = f" of {source}" if source else ""
-            raise ConfigError.one(
-                _LOGITS_FOLDER.key,
-                self._folder,
-                f"must contain logits of the run's documents: sequence {sequence}{named} has other "
-                "tokens than during preparation.",
-                "Restore the documents, or prepare the folder again.",
-            )
+            rule = f"must contain logits of the run's documents: sequence {sequence}{named} has "
+            rule += "other tokens than during preparation."
+            action = "Restore the documents, or prepare the folder again."
+            raise ConfigError.one(_LOGITS_FOLDER.key, self._folder, rule, action)
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
             raise damaged_error(file.path, f"sequence {place} has the id {int(ids.max())}")

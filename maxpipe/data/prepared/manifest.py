@@ -505,12 +505,9 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
         raise damaged_error(path, str(error)) from error
     if number not in kind.formats:
         known = " or ".join(map(str, kind.formats))
-        raise ConfigError.one(
-            kind.key,
-            folder,
-            f"must have format {known}: the folder has format {number}.",
-            f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again.",
-        )
+        rule = f"must have format {known}: the folder has format {number}."
+        action = f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again."
+        raise ConfigError.one(kind.key, folder, rule, action)
     return found
 
 

@@ -220,13 +220,10 @@ class MegatronDocuments:
         ids = np.frombuffer(pair.ids.read(begin * size, end * size), pair.layout.dtype)
         low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
-            raise ConfigError.one(
-                f"{pair.ids.path}: document {inside}",
-                None,
-                f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
-                f"tokenizer: found {low if low < 0 else high}.",
-                "Set tokenizer.* to the tokenizer of the files.",
-            )
+            rule = f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
+            rule += f"tokenizer: found {low if low < 0 else high}."
+            action = "Set tokenizer.* to the tokenizer of the files."
+            raise ConfigError.one(f"{pair.ids.path}: document {inside}", None, rule, action)
         check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 

@@ -303,12 +303,9 @@ def _check_unchanged(
         for number in here:
             meta = documents.meta(number - first, number - first + 1)[0]
             if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
-                raise ConfigError.one(
-                    source.where(number),
-                    None,
-                    f"must not change while {folder} is prepared: the text has changed.",
-                    f"Restore the files, or remove {folder} and restart.",
-                )
+                rule = f"must not change while {folder} is prepared: the text has changed."
+                action = f"Restore the files, or remove {folder} and restart."
+                raise ConfigError.one(source.where(number), None, rule, action)
 
 
 def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
@@ -437,22 +434,15 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
     if data.bad_records == "stop" and unreadable:
-        raise ConfigError.one(
-            "data.bad_records",
-            data.bad_records,
-            f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be "
-            "read when "
-            "the folder was prepared.",
-            "Set data.bad_records=skip, or set --out to another folder.",
-        )
+        rule = f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be read "
+        rule += "when the folder was prepared."
+        action = "Set data.bad_records=skip, or set --out to another folder."
+        raise ConfigError.one("data.bad_records", data.bad_records, rule, action)
     if unreadable > data.max_bad_records:
-        raise ConfigError.one(
-            "data.max_bad_records",
-            data.max_bad_records,
-            f"must be at least the number of unreadable records: {unreadable} of the "
-            f"first {documents}.",
-            "Correct these records, which the log names, or set a larger limit.",
-        )
+        rule = f"must be at least the number of unreadable records: {unreadable} of the first "
+        rule += f"{documents}."
+        action = "Correct these records, which the log names, or set a larger limit."
+        raise ConfigError.one("data.max_bad_records", data.max_bad_records, rule, action)
 
 
 def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:

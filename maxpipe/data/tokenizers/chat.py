@@ -271,12 +271,9 @@ class ChatTemplate:
         if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
             return ConfigError.one(self.path, None, f"requires jinja2: {error}.", action)
-        return ConfigError.one(
-            self.path,
-            None,
-            f"must be a chat template that can render these messages: {error}.",
-            "Correct the messages or the template, or use plain text.",
-        )
+        rule = f"must be a chat template that can render these messages: {error}."
+        action = "Correct the messages or the template, or use plain text."
+        return ConfigError.one(self.path, None, rule, action)
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:

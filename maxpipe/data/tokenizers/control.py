@@ -203,12 +203,9 @@ def resolve(
     # Ids in the vocabulary come first.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
-        raise ConfigError.one(
-            PATH,
-            path,
-            f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}.",
-            f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.',
-        )
+        rule = f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}."
+        action = f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.'
+        raise ConfigError.one(PATH, path, rule, action)
     begin, pad = find("bos_token"), find("pad_token")
     if begin is None and "bos_token" not in said:
         begin = next(iter(listed["bos_token_id"]), None)
@@ -255,12 +252,9 @@ def _role(
         # published folders may name a missing padding token
         if found is not None or role == "pad_token":
             return known.get(role) if found is None else found
-        raise ConfigError.one(
-            PATH,
-            path,
-            f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}.",
-            f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer.",
-        )
+        rule = f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}."
+        action = f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer."
+        raise ConfigError.one(PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
         return None
     if role in known:

@@ -283,12 +283,8 @@ def _suggest_download(path: str) -> str:
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
     """Return the error for a missing tokenizer package."""
     package = "tokenizers" if kind == "huggingface" else kind
-    return ConfigError.one(
-        "tokenizer.kind",
-        kind,
-        f"requires the package {package}: {error}.",
-        "Run: pip install 'maxpipe[tokenizers]'",
-    )
+    rule = f"requires the package {package}: {error}."
+    return ConfigError.one("tokenizer.kind", kind, rule, "Run: pip install 'maxpipe[tokenizers]'")
 
 
 class TextError(ConfigError):

@@ -143,14 +143,11 @@ def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[s
     if config.preset != "none":
         preset = PRESETS[config.preset]
         if len(ranks) != preset.ranks:
-            raise ConfigError.one(
-                PATH,
-                config.path,
-                f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
-                f"{len(ranks)}.",
-                "Set the file of that vocabulary, or tokenizer.preset=none with "
-                "tokenizer.split_pattern and tokenizer.special_tokens of this file.",
-            )
+            rule = f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
+            rule += f"{len(ranks)}."
+            action = "Set the file of that vocabulary, or tokenizer.preset=none with "
+            action += "tokenizer.split_pattern and tokenizer.special_tokens of this file."
+            raise ConfigError.one(PATH, config.path, rule, action)
         return preset.pattern, dict(preset.special)
     if not config.split_pattern:
         fits = [name for name, preset in PRESETS.items() if preset.ranks == len(ranks)]
