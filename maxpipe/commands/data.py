@@ -109,13 +109,13 @@ def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any]) -> Iterator[str]:
-    for each in found["stages"]:
-        shares = ", ".join(f"{name} {share:.2%}" for name, share in each["shares"].items())
-        yield f"from step {each['first_step']}: {shares or 'nothing, all sources have ended'}"
-    width = max(len(each["source"]) for each in found["sources"])
-    for each in found["sources"]:
-        samples, sequences = (pluralize(each[key], key[:-1]) for key in ("samples", "sequences"))
-        yield f"{each['source']:{width}}  {samples} of {sequences}, {each['epochs']:.2f} epochs"
+    for stage in found["stages"]:
+        shares = ", ".join(f"{name} {share:.2%}" for name, share in stage["shares"].items())
+        yield f"from step {stage['first_step']}: {shares or 'nothing, all sources have ended'}"
+    width = max(len(source["source"]) for source in found["sources"])
+    for source in found["sources"]:
+        samples, sequences = (pluralize(source[key], key[:-1]) for key in ("samples", "sequences"))
+        yield f"{source['source']:{width}}  {samples} of {sequences}, {source['epochs']:.2f} epochs"
     if "step" not in found:
         return
     step = found["step"]

@@ -58,22 +58,22 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the files have different types, or the inputs also name a source.
     """
-    paths = [each for each in inputs if _is_data(each)]
+    paths = [path for path in inputs if _is_data(path)]
     if not paths:
         return list(inputs)
-    others = [each for each in inputs if each not in paths]
-    keys = {each.partition("=")[0] for each in others}
+    others = [other for other in inputs if other not in paths]
+    keys = {other.partition("=")[0] for other in others}
     where = f"command line: {paths[0]}"
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
             rule = f"names the documents to read, but {key} also names documents."
             raise ConfigError.one(where, None, rule, "Remove one of the two.")
     inferred = _source(paths)
-    has_config = any("=" not in each for each in others)
+    has_config = any("=" not in other for other in others)
     if inferred["data.source"] == "tokens" and not has_config:
         inferred |= _tokenizer(paths[0])
     elif not keys & {"data.text_field", "data.template", "data.chat"}:
-        with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
+        with_template = has_config or any(key.startswith(_OF_TEMPLATES) for key in keys)
         inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
         # A single document is enough for inspection.
@@ -107,7 +107,7 @@ def overrides(keys: Mapping[str, Any]) -> list[str]:
     from maxpipe.config.yaml_values import to_yaml_line
 
     texts = {
-        key: each if isinstance(each, str) else to_yaml_line(each) for key, each in keys.items()
+        key: value if isinstance(value, str) else to_yaml_line(value) for key, value in keys.items()
     }
     return [f"{key}={text}" for key, text in texts.items()]
 
@@ -134,13 +134,15 @@ def _is_data(argument: str) -> bool:
     if os.path.isdir(path):
         others = (CONFIG_FILE, "config.json")
         return not any(os.path.isfile(os.path.join(path, name)) for name in others)
-    return os.path.isfile(path) or (any(each in path for each in "*?[") and bool(glob.glob(path)))
+    return os.path.isfile(path) or (
+        any(letter in path for letter in "*?[") and bool(glob.glob(path))
+    )
 
 
 def _names_data(path: str) -> bool:
     from maxpipe.data.sources import ENDINGS
 
-    return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
+    return any(end in os.path.basename(path) for end in (*ENDINGS, ".txt"))
 
 
 def _source(paths: Sequence[str]) -> dict[str, Any]:
@@ -313,8 +315,8 @@ def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterat
 
 
 def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
-    tokens = sum(each.num_tokens for each in found.segments)
-    trained = sum(each.num_trained for each in found.segments)
+    tokens = sum(segment.num_tokens for segment in found.segments)
+    trained = sum(segment.num_trained for segment in found.segments)
     source = f" of {found.source}" if found.source else ""
     parts = [
         f"step {step} row {found.row}: sequence {found.sequence}{source}",
@@ -323,13 +325,13 @@ def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
     ]
     parts += [f"{found.num_padding} of padding"] if found.num_padding else []
     yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
-    for each in found.segments:
-        yield _styled(f"--- {_segment_header(each)}", _HEAD, coloured)
-        yield "".join(_mark_trained(piece, coloured) for piece in each.pieces)
+    for segment in found.segments:
+        yield _styled(f"--- {_segment_header(segment)}", _HEAD, coloured)
+        yield "".join(_mark_trained(piece, coloured) for piece in segment.pieces)
 
 
 def _count_documents(segments: Sequence[Segment]) -> str:
-    halves = sum(1 for each in segments if each.half)
+    halves = sum(1 for segment in segments if segment.half)
     return pluralize(halves // 2, "pair") if halves else pluralize(len(segments), "document")
 
 
@@ -350,7 +352,8 @@ def _to_single_line(line: str) -> str:
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
     text = "".join(
-        each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
+        letter if letter in "\n\t" or letter.isprintable() else _escape(letter)
+        for letter in piece.text
     )
     if not coloured:
         return text if piece.is_trained else f"⟦{text}⟧"
@@ -384,11 +387,11 @@ def _find(options: argparse.Namespace) -> int:
         return ExitCode.DONE
     sequence = f"sequence {found['sequence']}" + f" of {found['source']}" * bool(found["source"])
     print(f"step {options.step} row {options.row}: batch {batch}, {sequence}")
-    for each in found["documents"]:
-        first, last = each["first"], each["first"] + each["tokens"] - 1
-        half = f" {each['half']}" if "half" in each else ""
-        line = f"document {each['document']}{half}, tokens {first} to {last} of the row: "
-        line += each["where"]
+    for document in found["documents"]:
+        first, last = document["first"], document["first"] + document["tokens"] - 1
+        half = f" {document['half']}" if "half" in document else ""
+        line = f"document {document['document']}{half}, tokens {first} to {last} of the row: "
+        line += document["where"]
         print(_to_single_line(line))
     return ExitCode.DONE
 
@@ -399,14 +402,14 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
     found = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
     documents = [
         {
-            "document": each.document,
-            "where": each.where,
-            "first": each.first,
-            "tokens": each.num_tokens,
-            "trained": each.num_trained,
-            **({"half": each.half} if each.half else {}),
+            "document": segment.document,
+            "where": segment.where,
+            "first": segment.first,
+            "tokens": segment.num_tokens,
+            "trained": segment.num_trained,
+            **({"half": segment.half} if segment.half else {}),
         }
-        for each in found.segments
+        for segment in found.segments
     ]
     place = {"batch": batch, "row": row, "source": found.source, "sequence": found.sequence}
     return {**place, "documents": documents}
@@ -426,7 +429,7 @@ def _stats(options: argparse.Namespace) -> int:
     if options.out is not None:
         write_file(options.out, "--out", lambda path: statistics.draw(found, path))
     if options.json:
-        facts: Any = [each.to_dict() for each in found]
+        facts: Any = [part.to_dict() for part in found]
         if config.data.mixture:
             facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
         else:
@@ -454,10 +457,10 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
     progress = ProgressBar()
     try:
         tokenizer = open_tokenizer(config.tokenizer)
-        for name, each in all_sources(config.data).items():
+        for name, source in all_sources(config.data).items():
             with wrap_section_errors(name):
                 seed = seed_of(name, config.run.seed)
-                found = _source_statistics(config, each, seed, tokenizer, progress)
+                found = _source_statistics(config, source, seed, tokenizer, progress)
             found.name = f"{name}: {found.name}" if name else found.name
             yield found
     finally:

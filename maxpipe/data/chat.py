@@ -209,7 +209,7 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
     Raises:
         ConfigError: the template file cannot be read.
     """
-    chats = [each for each in all_sources(data).values() if each.chat != "off"]
+    chats = [source for source in all_sources(data).values() if source.chat != "off"]
     if chats:
         return load_chat_template(chats[0], tokenizer)
     settings = parse_template_kwargs(data.chat_template_kwargs)
@@ -536,6 +536,6 @@ def _index_conversations(
         masks=masks,
         first_targets=firsts,
         unread_keys=np.array(sorted(unread), np.str_),
-        unread_counts=np.array([unread[each] for each in sorted(unread)], np.int64),
+        unread_counts=np.array([unread[key] for key in sorted(unread)], np.int64),
         days=np.array([conversations.day] if conversations.day else [], np.str_),
     )

@@ -74,13 +74,13 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages = parse_messages(turns_of(read_field(fields, name, key)), key)
     else:
         given = config.prompt_field, config.response_field
-        names = [each for name in given for each in columns_of(fields, name)]
+        names = [column for name in given for column in columns_of(fields, name)]
         messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
         messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have at least one message.", "Remove the record.")
     # In columnar sources, arguments that only other calls use are null.
-    values = [fields.get(each) for each in names]
+    values = [fields.get(name) for name in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
     messages, names = [*first, *messages], [*names, *more]
@@ -112,7 +112,7 @@ def parse_system_message(
     """
     name = config.system_field or (_SYSTEM if is_sharegpt else "")
     names = columns_of(fields, name) if name else []
-    if not any(has_value(fields.get(each)) for each in names):
+    if not any(has_value(fields.get(name)) for name in names):
         return [], names
     value = read_field(fields, name, "data.system_field")
     if not isinstance(value, str):
@@ -145,7 +145,7 @@ def unread_field_names(
 ) -> tuple[str, ...]:
     """Return the non-empty fields of a record that are not in `names` and that no setting reads."""
     known = {*names, config.tools_field, SETTINGS}
-    return tuple(str(each) for each in fields if each not in known and has_value(fields[each]))
+    return tuple(str(name) for name in fields if name not in known and has_value(fields[name]))
 
 
 def has_value(value: Any) -> bool:
@@ -178,7 +178,7 @@ def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
 
 def fields_of(name: str) -> list[str]:
     """Return the fields that a template uses, or the single field with this name."""
-    return [each for _, each in split_template(name) if each] if is_template(name) else [name]
+    return [field for _, field in split_template(name) if field] if is_template(name) else [name]
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
@@ -193,8 +193,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
         return record[name]
     if is_template(name):
         return fill_template(record, name, key)
-    names = [str(each) for each in record]
-    guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
+    names = [str(field) for field in record]
+    guesses = [name for name in names if name.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
     # If the config overrides the key, the message must set the key even if its value is the
@@ -214,18 +214,18 @@ def turns_of(value: Any) -> Any:
     """
     if not isinstance(value, list | tuple) or not value:
         return value
-    if len(value) > 1 and all(isinstance(each, str) for each in value):
-        return [message_of_text(each, _TURN_ROLES[i % 2])[0] for i, each in enumerate(value)]
-    if not all(isinstance(each, Mapping) for each in value):
+    if len(value) > 1 and all(isinstance(item, str) for item in value):
+        return [message_of_text(item, _TURN_ROLES[i % 2])[0] for i, item in enumerate(value)]
+    if not all(isinstance(item, Mapping) for item in value):
         return value
     found = []
-    for each in value:
-        if "role" in each or "from" in each or not {*each} >= _PAIR:
+    for turn in value:
+        if "role" in turn or "from" in turn or not {*turn} >= _PAIR:
             return value
-        others = {key: item for key, item in each.items() if key not in _PAIR}
-        found.append({"role": _TURN_ROLES[0], "content": each["input"]})
-        if each["output"] is not None:
-            found.append({"role": _TURN_ROLES[1], "content": each["output"], **others})
+        others = {key: item for key, item in turn.items() if key not in _PAIR}
+        found.append({"role": _TURN_ROLES[0], "content": turn["input"]})
+        if turn["output"] is not None:
+            found.append({"role": _TURN_ROLES[1], "content": turn["output"], **others})
     return found
 
 
@@ -246,8 +246,8 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
     """Return the messages of a list or a message; raise BadRecord for other types."""
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
-    if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
-        return [message_of(each) for each in value]
+    if isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
+        return [message_of(item) for item in value]
     rule = f"must have {what} of objects in {key}; the value is of type {type(value).__name__}."
     action = 'Write it as [{"role": "user", "content": "..."}, ...].'
     raise BadRecord(shorten(str(value)), rule, action)
@@ -256,9 +256,9 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
 def drop_nulls(value: Any) -> Any:
     """Return the value without object keys whose value is null, at any depth."""
     if isinstance(value, Mapping):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [drop_nulls(each) for each in value]
+        return [drop_nulls(item) for item in value]
     return value
 
 
@@ -266,16 +266,16 @@ def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
     """Return the null keys in call `arguments`, which `drop_nulls` removes."""
     found: dict[str, None] = {}
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            if each is None and (inside or key == _ARGUMENTS):
+        for key, item in value.items():
+            if item is None and (inside or key == _ARGUMENTS):
                 found[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
             elif inside or key == _ARGUMENTS:
-                found.update(dict.fromkeys(null_arguments(each, _ARGUMENTS)))
-            elif not isinstance(each, str):
-                found.update(dict.fromkeys(null_arguments(each)))
+                found.update(dict.fromkeys(null_arguments(item, _ARGUMENTS)))
+            elif not isinstance(item, str):
+                found.update(dict.fromkeys(null_arguments(item)))
     elif isinstance(value, list | tuple):
-        for each in value:
-            found.update(dict.fromkeys(null_arguments(each, inside)))
+        for item in value:
+            found.update(dict.fromkeys(null_arguments(item, inside)))
     return tuple(found)
 
 
@@ -311,10 +311,10 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
             if isinstance(text, str)
             else text
         )
-        for each in found if isinstance(found, list) else [found]:
-            if not isinstance(each, dict) or "name" not in each:
+        for call in found if isinstance(found, list) else [found]:
+            if not isinstance(call, dict) or "name" not in call:
                 raise ValueError("the call has no name")
-            yield {"type": "function", "function": drop_nulls(each)}
+            yield {"type": "function", "function": drop_nulls(call)}
     except ValueError as error:
         raise BadRecord(shorten(str(text)), f"{rule}: {error}.", action) from error
 
@@ -367,7 +367,7 @@ def check_content(message: Message, which: str) -> None:
             raise BadRecord(which, rule, "Remove the record or the part.")
     if isinstance(content, str | list) or (
         "content" not in message
-        and any(has_value(message.get(each)) for each in _CALL_AND_REASONING_KEYS)
+        and any(has_value(message.get(key)) for key in _CALL_AND_REASONING_KEYS)
     ):
         return
     raise BadRecord(
@@ -390,11 +390,11 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
     """
     found = _from_json(fields.get(name))
     if isinstance(found, list | tuple):
-        tools = [_from_json(each) for each in found]
-        if all(isinstance(each, Mapping) for each in tools):
+        tools = [_from_json(tool) for tool in found]
+        if all(isinstance(tool, Mapping) for tool in tools):
             return [
-                tool if isinstance(each, str) else drop_nulls(tool)
-                for tool, each in zip(tools, found, strict=True)
+                tool if isinstance(value, str) else drop_nulls(tool)
+                for tool, value in zip(tools, found, strict=True)
             ]
     elif found is None:
         return None
@@ -414,7 +414,7 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if isinstance(found, Mapping):
         settings = drop_nulls(found)
-        if not any(each in settings for each in _RESERVED):
+        if not any(name in settings for name in _RESERVED):
             return settings
     rule = f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}."
     raise BadRecord(shorten(str(fields[SETTINGS])), rule, 'Write it as {"enable_thinking": false}.')

@@ -123,7 +123,7 @@ def build_chat_spec(
         ConfigError: the template file cannot be read.
     """
     sources = list(sources_of(data).values())
-    chats = [each for each in sources if each.chat != "off"]
+    chats = [source for source in sources if source.chat != "off"]
     masked = list(documents)
     if not chats and not masked:
         return None
@@ -134,12 +134,12 @@ def build_chat_spec(
     )
     ends = [  # the template may differ between sources
         i
-        for each in chats
-        if _has_template(each, tokenizer)
-        for i in end_of_turn_ids(load_chat_template(each, tokenizer), tokenizer, *_roles(each))
+        for source in chats
+        if _has_template(source, tokenizer)
+        for i in end_of_turn_ids(load_chat_template(source, tokenizer), tokenizer, *_roles(source))
     ]
     if not ends:
-        ends = [i for each in masked for i in infer_end_of_turn_ids(each, tokenizer)]
+        ends = [i for part in masked for i in infer_end_of_turn_ids(part, tokenizer)]
     is_all = bool(chats) and len(chats) == len(sources)
     begin = tokenizer.control.published.before if is_all else (tokenizer.begin_id,)
     return {
@@ -157,7 +157,7 @@ def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
 def _roles(config: SourceConfig) -> tuple[str, list[str]]:
     trained = config.trained_roles
     answering = "assistant" if "assistant" in trained else trained[0]
-    others = [each for each in config.chat_roles if each != answering]
+    others = [role for role in config.chat_roles if role != answering]
     return answering, sorted(others, key=lambda role: role != "user")
 
 

@@ -146,8 +146,8 @@ class IndexedSource:
             return
         spans = np.sort(split_spans(windowed, split, fraction, self.seed))
         edges = np.arange(0, len(windowed.span_tokens), _PART // SPAN_DOCUMENTS)[1:]
-        for each in np.split(spans, np.searchsorted(spans, edges)):
-            numbers = (each[:, None] * SPAN_DOCUMENTS + np.arange(SPAN_DOCUMENTS)).ravel()
+        for part in np.split(spans, np.searchsorted(spans, edges)):
+            numbers = (part[:, None] * SPAN_DOCUMENTS + np.arange(SPAN_DOCUMENTS)).ravel()
             yield numbers[numbers < windowed.num_documents]
 
     def _order(self, split: Split, fraction: float) -> np.ndarray:
@@ -162,7 +162,7 @@ class IndexedSource:
             records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
             starts = np.concatenate([[0], self.ends[:-1]])
             edges = np.stack([starts, self.ends], 1)[records].tolist()
-            return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in edges)])
+            return np.concatenate([np.zeros(0, np.int64), *(np.arange(*edge) for edge in edges)])
 
 
 def _windowed_documents(
@@ -193,36 +193,40 @@ class Corpus:
     @property
     def unigram_entropy(self) -> float | None:
         """Unigram entropy of the text in nats per byte."""
-        counts = [each.byte_counts for each in self.indexed]
-        known = [each for each in counts if each is not None]
+        counts = [source.byte_counts for source in self.indexed]
+        known = [count for count in counts if count is not None]
         return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None
 
     @property
     def unreadable(self) -> int:
         """Number of documents that are empty because their records could not be read."""
-        return sum(each.unreadable for each in self.indexed)
+        return sum(source.unreadable for source in self.indexed)
 
     @property
     def pairs(self) -> dict[str, PairDocuments]:
         """Maps source names to documents with preference pairs."""
-        named = {each.name: each.documents for each in self.indexed}
-        return {name: each for name, each in named.items() if isinstance(each, PairDocuments)}
+        named = {source.name: source.documents for source in self.indexed}
+        return {
+            name: documents
+            for name, documents in named.items()
+            if isinstance(documents, PairDocuments)
+        }
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the sequences of the corpus."""
         facts = self.indexed[0].metadata
         more: dict[str, Any] = {}
         if self.data.mixture:
-            all_facts = {each.name: each.metadata for each in self.indexed}
+            all_facts = {source.name: source.metadata for source in self.indexed}
             # Content digests are compared file by file. Fingerprints of earlier releases do not
             # contain digests.
             bare = {
-                name: {key: value for key, value in each.items() if key != CONTENT_KEY}
-                for name, each in all_facts.items()
+                name: {key: value for key, value in part.items() if key != CONTENT_KEY}
+                for name, part in all_facts.items()
             }
             digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
             totals = {
-                key: sum(each[key] for each in all_facts.values())
+                key: sum(part[key] for part in all_facts.values())
                 for key in ("documents", "tokens")
             }
             facts = {"source": "mixture", **totals, "source_digest": digest}
@@ -242,9 +246,9 @@ class Corpus:
         """Return the sequences of every source that has documents in the split."""
         fraction = self.data.validation_fraction
         return [
-            SourceSequences(each.name, sequences, each.seed, each.packing)
-            for each in self.indexed
-            if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
+            SourceSequences(source.name, sequences, source.seed, source.packing)
+            for source in self.indexed
+            if (sequences := source.sequences(split, fraction, self._packer(source))) is not None
         ]
 
     def _packer(self, of: IndexedSource) -> Packer:
@@ -282,14 +286,14 @@ def open_corpus(
         data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
     opening = {"cache_dir": cache_dir, "moved": moved, "keep": keep, "row_tokens": sequence_length}
     indexed = []
-    for each, config in chosen.items():
-        with wrap_section_errors(each), track_read(section_of(each)):
-            mine = seed_of(each, seed)
+    for source, config in chosen.items():
+        with wrap_section_errors(source), track_read(section_of(source)):
+            mine = seed_of(source, seed)
             if config.source in IDS:
-                indexed.append(_index_token_source(each, config, tokenizer, mine, **opening))
+                indexed.append(_index_token_source(source, config, tokenizer, mine, **opening))
             else:
                 opened = _index_text_source(
-                    each, config, tokenizer, mine, threads=data.threads, **opening
+                    source, config, tokenizer, mine, threads=data.threads, **opening
                 )
                 indexed.append(opened)
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
@@ -349,7 +353,7 @@ def _index_token_source(
 
 def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
     left = RemainingCounts(**{name: arrays[name] for name in RemainingCounts._fields})
-    if any(each.shape for each in left):
+    if any(array.shape for array in left):
         raise ValueError("arrays with an unexpected shape")
     return left
 
@@ -491,11 +495,11 @@ def compare_fingerprints(
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
         # All other differences result from this difference.
-        before, now = (", ".join(each) or None for each in of_sources)
+        before, now = (", ".join(names) or None for names in of_sources)
         return [("the sources of data.mixture", before, now)]
     found = []
     for name in of_sources[0]:
-        inner = compare_fingerprints(*(each[name] for each in of_sources))
+        inner = compare_fingerprints(*(part[name] for part in of_sources))
         found += [(f"{name}: {words}", before, now) for words, before, now in inner]
     if found:
         # Differences in these totals result from the differences above.

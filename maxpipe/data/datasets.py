@@ -58,15 +58,17 @@ def find_overlaps(
     `moved` is called for each part of the data.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
-    candidates |= {name: (each, "all") for name, each in sets.items()}
-    found = {name: list(_digests(*each, large, moved)) for name, each in candidates.items()}
-    parts = [digests for each in found.values() for _, _, digests in each]
+    candidates |= {name: (corpus, "all") for name, corpus in sets.items()}
+    found = {
+        name: list(_digests(*candidate, large, moved)) for name, candidate in candidates.items()
+    }
+    parts = [digests for chunks in found.values() for _, _, digests in chunks]
     if not parts:
         return []
     trained = _TrainingDigests(np.unique(np.concatenate(parts)))
     for part in _digests(train, "train", large, moved):
         trained.add(*part)
-    return [each for name in found if (each := _overlap_of_set(name, found[name], trained)).count]
+    return [part for name in found if (part := _overlap_of_set(name, found[name], trained)).count]
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
@@ -163,7 +165,7 @@ def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
     )
     assert datasets.corpora is not None
     train, _ = datasets.corpora
-    chats = [each.documents for each in train.indexed if each.is_chat]
+    chats = [source.documents for source in train.indexed if source.is_chat]
     return _with_chat_spec(datasets, build_chat_spec(config.data, datasets.tokenizer, chats))
 
 
@@ -231,18 +233,18 @@ def check_overlap(
     train, sets = datasets.corpora
     large = how == "stop"
     problems = []
-    for each in find_overlaps(train, sets, large=large, moved=moved):
-        key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
+    for overlap in find_overlaps(train, sets, large=large, moved=moved):
+        key = f"data.validation.{overlap.name}" if overlap.name else "data.validation_fraction"
         rule = (
-            f"has {each.count} of {each.total} documents in the training data: the first is "
-            f"{each.first}, which is also {each.trained}."
+            f"has {overlap.count} of {overlap.total} documents in the training data: the first is "
+            f"{overlap.first}, which is also {overlap.trained}."
         )
         action = "Remove such documents, or set data.validation_overlap=ignore."
         problems.append(Problem(key, "", rule, action))
     if problems and how == "stop":
         raise ConfigError(problems)
-    for each in problems:
-        warn(f"{each.where}: {each.rule} {each.action}")
+    for problem in problems:
+        warn(f"{problem.where}: {problem.rule} {problem.action}")
     for section, why in uncompared_sources([train, *sets.values()], large=large):
         warn(
             f"{section}: validation documents are not compared with this source: {why}. Set "

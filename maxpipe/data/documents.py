@@ -210,8 +210,8 @@ def load_or_build_index(
 
 
 def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
-    arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-    return {name: each for name, each in arrays.items() if each is not None}
+    arrays = {part.name: getattr(index, part.name) for part in fields(index)}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) -> DocumentIndex:
@@ -253,7 +253,9 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
         index = replace(index, days=arrays["days"])
         if index.day:
             datetime.date.fromisoformat(index.day)
-    shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
+    shapes = {
+        array.shape for array in (lengths, trained, digests, marks, masks) if array is not None
+    }
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays with an unexpected shape")
     return index

@@ -85,7 +85,7 @@ def inspect_sequence(
         rule = f"must be below the {pluralize(len(rows), 'sequence')} of the batch."
         raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
-    arrays = {name: each[0] for name, each in loader.batch(batch, [row]).items()}
+    arrays = {name: array[0] for name, array in loader.batch(batch, [row]).items()}
     segments = list(_segments(loader, tokenizer, place.source, place.documents, arrays))
     padding = int((arrays["segment_ids"] == 0).sum())
     return InspectedSequence(batch, row, place.source, place.sequence, padding, segments)
@@ -167,7 +167,9 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
     Raises:
         StorageError: the records cannot be read.
     """
-    found = [each for each in _events(run_dir) if each["event"] == "start" and "mixture" in each]
+    found = [
+        event for event in _events(run_dir) if event["event"] == "start" and "mixture" in event
+    ]
     return (found[-1].get("sources", []), found[-1].get("mixture", [])) if found else None
 
 
@@ -188,12 +190,12 @@ def offset(events: Iterable[_BatchEvent], step: int) -> int:
     """Return the number of batches that were skipped before a step."""
     # Pairs (step, batch offset of the following steps), sorted by step.
     found = [(0, 0)]
-    for each in events:
-        at = each.get("step", 0)
-        if each["event"] == "start":
+    for event in events:
+        at = event.get("step", 0)
+        if event["event"] == "start":
             found = [(begin, left) for begin, left in found if begin < at] or [(0, 0)]
-        elif each["event"] == "roll_back":
-            to, left = each.get("to", 0), found[-1][1]
+        elif event["event"] == "roll_back":
+            to, left = event.get("to", 0), found[-1][1]
             found = [(begin, left) for begin, left in found if begin < to]
             found.append((to, left + at - to))
     return next(left for begin, left in reversed(found) if begin < max(1, step))

@@ -377,20 +377,20 @@ class Datasets:
     def remarks(self) -> list[str]:
         """Remarks about documents of any source that are changed or skipped when they are read."""
         return [
-            f"{section_of(each.name)}: {remark}"
+            f"{section_of(source.name)}: {remark}"
             for corpus in self._all_corpora
-            for each in corpus.indexed
-            for remark in each.remarks
+            for source in corpus.indexed
+            for remark in source.remarks
         ]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return JSON values that are equal in two processes that read the same data."""
-        sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
+        sets = {name: loader.fingerprint() for name, loader in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
     def close(self) -> None:
-        for each in (self.train, *self.eval_loaders().values()):
-            each.close()
+        for loader in (self.train, *self.eval_loaders().values()):
+            loader.close()
 
 
 def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
@@ -481,14 +481,16 @@ def build_loaders(
         moved=moved,
     )
     corpus, sets = opened(), {name: opened(name=name) for name in sorted(data.validation)}
-    loaders = {name: _build_single_pass_loader(each, "train", rows) for name, each in sets.items()}
+    loaders = {
+        name: _build_single_pass_loader(corpus, "train", rows) for name, corpus in sets.items()
+    }
     return Datasets(
         train=_train(corpus, ramp),
         validation=_build_single_pass_loader(corpus, "validation", rows),
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
         unreadable=corpus.unreadable,
-        validation_sets={name: each for name, each in loaders.items() if each is not None},
+        validation_sets={name: loader for name, loader in loaders.items() if loader is not None},
         corpora=(corpus, sets),
     )
 

@@ -54,7 +54,7 @@ class Mixture:
     """Assignment of samples to sources in stages. The first stage begins with sample 0."""
 
     def __init__(self, stages: Sequence[QuotaStage], seed: int):
-        assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
+        assert stages[0].first == 0 and all(sum(stage.quotas) in (0, BLOCK) for stage in stages)
         self.stages = tuple(stages)
         self.seed = seed
         self._firsts = np.array([stage.first for stage in stages], np.int64)
@@ -134,7 +134,7 @@ class Mixture:
                 if not any(left):
                     break
                 found = self._append_stage(
-                    found, QuotaStage(here, compute_quotas([each / sum(left) for each in left]))
+                    found, QuotaStage(here, compute_quotas([quota / sum(left) for quota in left]))
                 )
                 here = min(stop, found._next_end(limits))
         return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
@@ -226,9 +226,9 @@ def final_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:
     """Return the weights in the last stage of the weight schedule, for sources of these sizes."""
-    if any(each.epochs for each in mixture.values()):
+    if any(source.epochs for source in mixture.values()):
         return {name: mixture[name].epochs * size for name, size in sizes.items()}
-    if any(each.weight for each in mixture.values()):
+    if any(source.weight for source in mixture.values()):
         return {name: mixture[name].weight for name in sizes}
     return {name: float(size) for name, size in sizes.items()}
 
@@ -237,7 +237,7 @@ def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the samples after which each source ends: `epochs` epochs, or one epoch."""
-    with_epochs = any(each.epochs for each in mixture.values())
+    with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
         for name, size in sizes.items()
@@ -260,8 +260,8 @@ def build_mixture(
     if firsts[-1] > _MAX_SAMPLES:
         rule = f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}."
         raise ConfigError.one("data.mixture_stages", None, rule, "Make the stages shorter.")
-    for first, each in zip(firsts, weights, strict=True):
-        shares = texts.mixture_shares(each, data.mixture_temperature)
+    for first, weight in zip(firsts, weights, strict=True):
+        shares = texts.mixture_shares(weight, data.mixture_temperature)
         dealt = compute_quotas(list(shares.values()))
         for (name, share), quota in zip(shares.items(), dealt, strict=True):
             if share and not quota:
@@ -332,7 +332,7 @@ class Stream:
 
     def part(self, name: str) -> SourceSequences:
         """Return the source with this name."""
-        return next(each for each in self.parts if each.name == name)
+        return next(part for part in self.parts if part.name == name)
 
     def __len__(self) -> int:
         return self._length

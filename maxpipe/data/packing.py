@@ -364,10 +364,10 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 end = rows - (-count // (capacity // size))
                 found, rows = (rows, end, capacity), end
             first, end, room = found
-            each = room // size
-            middle = first + min(end - first, count // each)
-            filled = np.repeat(np.arange(first, middle), each)
-            opened.put(first, middle, room - each * size)
+            per_row = room // size
+            middle = first + min(end - first, count // per_row)
+            filled = np.repeat(np.arange(first, middle), per_row)
+            opened.put(first, middle, room - per_row * size)
             if middle < end:  # the remaining chunks do not fill another sequence
                 last = count - len(filled)
                 filled = np.append(filled, np.full(last, middle))

@@ -86,7 +86,9 @@ class PairEncoder:
         """
         with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
-            halves = [self._encode_half(pair, each) for each in (pair.chosen, pair.rejected)]
+            halves = [
+                self._encode_half(pair, response) for response in (pair.chosen, pair.rejected)
+            ]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
                     rule = f"must have two trained responses: {name} has no trained token."
@@ -110,8 +112,8 @@ class PairEncoder:
                 "tokenizer.path to a model folder with a chat template."
             )
             raise BadRecord("lists of messages", rule, action)
-        first = [dict(each) for each in _messages(prompt, "user")]
-        last = [dict(each) for each in _messages(response, "assistant")]
+        first = [dict(turn) for turn in _messages(prompt, "user")]
+        last = [dict(turn) for turn in _messages(response, "assistant")]
         for number, message in enumerate(first, 1):
             is_trained(message, self._config, f"message {number} of the prompt")
         trained = [
@@ -124,7 +126,7 @@ class PairEncoder:
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
+        sizes, marks = [len(half.ids) for half in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._max_tokens:
             if self._config.long_pairs == "error":
@@ -134,16 +136,16 @@ class PairEncoder:
                 action += "train.sequence_length."
                 raise BadRecord(f"{sizes[0]} + {sizes[1]} tokens", rule, action)
             halves = [
-                _truncate_half(each, size)
-                for each, size in zip(halves, self._truncated_sizes(sizes), strict=True)
+                _truncate_half(half, size)
+                for half, size in zip(halves, self._truncated_sizes(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
                 empty = np.zeros(0, np.int32), np.zeros(0, bool)
                 return EncodedDocument(*empty, marks=DROPPED, unread=unread)
             marks |= TRUNCATED
         marks |= IDENTICAL if np.array_equal(halves[0].ids, halves[1].ids) else 0
-        ids = np.concatenate([each.ids for each in halves])
-        trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
+        ids = np.concatenate([half.ids for half in halves])
+        trained = np.concatenate([half.trained for half in halves])  # type: ignore[arg-type]
         return EncodedDocument(
             ids, trained, second_half_start=len(halves[0].ids), marks=marks, unread=unread
         )
@@ -191,7 +193,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     keys = ("data.chosen_field", "data.rejected_field")
     given = [config.chosen_field, config.rejected_field]
     values = [read_field(fields, name, key) for name, key in zip(given, keys, strict=True)]
-    names = [each for name in given for each in columns_of(fields, name)]
+    names = [column for name in given for column in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
         # ShareGPT records contain the prompt in the messages field
@@ -205,7 +207,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
     found: list[Any] = [prompt, *values]
     system, more = _system(fields, found, config)
     names += more
-    if system or not all(isinstance(each, str) for each in found):
+    if system or not all(isinstance(part, str) for part in found):
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
         found = [
@@ -234,7 +236,7 @@ def _system(
 ) -> tuple[list[Message], list[str]]:
     if not config.system_field:
         return [], []
-    first: Any = next((each for each in found if not isinstance(each, str) and each), [])
+    first: Any = next((part for part in found if not isinstance(part, str) and part), [])
     return parse_system_message(
         fields, parse_messages(first, "data.prompt_field") if first else [], config
     )
@@ -249,10 +251,12 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
     """
     prompt, *responses = found
     size = len(prompt)
-    if size and all(len(each) > size and each[:size] == prompt for each in responses):
-        return [prompt, *(each[size:] for each in responses)]
-    alike = min(_common_prefix_length(*responses), *(len(each) - 1 for each in responses))
-    if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
+    if size and all(len(response) > size and response[:size] == prompt for response in responses):
+        return [prompt, *(response[size:] for response in responses)]
+    alike = min(_common_prefix_length(*responses), *(len(response) - 1 for response in responses))
+    if size == 1 and any(
+        _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
+    ):
         rule = (
             "must have responses to the prompt: both are full conversations with more messages "
             "before the response than the prompt."
@@ -297,7 +301,7 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
         parse_messages(value, f"data.{HALVES[number]}_field") for number, value in enumerate(values)
     ]
     alike = max(0, min(_common_prefix_length(*lists), len(lists[0]) - 1, len(lists[1]) - 1))
-    return lists[0][:alike], [each[alike:] for each in lists]
+    return lists[0][:alike], [turns[alike:] for turns in lists]
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:

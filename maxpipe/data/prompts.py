@@ -87,7 +87,7 @@ class PromptSequences:
         self.group_size = group_size
         self.sequence_length = sequence_length
         self.pad_id = pad_id
-        self.lengths = np.array([len(each.ids) for each in prompts], np.int64)
+        self.lengths = np.array([len(prompt.ids) for prompt in prompts], np.int64)
         self.num_tokens = int(self.lengths.sum())
         self.num_targets = 0
 
@@ -217,8 +217,8 @@ class _PromptLine(NamedTuple):
         """Texts of the messages."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        found = [each.get("content", "") for each in self.prompt.messages]
-        return [each if isinstance(each, str) else json.dumps(each) for each in found]
+        found = [message.get("content", "") for message in self.prompt.messages]
+        return [part if isinstance(part, str) else json.dumps(part) for part in found]
 
 
 def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_PromptLine]:
@@ -229,8 +229,8 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         try:
             record = parse_json(line, dict[str, Any])
             parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
-            for each in parsed.message_texts:
-                each.encode()  # a JSON string may contain an unpaired surrogate
+            for text in parsed.message_texts:
+                text.encode()  # a JSON string may contain an unpaired surrogate
             check(record)
         except ValueError as error:  # includes encoding errors
             rule = f"must be an object with a prompt that the reward function accepts: {error}."
@@ -241,23 +241,25 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         raise ConfigError.one(
             _KEY, path, "has no prompt: must have one on each non-blank line.", "Add prompts."
         )
-    if remark := _unread_fields_remark([each.record for each in found], data):
+    if remark := _unread_fields_remark([part.record for part in found], data):
         _LOG.warning("%s: %s", path, remark)
     return found
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
     """Return a remark about unread fields that usually belong to a prompt."""
-    read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
+    read = {field for name in (data.prompt_field, data.system_field) for field in fields_of(name)}
     names = dict.fromkeys(name for record in records for name in record if name not in read)
-    counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}
+    counts = {name: sum(has_value(record.get(name)) for record in records) for name in names}
     systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
     contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
     # The field `system` of ShareGPT records is read by default.
-    if data.system_field or all("conversations" in each for each in records):
+    if data.system_field or all("conversations" in record for record in records):
         systems = []
     field = data.prompt_field or _PROMPT
-    if not all(isinstance(each.get(name), str) for each in records for name in fields_of(field)):
+    if not all(
+        isinstance(record.get(name), str) for record in records for name in fields_of(field)
+    ):
         contexts = []
     settings = {"data.system_field": systems[0]} if systems else {}
     if contexts and (more := template_of_fields(contexts)):
@@ -282,7 +284,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
         if name != _PROMPT:
             value = read_field(record, name, "data.prompt_field")
             others = ("messages", "conversations")
-            record = {key: each for key, each in record.items() if key not in others}
+            record = {key: item for key, item in record.items() if key not in others}
             record = {**record, _PROMPT: value}
         messages = message_of_text(value, "user") if isinstance(value, str) else None
         chat = chat_of(record) if messages is None else None
@@ -337,37 +339,39 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
 def _encode_prompts(
     records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
-    texts = [each.prompt for each in records if isinstance(each.prompt, str)]
+    texts = [record.prompt for record in records if isinstance(record.prompt, str)]
     # The reward function may read any other key of a record.
-    chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
+    chats = [record.chat._replace(unread=()) for record in records if record.chat is not None]
     if chats and template is None:
         rule = "has `messages`, which require the chat template of a model folder, and the "
         rule += "tokenizer has none."
         action = "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
         action += "tokenizer.path=FOLDER."
         raise ConfigError.one(_KEY, None, rule, action)
-    places = [each.where for each in records if each.chat is None]
+    places = [record.where for record in records if record.chat is None]
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
     found = []
-    for each in records:
-        if each.chat is None:
+    for record in records:
+        if record.chat is None:
             ids = np.append(tokenizer.begin_id, next(plain))
         else:
-            with wrap_text_errors(lambda _, where=each.where: where):
+            with wrap_text_errors(lambda _, where=record.where: where):
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages that the chat template renders to text; the text is empty."
-            raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")
+            raise ConfigError.one(f"{_KEY}: {record.where}", None, rule, "Correct the messages.")
         found.append(
-            PromptRecord(each.record, each.message_texts[-1], ids.astype(np.int32), each.where)
+            PromptRecord(
+                record.record, record.message_texts[-1], ids.astype(np.int32), record.where
+            )
         )
     return found
 
 
 def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:
-    longest = max(prompts, key=lambda each: len(each.ids))
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
     size = len(longest.ids)
     if size + config.max_tokens > sequence_length:
         text = longest.text

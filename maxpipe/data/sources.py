@@ -141,7 +141,7 @@ def infer_source(path: str, where: str) -> SourceKind:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
         action = "Set an existing file, folder or pattern."
-        problems = [replace(each, where=where, action=action) for each in error.problems]
+        problems = [replace(problem, where=where, action=action) for problem in error.problems]
         raise ConfigError(problems) from None
     kinds: set[SourceKind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
@@ -151,7 +151,7 @@ def infer_source(path: str, where: str) -> SourceKind:
     raise ConfigError.one(where, path, rule, action)
 
 
-_KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConfig))})\b")
+_KEYS = re.compile(rf"\bdata\.({'|'.join(field.name for field in fields(SourceConfig))})\b")
 
 
 @contextlib.contextmanager

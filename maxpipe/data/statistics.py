@@ -73,7 +73,7 @@ def summary_items(found: Statistics) -> list[tuple[str, str]]:
     repeated = _format_count(found.duplicates, "document")
     part = f"{found.duplicate_tokens / tokens:.2%} of the tokens" if tokens else ""
     shown.append(("duplicates", _append_notes(repeated, [part, about])))
-    quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
+    quantiles = ", ".join(f"{name} {quantile:,}" for name, quantile in found.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
     sequences = f"{found.packing}, {_format_count(found.num_sequences, 'sequence')} of "
     sequences += f"{found.sequence_length:,}"
@@ -91,7 +91,7 @@ def _format_count(count: int, noun: str) -> str:
 
 
 def _append_notes(text: str, notes: Sequence[str]) -> str:
-    notes = [each for each in notes if each]
+    notes = [note for note in notes if note]
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
@@ -126,8 +126,8 @@ def draw(all_of: Sequence[Statistics], path: Path) -> None:
 
 def _table(found: Statistics) -> str:
     inside = "\n".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(redact.redact_for_terminal(each))}</td></tr>"
-        for name, each in summary_items(found)
+        f"<tr><td>{escape(name)}</td><td>{escape(redact.redact_for_terminal(text))}</td></tr>"
+        for name, text in summary_items(found)
     )
     return f"<table>\n{inside}\n</table>\n"
 
@@ -156,9 +156,9 @@ def _picture(found: Statistics) -> Canvas:
                 canvas.boxes.append(Box(x, y + 3, width, _ROW - 6, colour, title=f"{value:,}"))
             canvas.labels.append(Label(x + width + 6, y + 15, f"{value:,}", 11, _INK, "l"))
         y += _ROW
-    for name, each in summary_items(found)[1:]:
+    for name, text in summary_items(found)[1:]:
         y += 18
-        line = f"{name}: {redact.redact_for_terminal(each)}"
+        line = f"{name}: {redact.redact_for_terminal(text)}"
         canvas.labels.append(Label(16, y, _shorten(line), 11, _INK, "l"))
     canvas.height = y + 24
     return canvas
@@ -305,7 +305,7 @@ class Statistics:
         if not len(self.lengths):
             return {}
         found = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
-        return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
+        return {f"{100 * q:g}%": int(length) for q, length in zip(QUANTILES, found, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
         """Return (minimum length, maximum length, documents, tokens) of doubling length bins."""
@@ -356,7 +356,7 @@ def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStat
     characters = 0
 
     def count(stop: int) -> list[DocumentStatistics | Problem]:
-        numbers = [i for i, each in enumerate(held, stop - len(held)) if isinstance(each, str)]
+        numbers = [i for i, text in enumerate(held, stop - len(held)) if isinstance(text, str)]
         with wrap_text_errors(lambda number: source.where(numbers[number])):
             return _measure_texts(held, tokenizer)
 
@@ -378,7 +378,7 @@ def _measure_texts(
     held: Sequence[str | Problem], tokenizer: Tokenizer
 ) -> list[DocumentStatistics | Problem]:
     found: list[DocumentStatistics | Problem] = []
-    counts = iter(tokenizer.count([each for each in held if isinstance(each, str)]))
+    counts = iter(tokenizer.count([text for text in held if isinstance(text, str)]))
     for text in held:
         if not isinstance(text, str):
             found.append(text)
@@ -443,21 +443,21 @@ def compute_statistics(
     """
     lengths, firsts = np.zeros(num_documents, np.int64), np.zeros(num_documents, np.int64)
     found, number = Statistics(name, lengths, chat=chat, policy=policy), 0
-    for done, each in enumerate(documents, 1):
+    for done, document in enumerate(documents, 1):
         report(f"reading {name}", done, num_documents)
-        if isinstance(each, Problem):
+        if isinstance(document, Problem):
             found.unreadable += 1
-            found.first_unreadable = found.first_unreadable or each
+            found.first_unreadable = found.first_unreadable or document
             continue
-        lengths[number], firsts[number] = each.tokens, each.first_target
+        lengths[number], firsts[number] = document.tokens, document.first_target
         number += 1
-        found.trained += each.trained
-        found.num_bytes += each.num_bytes
-        found.empty += each.is_empty
-        found.num_with_replacement_character += each.has_replacement_character
-        found.unread.update(each.unread)
-        found.marks.update(1 << bit for bit in range(8) if each.marks >> bit & 1)
-        found._contents.add(each.digest, each.tokens)
+        found.trained += document.trained
+        found.num_bytes += document.num_bytes
+        found.empty += document.is_empty
+        found.num_with_replacement_character += document.has_replacement_character
+        found.unread.update(document.unread)
+        found.marks.update(1 << bit for bit in range(8) if document.marks >> bit & 1)
+        found._contents.add(document.digest, document.tokens)
     found.lengths = lengths[:number]
     found.duplicates, found.duplicate_tokens = found._contents.repeated()
     found.sampling_interval = 1 << found._contents.shift

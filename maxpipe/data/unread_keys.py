@@ -82,14 +82,14 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
         return ""
     records = first_records(source)
     found = [
-        f"{_format_data_settings(each.settings)} to read {' and '.join(each.names)} {each.how}"
-        for each in _trials(unread, records, config)
-        if _reads_keys(each, records, config)
+        f"{_format_data_settings(trial.settings)} to read {' and '.join(trial.names)} {trial.how}"
+        for trial in _trials(unread, records, config)
+        if _reads_keys(trial, records, config)
     ]
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
         found.append(f"{pairs} to read chosen and rejected as pairs")
     lines = [f"Set {', and '.join(found)}."] if found else []
-    of_template = [each for each in unread if each in (config.tools_field, *_OF_TEMPLATE)]
+    of_template = [key for key in unread if key in (config.tools_field, *_OF_TEMPLATE)]
     if of_template:
         names = " and ".join(sorted(of_template))
         lines.append(f"Set data.chat_template to a template file that reads {names}.")
@@ -174,10 +174,10 @@ def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
-        parts = [each for each in read if each.startswith(f"{name}.")]
+        parts = [path for path in read if path.startswith(f"{name}.")]
         if parts and isinstance(value, Mapping):
-            inner = [f"{name}.{each}" for each in value if has_value(value[each])]
-            yield from (each for each in inner if each not in read)
+            inner = [f"{name}.{key}" for key in value if has_value(value[key])]
+            yield from (path for path in inner if path not in read)
         else:
             yield str(name)
 
@@ -197,28 +197,28 @@ def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
 def _trials(
     unread: Collection[str], records: Sequence[Fields], config: SourceConfig
 ) -> Iterator[Trial]:
-    names = [each for each in unread if any(has_value(record.get(each)) for record in records)]
+    names = [key for key in unread if any(has_value(record.get(key)) for record in records)]
     for name in names:
         if name.lower() in SYSTEMS and not config.system_field:
             yield Trial({"system_field": name}, [name], "as the system message")
         elif name.lower() in _TOOLS and name != config.tools_field:
             yield Trial({"tools_field": name}, [name], "as tools")
-    texts = [each for each in names if each.lower() not in SYSTEMS and _is_content(each, records)]
-    texts = [each for each in texts if not _is_in_messages(each, records, config)]
+    texts = [name for name in names if name.lower() not in SYSTEMS and _is_content(name, records)]
+    texts = [text for text in texts if not _is_in_messages(text, records, config)]
     if config.chat == "messages":
-        contexts = [each for each in texts if each.lower() in CONTEXTS and not config.system_field]
+        contexts = [text for text in texts if text.lower() in CONTEXTS and not config.system_field]
         if contexts:
             yield Trial({"system_field": contexts[0]}, contexts[:1], "as the system message")
         return
-    thoughts = [each for each in texts if each.lower() in _REASONING]
-    responses = [each for each in texts if each.lower() in RESPONSES]
-    others = [each for each in texts if each not in (*thoughts, *responses)][:_MAX_JOINED]
+    thoughts = [text for text in texts if text.lower() in _REASONING]
+    responses = [text for text in texts if text.lower() in RESPONSES]
+    others = [text for text in texts if text not in (*thoughts, *responses)][:_MAX_JOINED]
     if others and config.prompt_field:
         template = rf"{_as_template(config.prompt_field)}\n{template_of_fields(others)}"
         yield Trial({"prompt_field": template}, others, "in the prompt")
     if config.chat == "prompt" and (thoughts or responses):
-        lines = [rf"<think>\n{_as_template(each)}\n</think>" for each in thoughts[:1]]
-        lines += [_as_template(each) for each in (config.response_field, *responses)]
+        lines = [rf"<think>\n{_as_template(thought)}\n</think>" for thought in thoughts[:1]]
+        lines += [_as_template(name) for name in (config.response_field, *responses)]
         names = [*thoughts[:1], *responses]
         yield Trial({"response_field": r"\n".join(lines)}, names, "in the response")
 
@@ -229,7 +229,7 @@ def _as_template(field: str) -> str:
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
     texts = [record[name] for record in records if has_value(record.get(name))]
-    if not texts or not all(isinstance(each, str) for each in texts):
+    if not texts or not all(isinstance(text, str) for text in texts):
         return False
     return name.lower() in (*CONTEXTS, *_REASONING) or any(map(has_words, texts))
 
@@ -240,7 +240,7 @@ def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) 
             continue
         try:
             text = "\n".join(
-                str(each.get("content")) for each in _parse_record(record, config).messages
+                str(message.get("content")) for message in _parse_record(record, config).messages
             )
         except BadRecord:
             return False
@@ -267,7 +267,7 @@ def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -
         found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
         return False
-    return not any(name in each.unread for each in found for name in trial.names)
+    return not any(name in chat.unread for chat in found for name in trial.names)
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
@@ -328,9 +328,9 @@ def remarks(
     total = pluralize(num_documents, what)
     found = unread_remarks(unread, total, action)
     found += [
-        f"{marks[each]} of {total} {_MARK_REMARKS[each]}"
-        for each in _MARK_REMARKS
-        if marks.get(each)
+        f"{marks[mark]} of {total} {_MARK_REMARKS[mark]}"
+        for mark in _MARK_REMARKS
+        if marks.get(mark)
     ]
     if long is not None and long.number and long.policy in _POLICY_REMARKS:
         words = f"{long.number} of {total} longer than a sequence: {_POLICY_REMARKS[long.policy]}"

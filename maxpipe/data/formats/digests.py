@@ -250,7 +250,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
         while name in found:  # files in different folders may have the same name
             name += "'"
         found[name] = (
-            parts[0] if len(parts) == 1 else digest([[each.name for each in group], *parts])
+            parts[0] if len(parts) == 1 else digest([[file.name for file in group], *parts])
         )
     return found
 

@@ -146,7 +146,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
     """
     for folder, below, names in os.walk(root):
         is_own = os.path.basename(folder) == _OWN_FOLDER or any(
-            each <= {*names} for each in _MAXPIPE_FOLDER_FILES
+            own <= {*names} for own in _MAXPIPE_FOLDER_FILES
         )
         if folder != root and is_own:
             below.clear()
@@ -214,7 +214,7 @@ def version_of(path: str) -> str:
 
 
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
-    return not name.startswith(".") and (not suffixes or any(each in name for each in suffixes))
+    return not name.startswith(".") and (not suffixes or any(suffix in name for suffix in suffixes))
 
 
 def _no_files_error(
@@ -440,7 +440,7 @@ def decompress(file: File) -> Generator[bytes]:
     Raises:
         ConfigError: the file is truncated or damaged, or cannot be read.
     """
-    suffix = next(each for each in SUFFIXES if file.path.endswith(each))
+    suffix = next(end for end in SUFFIXES if file.path.endswith(end))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
     with wrap_read_errors(file.path), open_file(file) as packed:
         try:

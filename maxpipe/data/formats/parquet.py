@@ -52,7 +52,7 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
     """
     if columns is None:
         return None
-    found = [each if each in names else each.partition(".")[0] for each in columns]
+    found = [column if column in names else column.partition(".")[0] for column in columns]
     return sorted(set(found)) if set(found) <= set(names) else None
 
 
@@ -100,7 +100,7 @@ def _value_bytes(array: Any) -> int:
         sizes = compute.binary_length(values).take(array.indices)
         return (compute.sum(sizes).as_py() or 0) + _VALUE_BYTES * len(array)
     if types.is_struct(kind):
-        return sum(_value_bytes(each) for each in array.flatten())
+        return sum(_value_bytes(part) for part in array.flatten())
     if types.is_nested(kind) and hasattr(array, "flatten"):
         return _VALUE_BYTES * len(array) + _value_bytes(array.flatten())
     if _is_text(kind):
@@ -152,10 +152,10 @@ class ParquetRows:
                     )
                 some = columns_to_read(columns, found.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
-                largest = max([largest, *(_size(found.schema, each, some) for each in groups)])
+                largest = max([largest, *(_size(found.schema, group, some) for group in groups)])
             progress.update(number + 1)
-        self._group_ends = [np.cumsum(each, dtype=np.int64) for each in counts]
-        self._ends = np.cumsum([sum(each) for each in counts], dtype=np.int64)
+        self._group_ends = [np.cumsum(count, dtype=np.int64) for count in counts]
+        self._ends = np.cumsum([sum(count) for count in counts], dtype=np.int64)
         if not len(self):
             rule = f"must contain rows: {pluralize(len(files), 'file')} without rows."
             action = "Set data.path to files with rows."
@@ -197,7 +197,7 @@ class ParquetRows:
                 self._cached.move_to_end(key)
                 return self._cached[key]
             table = self._cached[key] = self._read_group(self.files[which], group, columns)
-            size = sum(each.nbytes for each in self._cached.values())
+            size = sum(group.nbytes for group in self._cached.values())
             while size > _CACHED_BYTES and len(self._cached) > 1:
                 size -= self._cached.popitem(last=False)[1].nbytes
             return table
@@ -255,7 +255,9 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
     for number in range(group.num_columns):
         chunk = group.column(number)
         path = chunk.path_in_schema
-        if columns is None or any(path == each or path.startswith(f"{each}.") for each in columns):
+        if columns is None or any(
+            path == column or path.startswith(f"{column}.") for column in columns
+        ):
             yield chunk
 
 
@@ -324,6 +326,6 @@ def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
         chunk.path_in_schema
         for chunk in _chunks(group, columns)
         if chunk.physical_type == "BYTE_ARRAY"
-        and any("DICTIONARY" in each for each in chunk.encodings)
-        and not any("DELTA" in each for each in chunk.encodings)
+        and any("DICTIONARY" in encoding for encoding in chunk.encodings)
+        and not any("DELTA" in encoding for encoding in chunk.encodings)
     ]

@@ -61,7 +61,7 @@ class TrackedRead(NamedTuple):
 
 
 def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
-    return TrackedRead(reads[-1].begun, reads[-1].verb, tuple(each.what for each in reads))
+    return TrackedRead(reads[-1].begun, reads[-1].verb, tuple(read.what for read in reads))
 
 
 def _describe_target(what: ReadTarget) -> str:
@@ -82,11 +82,13 @@ def _describe_target(what: ReadTarget) -> str:
 
 def longest_active_read() -> TrackedRead | None:
     """Return the document read that has been active for the longest time, if any."""
-    threads = [list(each) for each in list(_ACTIVE_READS.values())]
+    threads = [list(reads) for reads in list(_ACTIVE_READS.values())]
     found = [
-        _innermost_read(each) for each in threads if each and not isinstance(each[-1].what, str)
+        _innermost_read(thread)
+        for thread in threads
+        if thread and not isinstance(thread[-1].what, str)
     ]
-    return min(found, key=lambda each: each.begun, default=None)
+    return min(found, key=lambda read: read.begun, default=None)
 
 
 class ReadTimes(NamedTuple):

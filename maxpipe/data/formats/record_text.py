@@ -76,7 +76,7 @@ def settings_text(keys: Settings) -> str:
 def text_template(record: Mapping[str, Any]) -> str:
     """Return a `data.template` with prompt and response; empty if a field is not text."""
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
-    joined = [name for each in names for name in each]
+    joined = [name for group in names for name in group]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
         return ""
     return template_of_fields([*_present_text_fields(record, SYSTEMS), *joined])
@@ -136,13 +136,15 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
     """Return whether both responses include the prompt, and no prompt field matches it."""
     values = [record[name] for name in halves]
-    if all(_are_messages(each) for each in values):
+    if all(_are_messages(value) for value in values):
         first = values[0][0]
         if first.get("role", first.get("from")) in ("assistant", "gpt"):
             return False
         said, text = record.get(prompt), first.get("content", first.get("value"))
         return said != text and not (isinstance(said, list) and said == values[0][: len(said)])
-    return all(isinstance(each, str) for each in values) and not (prompt or _messages_name(record))
+    return all(isinstance(value, str) for value in values) and not (
+        prompt or _messages_name(record)
+    )
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
@@ -152,7 +154,7 @@ def _prompt(record: Mapping[str, Any]) -> str:
     if not prompts:
         return ""
     name = prompts[0]
-    contexts = [each for each in _present_text_fields(record, CONTEXTS) if each != name]
+    contexts = [field for field in _present_text_fields(record, CONTEXTS) if field != name]
     if not contexts or not isinstance(record[name], str):
         return name
     return template_of_fields([name, *contexts]) or name
@@ -195,18 +197,18 @@ def _is_text_or_messages(value: Any) -> bool:
 
 def _are_messages(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and bool(value)
-    return is_list and all(isinstance(each, Mapping) for each in value)
+    return is_list and all(isinstance(item, Mapping) for item in value)
 
 
 def _have_roles(value: Any) -> bool:
     if not _are_messages(value):
         return False
-    return all("role" in each or "from" in each or {*each} >= {"input", "output"} for each in value)
+    return all("role" in item or "from" in item or {*item} >= {"input", "output"} for item in value)
 
 
 def _are_turns(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and len(value) > 1
-    return is_list and all(isinstance(each, str) for each in value)
+    return is_list and all(isinstance(item, str) for item in value)
 
 
 _MAX_DEPTH = 256

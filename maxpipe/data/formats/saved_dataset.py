@@ -67,7 +67,7 @@ class SavedDataset:
             self._batches += _batches(number, file)
         rows = [batch.num_rows for batch in self._batches]
         self._ends = np.cumsum(rows, dtype=np.int64)
-        self._batch_files = np.array([each.file for each in self._batches], np.int64)
+        self._batch_files = np.array([part.file for part in self._batches], np.int64)
         if not sum(rows):
             rule = "must contain rows; the dataset is empty."
             raise ConfigError.one("data.path", paths[0], rule, "Save the dataset again.")
@@ -106,7 +106,7 @@ class SavedDataset:
             if which not in self._cached:
                 batch = self._batches[which]
                 self._cached[which] = batch.read(self.files[batch.file])
-                size = sum(self._batches[each].size_bytes for each in self._cached)
+                size = sum(self._batches[number].size_bytes for number in self._cached)
                 while size > _CACHED_BYTES and len(self._cached) > 1:
                     size -= self._batches[self._cached.popitem(last=False)[0]].size_bytes
             self._cached.move_to_end(which)
@@ -154,7 +154,7 @@ def _data_files(path: str) -> list[File]:
         rule = "must contain its rows, not a selection by index."
         action = "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR')."
         raise ConfigError.one("data.path", path, rule, action)
-    names = [each["filename"] for each in state["_data_files"]]
+    names = [file["filename"] for file in state["_data_files"]]
     for name in names:
         if name != os.path.basename(name) or not name.endswith(".arrow"):
             rule = "must list Arrow files in this folder."
@@ -196,7 +196,7 @@ class _Batch(NamedTuple):
         """
         import pyarrow
 
-        parts = [read(file, *each) for each in (*self.needed, (self.start, self.stop))]
+        parts = [read(file, *ends) for ends in (*self.needed, (self.start, self.stop))]
         try:
             with pyarrow.ipc.open_stream(pyarrow.py_buffer(b"".join([*parts, _END]))) as reader:
                 batch = reader.read_next_batch()

@@ -228,7 +228,7 @@ class LogitsWriter:
 
 def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
     """Raise ConfigError if the folder was written for another teacher or other sequences."""
-    theirs, ours = (_comparable_spec(each) for each in (found, spec))
+    theirs, ours = (_comparable_spec(spec) for spec in (found, spec))
     if lines := differences(theirs, ours):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"contains logits prepared with other settings: {'; '.join(lines[:4])}{more}."

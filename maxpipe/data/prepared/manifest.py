@@ -367,7 +367,7 @@ def spec_of(
     `chat` is the fingerprint of the conversations; empty for texts. `day` is the date that the chat
     template renders.
     """
-    keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
+    keys = {key.name: getattr(data, key.name) for key in dataclasses.fields(SourceConfig)}
     found: SourceEntry = {
         "name": source.name,
         "fingerprint": source.fingerprint(),
@@ -431,14 +431,14 @@ def changed_files(
         if name in saved and _differ(saved[name], digest)
     ]
     if saved.keys() != current.keys():
-        before, now = ([*each][:_NAMED_FILES] for each in (saved, current))
+        before, now = ([*value][:_NAMED_FILES] for value in (saved, current))
         found.append(("the list of files", ", ".join(before), ", ".join(now)))
     return found
 
 
 def _differ(saved: str, current: str) -> bool:
     """Return whether digests differ. Digests of different types are not compared."""
-    kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
+    kinds = [value.partition(":")[0] if ":" in value else "" for value in (saved, current)]
     return kinds[0] == kinds[1] and saved != current
 
 
@@ -533,7 +533,7 @@ def _check(found: Manifest) -> None:
         if not 0 <= shard["unreadable"] <= shard["documents"]:
             raise ValueError(f"{name} has {shard['unreadable']} unreadable documents")
         entries = shard["files"]
-        if min(each["bytes"] for each in entries.values()) < 0:
+        if min(entry["bytes"] for entry in entries.values()) < 0:
             raise ValueError(f"{name} has a file of negative size")
         itemsize = np.dtype(found["dtype"]).itemsize if found["dtype"] in DTYPES else 0
         if entries[BIN]["bytes"] != shard["tokens"] * itemsize:

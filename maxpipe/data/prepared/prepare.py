@@ -245,13 +245,13 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
     )  # earlier releases did not store digests of files
     theirs, ours = (
         {
-            "format": each["format"],
+            "format": part["format"],
             # Documents and tokenizers are compared by content, not by path.
-            "source": {key: each["source"].get(key) for key in known},
-            "tokenizer": each["tokenizer"]["fingerprint"],
-            "shard_tokens": each["shard_tokens"],
+            "source": {key: part["source"].get(key) for key in known},
+            "tokenizer": part["tokenizer"]["fingerprint"],
+            "shard_tokens": part["shard_tokens"],
         }
-        for each in (found, spec)
+        for part in (found, spec)
     )
     if lines := differences(theirs, ours):
         lines += differences(found["source"]["data"], spec["source"]["data"], "data")
@@ -428,7 +428,7 @@ def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallbac
     except ConfigError as error:
         action = "Restore the file and run the same command again, or prepare the changed file "
         action += f"into another folder, such as --out {suggest_folder(folder)}."
-        problems = [replace(each, action=action) for each in error.problems]
+        problems = [replace(problem, action=action) for problem in error.problems]
         raise ConfigError(problems) from error
 
 

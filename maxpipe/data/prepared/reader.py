@@ -169,8 +169,8 @@ class PreparedDocuments:
         self._folder = folder
         kept = PieceCache() if url_scheme(folder) else None
         shards = self.manifest["shards"]
-        self._shards = [Shard(folder, number, each, kept) for number, each in enumerate(shards)]
-        self._starts = np.cumsum([0, *(each["documents"] for each in shards)])
+        self._shards = [Shard(folder, number, shard, kept) for number, shard in enumerate(shards)]
+        self._starts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         self.span_tokens = self._read_spans()
 
     def _read_spans(self) -> np.ndarray:
@@ -369,8 +369,8 @@ class _DocumentWindow:
             (SPAN_DOCUMENTS * s, min(SPAN_DOCUMENTS * (s + 1), documents.num_documents))
             for s in spans.tolist()
         ]
-        self.numbers = np.concatenate([np.arange(*each) for each in edges])
-        self.lengths = np.concatenate([documents.lengths_between(*each) for each in edges])
+        self.numbers = np.concatenate([np.arange(*edge) for edge in edges])
+        self.lengths = np.concatenate([documents.lengths_between(*edge) for edge in edges])
 
     def __getitem__(self, document: int) -> EncodedDocument:
         return self._documents[int(self.numbers[document])]
@@ -405,8 +405,8 @@ class WindowedSequences:
 
     def _count_concatenated(self) -> _WindowCounts:
         """Compute the counts from span totals, if every document has at least one token."""
-        tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
-        documents = np.array([self._span_documents(each).sum() for each in self._spans])
+        tokens = np.array([self._documents.span_tokens[span].sum() for span in self._spans])
+        documents = np.array([self._span_documents(span).sum() for span in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
@@ -428,7 +428,7 @@ class WindowedSequences:
 
         def of(arrays: Mapping[str, np.ndarray]) -> _WindowCounts:
             counts = _WindowCounts(**{name: arrays[name] for name in _WindowCounts._fields})
-            if {each.shape for each in counts} != {(len(self._spans),)}:
+            if {count.shape for count in counts} != {(len(self._spans),)}:
                 raise ValueError("arrays with an unexpected shape")
             return counts
 

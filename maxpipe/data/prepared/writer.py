@@ -72,7 +72,7 @@ class DocumentBatch(NamedTuple):
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
         parts = self.lengths, self.meta, self.byte_counts, self.unreadable
-        lengths, meta, counts, unreadable = (each[here] for each in parts)
+        lengths, meta, counts, unreadable = (part[here] for part in parts)
         notes = self.unread[here], self.marks[here]
         return DocumentBatch(self.ids[tokens], lengths, meta, counts, unreadable, trained, *notes)
 
@@ -295,7 +295,7 @@ class _ConversationShardEncoder:
             unread.append(found.unread)
             marks.append(found.marks)
             tokens += len(found.ids)
-        lengths = np.array([len(each) for each in ids])
+        lengths = np.array([len(document) for document in ids])
         meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
         unreadable = np.zeros(len(ids), bool)
         parts = lengths, meta, _histograms(raws), unreadable

@@ -209,7 +209,7 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
     if found is None:
         return None
     added = [
-        each["content"] for each in definition.get("added_tokens") or () if not each["special"]
+        token["content"] for token in definition.get("added_tokens") or () if not token["special"]
     ]
     return ByteBpe(pattern, *found, "|".join(map(re.escape, added)))
 
@@ -242,7 +242,7 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
         return None
     tokens = sorted(byte_of)
     merges = [
-        tuple(each.split(" ")) if isinstance(each, str) else each for each in settings["merges"]
+        tuple(merge.split(" ")) if isinstance(merge, str) else merge for merge in settings["merges"]
     ]
     for first, second in merges:
         joined = first + second
@@ -254,11 +254,11 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
     if any(set(token) - byte_of.keys() for token in tokens):
         return None
     for token in tokens:
-        if [each.value for each in model.tokenize(token)] != [token]:
+        if [part.value for part in model.tokenize(token)] != [token]:
             return None
     if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
         return None  # tokens without a merge may be full words
-    ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
+    ranks = {bytes(byte_of[character] for character in token): i for i, token in enumerate(tokens)}
     return ranks, [vocabulary[token] for token in tokens]
 
 

@@ -254,13 +254,15 @@ class ChatTemplate:
             process = self.process()
             stack.callback(process.close)
             try:
-                for each in conversations:
-                    full = each._replace(settings={**self.settings, **each.settings})
+                for conversation in conversations:
+                    full = conversation._replace(
+                        settings={**self.settings, **conversation.settings}
+                    )
                     found = process.render(
                         full, add_generation_prompt=add_generation_prompt, day=self.day
                     )
                     texts.append(found.text)
-                    unread.update((*each.unread, *found.unread))
+                    unread.update((*conversation.unread, *found.unread))
             except RenderError as error:
                 raise self._template_error(error) from error
         for remark in unread_remarks(unread, pluralize(len(conversations), "conversation")):

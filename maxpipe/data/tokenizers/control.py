@@ -333,18 +333,18 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
         for key, ids in found.items():
             value = content[key] if content.get(key) is not None else inner.get(key)
             found[key] = ids or _ids(path, key, value)
-    found["bos_token_id"] = [each for each in found["bos_token_id"] if each < vocab_size]
+    found["bos_token_id"] = [i for i in found["bos_token_id"] if i < vocab_size]
     return found
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
     """Return one id or several as a list. Ids of padded embeddings may exceed the vocabulary."""
     ids: list[int] = []
-    for each in value if isinstance(value, list) else [] if value is None else [value]:
-        if type(each) is not int or not 0 <= each < MAX_IDS:
-            rule = f"must have ids below {MAX_IDS} in {key}: found {str(each)[:80]}."
+    for i in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(i) is not int or not 0 <= i < MAX_IDS:
+            rule = f"must have ids below {MAX_IDS} in {key}: found {str(i)[:80]}."
             raise _settings_error(path, rule)
-        ids.append(each)
+        ids.append(i)
     return ids
 
 
@@ -360,7 +360,7 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
         raise _settings_error(path, rule) from error
     found, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
     if isinstance(found, list):
-        named = [each for each in found if isinstance(each, dict)]
+        named = [entry for entry in found if isinstance(entry, dict)]
         found = next((e.get("template") for e in named if e.get("name") == "default"), None)
         if found is None:
             raise _settings_error(path, "must have a chat template named default.")

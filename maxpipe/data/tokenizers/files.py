@@ -68,7 +68,7 @@ def _is_slow(part: Any) -> bool:
         if not isinstance(longest, int) or longest > _LONGEST_WORD:
             return True
         # The vocabulary and the merges are large and contain no patterns.
-        return any(_is_slow(each) for name, each in part.items() if name not in _LISTS)
+        return any(_is_slow(item) for name, item in part.items() if name not in _LISTS)
     return isinstance(part, list) and any(map(_is_slow, part))
 
 

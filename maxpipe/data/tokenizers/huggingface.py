@@ -64,7 +64,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of_text(number: int, text: str) -> float:
-        return sum(of(number, each) for each in text)
+        return sum(of(number, character) for character in text)
 
     @functools.cache
     def of(number: int, character: str) -> float:
@@ -81,14 +81,16 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(same, grown / len(pattern)) if character in pattern else same
         if step.get("type") == "Precompiled":
             longest = _longest(step) / _LONGEST_UNICODE
-            return max(1.0, longest) * max(of(number + 1, each) for each in alphabet)
+            return max(1.0, longest) * max(of(number + 1, character) for character in alphabet)
         if step.get("type") in _FOLDS:  # `A` may become `a`
-            return max(of(number + 1, each) for each in alphabet)
+            return max(of(number + 1, character) for character in alphabet)
         return same
 
     # The values are computed from the last step, so that the recursion is never deeper than one
     # step.
-    worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
+    worst = [
+        max(of(number, character) for character in alphabet) for number in range(len(steps), -1, -1)
+    ]
     return worst[-1]
 
 
@@ -101,8 +103,8 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
         return
     inner = node.get("normalizers", node.get("decoders"))
     if isinstance(inner, list):
-        for each in inner:
-            yield from _steps(each)
+        for step in inner:
+            yield from _steps(step)
     else:
         yield node
 
@@ -254,7 +256,9 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         """Second tokenizer, which recognizes control tokens in text."""
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
-            each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
+            token
+            for token in settings.get("added_tokens") or ()
+            if token["id"] < self.embedding_rows
         ]
         # The post-processor would add no tokens here, but could exclude spaces from token offsets.
         settings["post_processor"] = None
@@ -263,7 +267,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return other
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        return [len(each) for each in self._encodings(texts)]
+        return [len(encoding) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: Sequence[str]) -> Sequence[Any]:
         return self._each(texts, self._tokenizer.encode_batch_fast)
@@ -313,8 +317,8 @@ def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int])
     if model.get("type") != "BPE" or model.get("ignore_merges"):
         return None
     merged = (
-        "".join(each.split(" ", 1) if isinstance(each, str) else each)
-        for each in model.get("merges") or ()
+        "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
+        for merge in model.get("merges") or ()
     )
     prefix, suffix = (
         model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")
@@ -322,7 +326,7 @@ def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int])
     if prefix:
         return None
     known = {
-        content for each in definition.get("added_tokens") or () for content in [each["content"]]
+        content for token in definition.get("added_tokens") or () for content in [token["content"]]
     }
     known |= {*merged, str(model.get("unk_token"))}
     return {

@@ -186,8 +186,8 @@ class _Renderer:
             **request["settings"],
             "tools": request["tools"],
         }
-        messages = [_TrackedMessage(each) for each in request["messages"]]
-        if any(isinstance(dict.get(each, "content"), list) for each in messages):
+        messages = [_TrackedMessage(message) for message in request["messages"]]
+        if any(isinstance(dict.get(message, "content"), list) for message in messages):
             messages = self._join_content_lists(messages, prompt=request["add_generation_prompt"])
         try:
             return self._render_response(request, messages)
@@ -196,11 +196,11 @@ class _Renderer:
         except Exception:
             # Some templates compare missing content with none; others test whether it is defined.
             # Sources do not distinguish null from missing content, so both variants are tried.
-            without = [each for each in messages if not dict.__contains__(each, "content")]
+            without = [message for message in messages if not dict.__contains__(message, "content")]
             if not without:
                 raise
-            for each in without:
-                each["content"] = None
+            for message in without:
+                message["content"] = None
             with contextlib.suppress(Exception):
                 return self._render_response(request, messages)
             raise
@@ -213,9 +213,11 @@ class _Renderer:
         Raises:
             ValueError: the template renders a content list in Python syntax.
         """
-        joined = [_join_content(each) for each in messages]
+        joined = [_join_content(message) for message in messages]
         texts = [
-            text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
+            text.strip()
+            for message in messages
+            for text in _texts_of(dict.get(message, "content")) or []
         ]
         as_parts, as_text = (
             self._try_render(messages, prompt=prompt),
@@ -238,12 +240,12 @@ class _Renderer:
         found: dict[str, Any] = {"text": text}
         if request["trained"] is not None:
             spans, rewritten = self._trained_spans(request, messages, text)
-            spans = sorted(each for each in spans if each[0] < each[1])
-            found |= {"spans": [list(each) for each in spans], "rewritten": rewritten}
+            spans = sorted(span for span in spans if span[0] < span[1])
+            found |= {"spans": [list(span) for span in spans], "rewritten": rewritten}
         return {**found, "unread": self._unread(request, messages)}
 
     def _unread(self, request: dict[str, Any], messages: Sequence[_TrackedMessage]) -> list[str]:
-        keys = {f"message.{key}" for each in messages for key in each._unread()}
+        keys = {f"message.{key}" for message in messages for key in message._unread()}
         keys |= {f"chat_template_kwargs.{key}" for key in {*request["settings"]} - self._names}
         if request["tools"] and "tools" not in self._names:
             keys.add("tools")
@@ -279,7 +281,9 @@ class _Renderer:
         """Return the spans of trained messages, and the number of rewritten messages."""
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
-            speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
+            speaks = {
+                n for n, message in enumerate(messages) if dict.get(message, "role") == "assistant"
+            }
             blocks = self._generation_blocks(text)
             if wanted := [number for number in trained if number in speaks]:
                 is_all = len(wanted) == len(speaks)
@@ -322,7 +326,7 @@ class _Renderer:
                 raise _NotPrefixError(f"the template fails on the first {number} messages")
             return len(self._spans.found)
 
-        return [each for n in wanted for each in blocks[before(n) : before(n + 1)]]
+        return [block for n in wanted for block in blocks[before(n) : before(n + 1)]]
 
     # Spans without generation blocks.
 
@@ -379,9 +383,11 @@ class _Renderer:
                 [*messages[:number], {**kept, "content": content}, *messages[number + 1 :]]
                 for content in ("a", "b")
             ]
-            found = [self._try_render(each) for each in others]
+            found = [self._try_render(turns) for turns in others]
             if None not in found:
-                return min(_common_prefix_length(text, each) for each in found if each is not None)
+                return min(
+                    _common_prefix_length(text, other) for other in found if other is not None
+                )
         rule = f"message {number + 1} cannot be separated from the text before it"
         raise _NotPrefixError(rule)
 
@@ -398,9 +404,9 @@ def _texts_of(content: Any) -> list[str] | None:
     """Return the texts of parts such as `{"type": "text", ...}`; None if a part is not text."""
     if not isinstance(content, list):
         return None
-    parts = [each if isinstance(each, dict) else {} for each in content]
-    texts = [each.get(_TEXT_KEYS.get(each.get("type", "text"), "")) for each in parts]
-    found = [each for each in texts if isinstance(each, str)]
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part.get(_TEXT_KEYS.get(part.get("type", "text"), "")) for part in parts]
+    found = [text for text in texts if isinstance(text, str)]
     return found if len(found) == len(texts) else None
 
 
@@ -413,12 +419,12 @@ def _join_content(message: _TrackedMessage) -> _TrackedMessage:
 
 def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
     """Return whether the text contains a message's content in Python or JSON list syntax."""
-    lists = [dict.get(each, "content") for each in messages]
-    lists = [each for each in lists if isinstance(each, list) and each]
+    lists = [dict.get(message, "content") for message in messages]
+    lists = [parts for parts in lists if isinstance(parts, list) and parts]
     written = [
-        [str(each), json.dumps(each), json.dumps(each, ensure_ascii=False)] for each in lists
+        [str(parts), json.dumps(parts), json.dumps(parts, ensure_ascii=False)] for parts in lists
     ]
-    return any(each in text for forms in written for each in forms)
+    return any(form in text for forms in written for form in forms)
 
 
 def _common_prefix_length(one: str, other: str) -> int:

@@ -96,7 +96,7 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
     kinds = [
-        each for key in ("model_type", "model_name") if isinstance(each := config.get(key), str)
+        kind for key in ("model_type", "model_name") if isinstance(kind := config.get(key), str)
     ]
     registered = REGISTERED.get(kinds[0], "") if isinstance(config.get("model_type"), str) else ""
     is_corrected = any(kind in CORRECTED for kind in kinds)
@@ -121,7 +121,7 @@ def may_keep_file(folder: str) -> bool:
     """Return whether `tokenizer_class` set to `TokenizersBackend` would take effect."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
-    return not any(class_name(settings, config, byte_level=each) for each in (True, False))
+    return not any(class_name(settings, config, byte_level=flag) for flag in (True, False))
 
 
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
@@ -192,15 +192,15 @@ def _added_tokens(
     own = definition.get("added_tokens") or []
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        entries = {int(i): each for i, each in listed.items() if _is_token(i, each)}
+        entries = {int(i): entry for i, entry in listed.items() if _is_token(i, entry)}
     else:
-        entries = {each["id"]: each for each in own}
-    found = [_added_token(i, each, named) for i, each in sorted(entries.items())]
-    known = {each["content"] for each in found}
+        entries = {token["id"]: token for token in own}
+    found = [_added_token(i, item, named) for i, item in sorted(entries.items())]
+    known = {token["content"] for token in found}
     vocabulary = definition["model"].get("vocab") or {}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    extra = [each.get("content") if isinstance(each, dict) else each for each in extra]
-    for text in dict.fromkeys([*named, *(each for each in extra if isinstance(each, str))]):
+    extra = [token.get("content") if isinstance(token, dict) else token for token in extra]
+    for text in dict.fromkeys([*named, *(token for token in extra if isinstance(token, str))]):
         if text in vocabulary and text not in known:
             found.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
     return found
@@ -220,7 +220,7 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
     """Return a post-processor that adds the token `before` to a text; None if it is missing."""
-    added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
+    added = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
         return None
@@ -241,14 +241,14 @@ def _comparable(definition: Mapping[str, Any]) -> Any:
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
     parts.append("bytes" if isinstance(decoder, tuple) else decoder)
-    added = sorted(definition.get("added_tokens") or (), key=lambda each: each["id"])
+    added = sorted(definition.get("added_tokens") or (), key=lambda token: token["id"])
     return model, parts, definition.get("post_processor"), added
 
 
 def _plain(part: Any) -> Any:
     """Drop offset options and default values, and unwrap one-element sequences."""
     if isinstance(part, list):
-        return [_plain(each) for each in part]
+        return [_plain(item) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "ByteLevel":
