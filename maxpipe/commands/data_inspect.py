@@ -166,10 +166,10 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
 def _tokenizer(folder: str) -> dict[str, Any]:
     from maxpipe.data.prepared.manifest import read_manifest
 
-    found = read_manifest(os.path.expanduser(folder))["tokenizer"]
-    if found["kind"] == "bytes":
+    tokenizer = read_manifest(os.path.expanduser(folder))["tokenizer"]
+    if tokenizer["kind"] == "bytes":
         return {}
-    return {"tokenizer.kind": found["kind"], "tokenizer.path": found["path"]}
+    return {"tokenizer.kind": tokenizer["kind"], "tokenizer.path": tokenizer["path"]}
 
 
 def _conversation(
@@ -196,16 +196,16 @@ def _conversation(
     record = source.record(0) if len(source) else ""
     if isinstance(record, str) or isinstance(record.get("text"), str):
         return {}
-    found = chat_keys(record, with_template=with_template)
+    chat = chat_keys(record, with_template=with_template)
     template = "" if with_template else text_template(record)
-    if template and found.get("data.chat") == "prompt":
-        settings = settings_text(drop_default_keys(found))
+    if template and chat.get("data.chat") == "prompt":
+        settings = settings_text(drop_default_keys(chat))
         line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
         print(redact.redact_for_terminal(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
         return {"data.template": template}
-    if with_defaults or found.get("data.messages_field") == "conversations":
-        return found
-    return drop_default_keys(found)
+    if with_defaults or chat.get("data.messages_field") == "conversations":
+        return chat
+    return drop_default_keys(chat)
 
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
@@ -244,13 +244,13 @@ def open_datasets(config: Config, folder: str) -> Datasets:
 
     progress = ProgressBar()
     try:
-        found = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
+        datasets = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
     finally:
         progress.close()
     dealt = mixture_of(folder) if folder and config.data.mixture else None
-    if dealt is not None and dealt[0] == found.train.sources:
-        found.train.set_mixture(Mixture.from_metadata(dealt[1], config.run.seed))
-    return found
+    if dealt is not None and dealt[0] == datasets.train.sources:
+        datasets.train.set_mixture(Mixture.from_metadata(dealt[1], config.run.seed))
+    return datasets
 
 
 def batch_of_step(folder: str, step: int) -> int:
@@ -280,8 +280,8 @@ def _show(options: argparse.Namespace) -> int:
         number = options.n or (3 if options.row is None else 1)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for at, row in _iter_sequences(loader, batch, options.row or 0, number):
-            found = inspect_sequence(loader, datasets.tokenizer, at, row)
-            print("\n".join(_page(found, options.step + at - batch, coloured)), flush=True)
+            sequence = inspect_sequence(loader, datasets.tokenizer, at, row)
+            print("\n".join(_page(sequence, options.step + at - batch, coloured)), flush=True)
     finally:
         datasets.close()
     return ExitCode.DONE
@@ -304,28 +304,28 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
 def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
     """Yield (batch, row) for up to `number` sequences, starting at `row`, until the data ends."""
-    for given in range(number):
+    for number_shown in range(number):
         yield batch, row
         row += 1
         if row < len(loader.sequence_origins(batch)):
             continue
         batch, row = batch + 1, 0
-        if given + 1 < number and not loader.sequence_origins(batch):
+        if number_shown + 1 < number and not loader.sequence_origins(batch):
             return
 
 
-def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
-    tokens = sum(segment.num_tokens for segment in found.segments)
-    trained = sum(segment.num_trained for segment in found.segments)
-    source = f" of {found.source}" if found.source else ""
+def _page(inspected: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
+    tokens = sum(segment.num_tokens for segment in inspected.segments)
+    trained = sum(segment.num_trained for segment in inspected.segments)
+    source = f" of {inspected.source}" if inspected.source else ""
     parts = [
-        f"step {step} row {found.row}: sequence {found.sequence}{source}",
-        _count_documents(found.segments),
+        f"step {step} row {inspected.row}: sequence {inspected.sequence}{source}",
+        _count_documents(inspected.segments),
         f"{trained} of {pluralize(tokens, 'token')} trained",
     ]
-    parts += [f"{found.num_padding} of padding"] if found.num_padding else []
+    parts += [f"{inspected.num_padding} of padding"] if inspected.num_padding else []
     yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
-    for segment in found.segments:
+    for segment in inspected.segments:
         yield _styled(f"--- {_segment_header(segment)}", _HEAD, coloured)
         yield "".join(_mark_trained(piece, coloured) for piece in segment.pieces)
 
@@ -399,7 +399,7 @@ def _find(options: argparse.Namespace) -> int:
 def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
     from maxpipe.data.inspect_batch import inspect_sequence
 
-    found = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
+    inspected = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
     documents = [
         {
             "document": segment.document,
@@ -409,9 +409,9 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
             "trained": segment.num_trained,
             **({"half": segment.half} if segment.half else {}),
         }
-        for segment in found.segments
+        for segment in inspected.segments
     ]
-    place = {"batch": batch, "row": row, "source": found.source, "sequence": found.sequence}
+    place = {"batch": batch, "row": row, "source": inspected.source, "sequence": inspected.sequence}
     return {**place, "documents": documents}
 
 
@@ -425,18 +425,18 @@ def _stats(options: argparse.Namespace) -> int:
     config = read_data_config(expand_data_files(inputs)).config
     from maxpipe.data import statistics
 
-    found = list(_compute_statistics(config))
+    statistics_of = list(_compute_statistics(config))
     if options.out is not None:
-        write_file(options.out, "--out", lambda path: statistics.draw(found, path))
+        write_file(options.out, "--out", lambda path: statistics.draw(statistics_of, path))
     if options.json:
-        facts: Any = [part.to_dict() for part in found]
+        facts: Any = [part.to_dict() for part in statistics_of]
         if config.data.mixture:
             facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
         else:
             [facts] = facts
         print(json.dumps(facts, indent=2))
     else:
-        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, found))))
+        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, statistics_of))))
     return ExitCode.DONE
 
 
@@ -460,9 +460,9 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
         for name, source in all_sources(config.data).items():
             with wrap_section_errors(name):
                 seed = seed_of(name, config.run.seed)
-                found = _source_statistics(config, source, seed, tokenizer, progress)
-            found.name = f"{name}: {found.name}" if name else found.name
-            yield found
+                statistics = _source_statistics(config, source, seed, tokenizer, progress)
+            statistics.name = f"{name}: {statistics.name}" if name else statistics.name
+            yield statistics
     finally:
         progress.close()
 
@@ -600,14 +600,14 @@ def step_number(text: str) -> int:
     """Parse a step number from the command line."""
     from maxpipe.config.rules import MAX_STEPS
 
-    found = count(text)
-    if found > MAX_STEPS:
+    number = count(text)
+    if number > MAX_STEPS:
         raise argparse.ArgumentTypeError(f"{text} is not at most {MAX_STEPS}")
-    return found
+    return number
 
 
 def _natural(text: str) -> int:
-    found = integer(text)
-    if found < 0:
+    number = integer(text)
+    if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")
-    return found
+    return number

@@ -286,8 +286,8 @@ class ConversationEncoder:
         with wrap_record_errors(self.source, document):
             record = self.source.record(document)
             if isinstance(record, TrainedMessage):
-                found = conversation_of(record.record, self._config)
-                return self.encode_conversation(found.up_to(found.trained[record.number]))
+                chat = conversation_of(record.record, self._config)
+                return self.encode_conversation(chat.up_to(chat.trained[record.number]))
             return self.encode_conversation(conversation_of(record, self._config))
 
     def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
@@ -302,20 +302,20 @@ class ConversationEncoder:
         )
         with self._process() as process:
             try:
-                found = process.render(conversation, masking=masking, day=self.day)
+                rendered = process.render(conversation, masking=masking, day=self.day)
             except RenderError as error:
                 raise self._render_error(error) from error
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that are valid JSON: {error}."
                 raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
-        ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
+        ids, offsets = self.tokenizer.encode_chat_offsets(rendered.text)
         if not len(ids):
             rule = f"must render to text: {self.template.path} renders nothing."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
-        marks = REWRITTEN if found.rewritten else 0
-        unread = (*conversation.unread, *found.unread)
+        marks = REWRITTEN if rendered.rewritten else 0
+        unread = (*conversation.unread, *rendered.unread)
         return EncodedDocument(
-            ids, _mask_of_spans(offsets, found.spans), marks=marks, unread=unread
+            ids, _mask_of_spans(offsets, rendered.spans), marks=marks, unread=unread
         )
 
     def check(self, index: DocumentIndex) -> None:
@@ -364,10 +364,10 @@ class ConversationEncoder:
     def masking_metadata(self) -> list[Any]:
         """Return the settings that determine the ids and the mask, as JSON values."""
         config, template = self._config, self.template
-        found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
-        found += [config.tools_field, sorted(template.settings.items())]
-        found += [["system", config.system_field]] if config.system_field else []
-        return [*found, template.template, sorted(template.tokens.items())]
+        facts = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
+        facts += [config.tools_field, sorted(template.settings.items())]
+        facts += [["system", config.system_field]] if config.system_field else []
+        return [*facts, template.template, sorted(template.tokens.items())]
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
@@ -416,13 +416,13 @@ class ChatDocuments(EncodedDocuments):
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:
-        found = self._conversations.encode(document)
-        assert found.trained is not None and self._masks is not None
-        if ids_digest(found.ids) != self._digests[document]:
+        encoded = self._conversations.encode(document)
+        assert encoded.trained is not None and self._masks is not None
+        if ids_digest(encoded.ids) != self._digests[document]:
             raise self._changed_error(document)
-        if mask_digest(found.trained) != self._masks[document]:
+        if mask_digest(encoded.trained) != self._masks[document]:
             raise self._changed_error(document)
-        return found
+        return encoded
 
 
 def build_chat_index(
@@ -485,12 +485,12 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
     """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
     with track_read(partial(conversations.source.where, document)):
-        found = conversations.encode(document)
-    assert found.trained is not None
-    text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
-    digest = ids_digest(found.ids)
+        encoded = conversations.encode(document)
+    assert encoded.trained is not None
+    text = conversations.tokenizer.decode(encoded.ids[encoded.trained].tolist())
+    digest = ids_digest(encoded.ids)
     return CountedConversation(
-        found.ids, found.trained, text.encode(), digest, found.marks, found.unread
+        encoded.ids, encoded.trained, text.encode(), digest, encoded.marks, encoded.unread
     )
 
 
@@ -517,14 +517,14 @@ def _index_conversations(
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
-            read = pool.map(partial(encode_and_count, conversations), numbers)
-            for document, found in zip(numbers, read, strict=True):
-                lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
-                digests[document], marks[document] = found.digest, found.marks
-                masks[document] = mask_digest(found.trained)
-                firsts[document] = first_target(found.trained)
-                unread.update(found.unread)
-                byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
+            chats = pool.map(partial(encode_and_count, conversations), numbers)
+            for document, chat in zip(numbers, chats, strict=True):
+                lengths[document], trained[document] = len(chat.ids), int(chat.trained.sum())
+                digests[document], marks[document] = chat.digest, chat.marks
+                masks[document] = mask_digest(chat.trained)
+                firsts[document] = first_target(chat.trained)
+                unread.update(chat.unread)
+                byte_counts += np.bincount(np.frombuffer(chat.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
     found_marks = marks if marks.any() else None
     return DocumentIndex(

@@ -73,10 +73,10 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         names, key = [name], "data.messages_field"
         messages = parse_messages(turns_of(read_field(fields, name, key)), key)
     else:
-        given = config.prompt_field, config.response_field
-        names = [column for name in given for column in columns_of(fields, name)]
-        messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
-        messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
+        halves = config.prompt_field, config.response_field
+        names = [column for name in halves for column in columns_of(fields, name)]
+        messages = parse_text_or_messages(fields, halves[0], "data.prompt_field", "user")
+        messages += parse_text_or_messages(fields, halves[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have at least one message.", "Remove the record.")
     # In columnar sources, arguments that only other calls use are null.
@@ -136,8 +136,8 @@ def tools_and_settings(
     Raises:
         BadRecord: the tools or the settings have the wrong type.
     """
-    found = tools_of(fields, config.tools_field)
-    return found, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
+    tools = tools_of(fields, config.tools_field)
+    return tools, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
 
 
 def unread_field_names(
@@ -218,15 +218,15 @@ def turns_of(value: Any) -> Any:
         return [message_of_text(item, _TURN_ROLES[i % 2])[0] for i, item in enumerate(value)]
     if not all(isinstance(item, Mapping) for item in value):
         return value
-    found = []
+    messages = []
     for turn in value:
         if "role" in turn or "from" in turn or not {*turn} >= _PAIR:
             return value
         others = {key: item for key, item in turn.items() if key not in _PAIR}
-        found.append({"role": _TURN_ROLES[0], "content": turn["input"]})
+        messages.append({"role": _TURN_ROLES[0], "content": turn["input"]})
         if turn["output"] is not None:
-            found.append({"role": _TURN_ROLES[1], "content": turn["output"], **others})
-    return found
+            messages.append({"role": _TURN_ROLES[1], "content": turn["output"], **others})
+    return messages
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
@@ -264,19 +264,19 @@ def drop_nulls(value: Any) -> Any:
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
     """Return the null keys in call `arguments`, which `drop_nulls` removes."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():
             if item is None and (inside or key == _ARGUMENTS):
-                found[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
+                names[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
             elif inside or key == _ARGUMENTS:
-                found.update(dict.fromkeys(null_arguments(item, _ARGUMENTS)))
+                names.update(dict.fromkeys(null_arguments(item, _ARGUMENTS)))
             elif not isinstance(item, str):
-                found.update(dict.fromkeys(null_arguments(item)))
+                names.update(dict.fromkeys(null_arguments(item)))
     elif isinstance(value, list | tuple):
         for item in value:
-            found.update(dict.fromkeys(null_arguments(item, inside)))
-    return tuple(found)
+            names.update(dict.fromkeys(null_arguments(item, inside)))
+    return tuple(names)
 
 
 # Messages.
@@ -306,12 +306,12 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
     rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
-        found = (
+        calls = (
             parse_json(text, _ANYTHING, most_depth=_MAX_JSON_DEPTH)
             if isinstance(text, str)
             else text
         )
-        for call in found if isinstance(found, list) else [found]:
+        for call in calls if isinstance(calls, list) else [calls]:
             if not isinstance(call, dict) or "name" not in call:
                 raise ValueError("the call has no name")
             yield {"type": "function", "function": drop_nulls(call)}
@@ -336,8 +336,8 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
             rule = f"must have {key} 0, 1, false or true: the value is {shorten(str(value))}."
             raise BadRecord(which, rule, "Set 1 for a trained message and 0 for others.")
     if len({bool(value) for value in flags.values()}) > 1:
-        given = ", ".join(f"{key} {value}" for key, value in flags.items())
-        rule = f"must have training keys that agree: found {given}."
+        stated = ", ".join(f"{key} {value}" for key, value in flags.items())
+        rule = f"must have training keys that agree: found {stated}."
         raise BadRecord(which, rule, "Remove one of these keys.")
     by_role = message["role"] in config.trained_roles
     if "train" in flags or "training" in flags:
@@ -388,15 +388,15 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
     Raises:
         BadRecord: the field has the wrong type.
     """
-    found = _from_json(fields.get(name))
-    if isinstance(found, list | tuple):
-        tools = [_from_json(tool) for tool in found]
+    entries = _from_json(fields.get(name))
+    if isinstance(entries, list | tuple):
+        tools = [_from_json(tool) for tool in entries]
         if all(isinstance(tool, Mapping) for tool in tools):
             return [
                 tool if isinstance(value, str) else drop_nulls(tool)
-                for tool, value in zip(tools, found, strict=True)
+                for tool, value in zip(tools, entries, strict=True)
             ]
-    elif found is None:
+    elif entries is None:
         return None
     rule = f"must have a list of objects in {name}, or its JSON."
     action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
@@ -409,11 +409,11 @@ def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRecord: the field is not an object, or the name of a setting is reserved.
     """
-    found = _from_json(fields.get(SETTINGS))
-    if found is None:
+    content = _from_json(fields.get(SETTINGS))
+    if content is None:
         return {}
-    if isinstance(found, Mapping):
-        settings = drop_nulls(found)
+    if isinstance(content, Mapping):
+        settings = drop_nulls(content)
         if not any(name in settings for name in _RESERVED):
             return settings
     rule = f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}."

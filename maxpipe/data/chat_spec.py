@@ -102,14 +102,14 @@ def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
         return []
     ids = document.ids.astype(int).tolist()
     end = int(np.flatnonzero(document.trained)[-1]) + 1
-    found = []
+    closing = []
     for i in reversed(ids[max(end - _TAIL, 0) : end]):
         if i in tokenizer.special_ids:
-            found.append(i)
+            closing.append(i)
         elif tokenizer.decode([i]).strip():
             break
     following = [i for i in ids[end : end + 1] if i in tokenizer.special_ids]
-    return found[::-1] or following
+    return closing[::-1] or following
 
 
 def build_chat_spec(
@@ -178,8 +178,8 @@ def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
     Raises:
         ValueError: the chat format entry is damaged.
     """
-    found = position.get(KEY)
-    return None if found is None else check_type(found, ChatSpec)
+    entry = position.get(KEY)
+    return None if entry is None else check_type(entry, ChatSpec)
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
@@ -262,24 +262,24 @@ class LengthLimitedDocuments:
         return trained is None or bool(trained[1:count].any())
 
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
-        found = np.array(lengths)
-        for at in np.flatnonzero(found > self._max_tokens).tolist():
-            found[at] = self._limited_length(first + at)
-        return found
+        limited = np.array(lengths)
+        for at in np.flatnonzero(limited > self._max_tokens).tolist():
+            limited[at] = self._limited_length(first + at)
+        return limited
 
     def _limited_length(self, document: int) -> int:
         is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
         return self._max_tokens if is_left else 0
 
     def __getitem__(self, document: int) -> EncodedDocument:
-        found = self._documents[document]
-        if len(found.ids) <= self._max_tokens:
-            return found
-        trained = found.trained
+        encoded = self._documents[document]
+        if len(encoded.ids) <= self._max_tokens:
+            return encoded
+        trained = encoded.trained
         is_left = trained is None or bool(trained[1 : self._max_tokens].any())
         size = self._max_tokens if is_left and self._policy == "truncate" else 0
         trained = None if trained is None else trained[:size]
-        return replace(found, ids=found.ids[:size], trained=trained)
+        return replace(encoded, ids=encoded.ids[:size], trained=trained)
 
     def where(self, document: int) -> str:
         return self._documents.where(document)
@@ -339,10 +339,10 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
-        found = find_long_documents(lengths, sequence_length)
-        if len(found) and not count:
-            first = begin + int(found[0])
-        count += len(found)
+        numbers = find_long_documents(lengths, sequence_length)
+        if len(numbers) and not count:
+            first = begin + int(numbers[0])
+        count += len(numbers)
     return count, first
 
 

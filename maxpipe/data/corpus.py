@@ -117,12 +117,12 @@ class IndexedSource:
             ConfigError: no document in the split has a target token.
         """
         with wrap_section_errors(self.name):
-            found = self._packed(split, fraction, packer)
-            if found is not None and not len(found):
+            sequences = self._packed(split, fraction, packer)
+            if sequences is not None and not len(sequences):
                 rule = f"must contain a document of two tokens or more: the split {split} has none."
                 action = "Set data.path to documents with text."
                 raise ConfigError.one("data.path", None, rule, action)
-        return found
+        return sequences
 
     def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         documents = self.documents
@@ -288,12 +288,14 @@ def open_corpus(
     indexed = []
     for source, config in chosen.items():
         with wrap_section_errors(source), track_read(section_of(source)):
-            mine = seed_of(source, seed)
+            source_seed = seed_of(source, seed)
             if config.source in IDS:
-                indexed.append(_index_token_source(source, config, tokenizer, mine, **opening))
+                indexed.append(
+                    _index_token_source(source, config, tokenizer, source_seed, **opening)
+                )
             else:
                 opened = _index_text_source(
-                    source, config, tokenizer, mine, threads=data.threads, **opening
+                    source, config, tokenizer, source_seed, threads=data.threads, **opening
                 )
                 indexed.append(opened)
     return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
@@ -333,21 +335,23 @@ def _index_token_source(
     count, first = count_long_documents(documents, row_tokens)
     if count and policy == "error":
         raise long_conversation_error(count, documents.where(first), row_tokens)
-    found: Documents | LengthLimitedTokenFiles = documents
+    limited: Documents | LengthLimitedTokenFiles = documents
     long = LongConversations(policy, count)
     if count and policy != "split":
         is_large = needs_windows(documents)
-        found = (LengthLimitedTokenFiles if is_large else LengthLimitedDocuments)(
+        limited = (LengthLimitedTokenFiles if is_large else LengthLimitedDocuments)(
             documents, row_tokens, policy
         )
         key = json.dumps([facts, encoder.fingerprint()])
         packer = Packer(packing, row_tokens, cache_dir, keep if is_large else False, key, moved)
-        left = packer.load_or_compute("left", [policy], _remaining_counts_of, found.count_remaining)
+        left = packer.load_or_compute(
+            "left", [policy], _remaining_counts_of, limited.count_remaining
+        )
         check_remaining(left, documents.num_documents, row_tokens, policy)
         long = long._replace(left_out=int(left.left_out))
     told = documents.num_documents, documents.unread, documents.marks, long, packing
     lines = remarks("conversation", *told)
-    parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
+    parts = (name, limited, seed, facts, counts, digests, unreadable, packing, lines)
     return IndexedSource(*parts, is_chat=True)
 
 
@@ -383,14 +387,14 @@ def _index_text_source(
 ) -> IndexedSource:
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
     source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
-    found = build_chat_encoder(source, encoder, config, row_tokens)
-    if found is None:
+    chats = build_chat_encoder(source, encoder, config, row_tokens)
+    if chats is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
     else:
-        index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
+        index = build_chat_index(chats, cache_dir, moved, threads=threads, keep=keep)
     if not index.byte_counts.any():
         raise empty_documents_error(", ".join(paths_of(config)), len(source), config.chat)
-    packing = packing_of(config, has_conversations=found is not None)
+    packing = packing_of(config, has_conversations=chats is not None)
     facts = {
         "source": source.name,
         "documents": len(source),
@@ -399,19 +403,19 @@ def _index_text_source(
         **content_metadata(source.content(moved)),
         **_packing_metadata(packing),
     }
-    if found is not None:
-        facts["chat"] = found.fingerprint()
+    if chats is not None:
+        facts["chat"] = chats.fingerprint()
     long = None
-    if found is None:
+    if chats is None:
         documents: Documents = EncodedDocuments(source, encoder, index)
-    elif isinstance(found, PairEncoder):
-        documents = PairDocuments(found, index)
+    elif isinstance(chats, PairEncoder):
+        documents = PairDocuments(chats, index)
     else:
         facts.update(_long_conversation_metadata(config))
-        documents, long = _apply_long_policy(ChatDocuments(found, index), index, config, row_tokens)
+        documents, long = _apply_long_policy(ChatDocuments(chats, index), index, config, row_tokens)
     what = "pair" if config.chat == "pairs" else "conversation"
     action = suggest_settings(index.unread, source, config)
-    noted = (index.unread, marks_of(index.marks), long, packing if found else "", action)
+    noted = (index.unread, marks_of(index.marks), long, packing if chats else "", action)
     return IndexedSource(
         name,
         documents,
@@ -423,7 +427,7 @@ def _index_text_source(
         packing=packing,
         remarks=[*columns_not_read(source, config), *remarks(what, len(source), *noted)],
         ends=source.ends if isinstance(source, TrainedMessageSource) else None,
-        is_chat=found is not None,
+        is_chat=chats is not None,
     )
 
 
@@ -438,11 +442,11 @@ def _apply_long_policy(
         raise long_conversation_error(
             len(numbers), documents.where(int(numbers[0])), sequence_length
         )
-    found = limit_lengths(documents, sequence_length, policy, index.first_targets)
-    assert isinstance(found, LengthLimitedDocuments)
-    left = found.count_remaining()
+    limited = limit_lengths(documents, sequence_length, policy, index.first_targets)
+    assert isinstance(limited, LengthLimitedDocuments)
+    left = limited.count_remaining()
     check_remaining(left, len(index.lengths), sequence_length, policy)
-    return found, LongConversations(policy, len(numbers), int(left.left_out))
+    return limited, LongConversations(policy, len(numbers), int(left.left_out))
 
 
 def build_chat_encoder(
@@ -497,18 +501,18 @@ def compare_fingerprints(
         # All other differences result from this difference.
         before, now = (", ".join(names) or None for names in of_sources)
         return [("the sources of data.mixture", before, now)]
-    found = []
+    changes = []
     for name in of_sources[0]:
         inner = compare_fingerprints(*(part[name] for part in of_sources))
-        found += [(f"{name}: {words}", before, now) for words, before, now in inner]
-    if found:
+        changes += [(f"{name}: {words}", before, now) for words, before, now in inner]
+    if changes:
         # Differences in these totals result from the differences above.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
-    found += [
+    changes += [
         (_FINGERPRINT_LABELS.get(name, name), short_digests(before), short_digests(now))
         for name in names
         if (before := saved.get(name, _FINGERPRINT_DEFAULTS.get(name)))
         != (now := current.get(name, _FINGERPRINT_DEFAULTS.get(name)))
     ]
-    return found + changed_files(saved.get(CONTENT_KEY), current.get(CONTENT_KEY))
+    return changes + changed_files(saved.get(CONTENT_KEY), current.get(CONTENT_KEY))

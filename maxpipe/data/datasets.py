@@ -59,16 +59,20 @@ def find_overlaps(
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
     candidates |= {name: (corpus, "all") for name, corpus in sets.items()}
-    found = {
+    chunks_of = {
         name: list(_digests(*candidate, large, moved)) for name, candidate in candidates.items()
     }
-    parts = [digests for chunks in found.values() for _, _, digests in chunks]
+    parts = [digests for chunks in chunks_of.values() for _, _, digests in chunks]
     if not parts:
         return []
     trained = _TrainingDigests(np.unique(np.concatenate(parts)))
     for part in _digests(train, "train", large, moved):
         trained.add(*part)
-    return [part for name in found if (part := _overlap_of_set(name, found[name], trained)).count]
+    return [
+        part
+        for name in chunks_of
+        if (part := _overlap_of_set(name, chunks_of[name], trained)).count
+    ]
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
@@ -177,7 +181,7 @@ def _with_chat_spec(datasets: Datasets, conversation: ChatSpec | None) -> Datase
 def _build_prompt_datasets(config: Config) -> Datasets:
     tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
     template = load_run_chat_template(config, tokenizer)
-    found = build_prompts(
+    datasets = build_prompts(
         config.grpo,
         config.data,
         tokenizer,
@@ -188,7 +192,7 @@ def _build_prompt_datasets(config: Config) -> Datasets:
         reward=RewardFunction(config.grpo).fingerprint(),
         template=template,
     )
-    return _with_chat_spec(found, chat_spec_of_prompts(template, tokenizer))
+    return _with_chat_spec(datasets, chat_spec_of_prompts(template, tokenizer))
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:

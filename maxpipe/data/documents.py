@@ -293,25 +293,25 @@ class EncodedDocuments:
                 return self._cached[document]
         # Encoding runs outside the lock: two threads may encode the same document, but neither
         # waits.
-        found = self._encode(document)
+        encoded = self._encode(document)
         with self._lock:
             if document not in self._cached:
-                self._cached[document] = found
-                self._cached_bytes += found.ids.nbytes
+                self._cached[document] = encoded
+                self._cached_bytes += encoded.ids.nbytes
             while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
                 self._cached_bytes -= self._cached.popitem(last=False)[1].ids.nbytes
-        return found
+        return encoded
 
     def where(self, document: int) -> str:
         return self._source.where(document)
 
     def _encode(self, document: int) -> EncodedDocument:
-        found = self._read(document)
-        if len(found.ids) != self.lengths[document]:
+        encoded = self._read(document)
+        if len(encoded.ids) != self.lengths[document]:
             raise self._changed_error(
-                document, f"{len(found.ids)} tokens, not the {self.lengths[document]} of"
+                document, f"{len(encoded.ids)} tokens, not the {self.lengths[document]} of"
             )
-        return replace(found, ids=found.ids.astype(self._dtype))
+        return replace(encoded, ids=encoded.ids.astype(self._dtype))
 
     def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
         return StorageError(

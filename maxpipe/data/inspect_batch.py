@@ -167,10 +167,10 @@ def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
     Raises:
         StorageError: the records cannot be read.
     """
-    found = [
+    starts = [
         event for event in _events(run_dir) if event["event"] == "start" and "mixture" in event
     ]
-    return (found[-1].get("sources", []), found[-1].get("mixture", [])) if found else None
+    return (starts[-1].get("sources", []), starts[-1].get("mixture", [])) if starts else None
 
 
 def _events(run_dir: str | Path) -> list[_BatchEvent]:
@@ -189,13 +189,13 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
 def offset(events: Iterable[_BatchEvent], step: int) -> int:
     """Return the number of batches that were skipped before a step."""
     # Pairs (step, batch offset of the following steps), sorted by step.
-    found = [(0, 0)]
+    offsets = [(0, 0)]
     for event in events:
         at = event.get("step", 0)
         if event["event"] == "start":
-            found = [(begin, left) for begin, left in found if begin < at] or [(0, 0)]
+            offsets = [(begin, left) for begin, left in offsets if begin < at] or [(0, 0)]
         elif event["event"] == "roll_back":
-            to, left = event.get("to", 0), found[-1][1]
-            found = [(begin, left) for begin, left in found if begin < to]
-            found.append((to, left + at - to))
-    return next(left for begin, left in reversed(found) if begin < max(1, step))
+            to, left = event.get("to", 0), offsets[-1][1]
+            offsets = [(begin, left) for begin, left in offsets if begin < to]
+            offsets.append((to, left + at - to))
+    return next(left for begin, left in reversed(offsets) if begin < max(1, step))

@@ -183,12 +183,12 @@ class Loader:
     def first_exhausted(self) -> tuple[int, str]:
         """Return the first sample that would repeat a sequence, and the name of its source."""
         assert self.ending is not None
-        found = []
+        ends = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
             mixed = self.stream.mixture
             after = limit + 1 if mixed is None else mixed.samples_to_reach(number, limit + 1)
-            found += [(after - 1, name)] if after is not None else []
-        return min(found)
+            ends += [(after - 1, name)] if after is not None else []
+        return min(ends)
 
     def batch(self, step: int, rows: BatchIndices | np.ndarray = slice(None)) -> Batch:
         """Return the selected rows of the global batch of one step.
@@ -211,14 +211,14 @@ class Loader:
         """Return the origin of every sequence in one step's batch. Padding is skipped."""
         front, count = self.ramp.position_of(step)
         sources, sequences = self.stream.locate(front + np.arange(count, dtype=np.int64))
-        found = []
+        origins = []
         for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
             if sequence >= 0:
                 part = self.stream.parts[source]
-                found.append(
+                origins.append(
                     SequenceOrigin(part.name, sequence, part.sequences.documents(sequence))
                 )
-        return found
+        return origins
 
     def where(self, source: str, document: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
@@ -262,17 +262,17 @@ class Loader:
         self.apply_mixture(was.switched_to(planned, position), position)
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
-    def apply_mixture(self, found: Mixture, since: int = 0) -> None:
+    def apply_mixture(self, mixed: Mixture, since: int = 0) -> None:
         """Use this mixture. With `data.end=stop`, limits apply from sample `since` on."""
         assert self.ending is not None
         if self.ending.policy == "stop":
-            found = found.with_limits(list(self.ending.limits.values()), since)
-        self.set_mixture(found)
+            mixed = mixed.with_limits(list(self.ending.limits.values()), since)
+        self.set_mixture(mixed)
 
-    def set_mixture(self, found: Mixture) -> None:
+    def set_mixture(self, mixed: Mixture) -> None:
         """Use this mixture without applying limits."""
-        self.stream.mixture, self.stream.end = found, found.end
-        self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
+        self.stream.mixture, self.stream.end = mixed, mixed.end
+        self._fingerprint[mixture.MIXTURE_KEY] = mixed.metadata()
 
     def mixture_metadata(self) -> dict[str, Any]:
         """Return the mixture and its sources as JSON values; empty without a mixture."""

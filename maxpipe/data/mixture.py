@@ -81,12 +81,12 @@ class Mixture:
         for stage, block in sorted(set(zip(stages.tolist(), blocks.tolist(), strict=True))):
             if not any(self.stages[stage].quotas):
                 continue
-            mine = (stages == stage) & (blocks == block)
+            here = (stages == stage) & (blocks == block)
             dealt, ranks = self._block_assignment(stage, block)
-            source = dealt[inside[mine]].astype(np.int64)
+            source = dealt[inside[here]].astype(np.int64)
             front = self._before[stage] + block * self._quotas[stage]
-            sources[mine] = source
-            samples[mine] = front[source] + ranks[inside[mine]]
+            sources[here] = source
+            samples[here] = front[source] + ranks[inside[here]]
         return sources, samples
 
     def samples_before(self, number: int) -> np.ndarray:
@@ -121,34 +121,34 @@ class Mixture:
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
         kept = [stage for stage in self.stages if stage.first < since]
-        found = Mixture(kept, self.seed) if kept else None
+        mixed = Mixture(kept, self.seed) if kept else None
         here = since
         for number, stage in enumerate(coming):
             stop = coming[number + 1].first if number + 1 < len(coming) else sys.maxsize
             while here < stop:
-                read = found.samples_before(here).tolist() if found else [0] * len(limits)
+                counts = mixed.samples_before(here).tolist() if mixed else [0] * len(limits)
                 left = [
                     quota if count < limit else 0
-                    for quota, count, limit in zip(stage.quotas, read, limits, strict=True)
+                    for quota, count, limit in zip(stage.quotas, counts, limits, strict=True)
                 ]
                 if not any(left):
                     break
-                found = self._append_stage(
-                    found, QuotaStage(here, compute_quotas([quota / sum(left) for quota in left]))
+                mixed = self._append_stage(
+                    mixed, QuotaStage(here, compute_quotas([quota / sum(left) for quota in left]))
                 )
-                here = min(stop, found._next_end(limits))
-        return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
+                here = min(stop, mixed._next_end(limits))
+        return self._append_stage(mixed, QuotaStage(here, (0,) * len(limits)))
 
-    def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
-        if found is None:
+    def _append_stage(self, mixed: Mixture | None, stage: QuotaStage) -> Mixture:
+        if mixed is None:
             return Mixture([stage], self.seed)
-        if found.stages[-1].quotas == stage.quotas:
-            return found
-        longer = copy.copy(found)
-        longer.stages = (*found.stages, stage)
-        longer._firsts = np.append(found._firsts, stage.first)
-        longer._quotas = np.vstack([found._quotas, stage.quotas])
-        longer._before = np.vstack([found._before, found.samples_before(stage.first)])
+        if mixed.stages[-1].quotas == stage.quotas:
+            return mixed
+        longer = copy.copy(mixed)
+        longer.stages = (*mixed.stages, stage)
+        longer._firsts = np.append(mixed._firsts, stage.first)
+        longer._quotas = np.vstack([mixed._quotas, stage.quotas])
+        longer._before = np.vstack([mixed._before, mixed.samples_before(stage.first)])
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
@@ -181,12 +181,12 @@ class Mixture:
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
         """int64 [sources]: samples of each source among the first `count` samples of a stage."""
-        blocks, rest = divmod(count, BLOCK)
-        found = blocks * self._quotas[stage]
-        if rest and any(self.stages[stage].quotas):
+        blocks, remainder = divmod(count, BLOCK)
+        samples = blocks * self._quotas[stage]
+        if remainder and any(self.stages[stage].quotas):
             dealt, _ = self._block_assignment(stage, blocks)
-            found = found + np.bincount(dealt[:rest], minlength=len(found))
-        return found
+            samples = samples + np.bincount(dealt[:remainder], minlength=len(samples))
+        return samples
 
     def _block_assignment(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         return _assign_block(self.seed, self.stages[stage], block)
@@ -208,10 +208,10 @@ def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray,
 def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
     """Return quotas in proportion to the shares, rounded with the largest-remainder method."""
     exact = np.array(shares) * BLOCK
-    found = np.floor(exact).astype(int)
-    left = BLOCK - int(found.sum())
-    found[np.argsort(found - exact, kind="stable")[:left]] += 1
-    return tuple(found.tolist())
+    quotas = np.floor(exact).astype(int)
+    left = BLOCK - int(quotas.sum())
+    quotas[np.argsort(quotas - exact, kind="stable")[:left]] += 1
+    return tuple(quotas.tolist())
 
 
 def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
@@ -255,7 +255,7 @@ def build_mixture(
     stages = texts.parse_mixture_stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
     weights.append(final_weights(data.mixture, sizes))
-    found: list[QuotaStage] = []
+    quota_stages: list[QuotaStage] = []
     firsts = [0, *texts.stage_ends(stages, ramp, sequence_length)]
     if firsts[-1] > _MAX_SAMPLES:
         rule = f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}."
@@ -271,9 +271,9 @@ def build_mixture(
                     f"must be at least {1 / BLOCK:.2g} of all sequences: smaller ones round to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
-        if not found or found[-1].quotas != dealt:
-            found.append(QuotaStage(first, dealt))
-    return Mixture(found, seed)
+        if not quota_stages or quota_stages[-1].quotas != dealt:
+            quota_stages.append(QuotaStage(first, dealt))
+    return Mixture(quota_stages, seed)
 
 
 _SEQUENCE_ORDER = 1
@@ -356,27 +356,27 @@ class Stream:
             return sources, samples
         sequences = np.full_like(samples, -1)
         for source in np.unique(sources[sources >= 0]):
-            mine = sources == source
-            sequences[mine] = _shuffle_samples(self.parts[source], samples[mine])
+            here = sources == source
+            sequences[here] = _shuffle_samples(self.parts[source], samples[here])
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
         """Return the arrays of a sequence. Indices of -1 return padding."""
         part = self.parts[max(source, 0)]
         if sequence < 0:
-            found = part.sequences.padding()
+            arrays = part.sequences.padding()
         else:
             with wrap_section_errors(part.name), track_read(section_of(part.name)):
-                found = part.sequences[sequence]
+                arrays = part.sequences[sequence]
         if self.extra_arrays is None:
-            return found
-        return {**found, **self.extra_arrays(part.name, sequence, found)}
+            return arrays
+        return {**arrays, **self.extra_arrays(part.name, sequence, arrays)}
 
     def samples_before(self, number: int) -> dict[str, int]:
         """Return how many samples before sample `number` come from each source."""
         number = number if self.end is None else min(number, self.end)
-        found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
-        return {part.name: count for part, count in zip(self.parts, found, strict=True)}
+        counts = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
+        return {part.name: count for part, count in zip(self.parts, counts, strict=True)}
 
 
 def _shuffle_samples(part: SourceSequences, samples: np.ndarray) -> np.ndarray:

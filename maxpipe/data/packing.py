@@ -355,15 +355,15 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     counts = np.bincount(rests)
     row_of = np.empty(len(sizes), np.int64)  # ordered as `by_size`
     opened, rows, placed = _OpenSequences(capacity), 0, 0
-    for rest in np.flatnonzero(counts).tolist():
-        size, count = capacity - rest, int(counts[rest])
+    for room_left in np.flatnonzero(counts).tolist():
+        size, count = capacity - room_left, int(counts[room_left])
         opened.set_piece_size(size)
         while count:
-            found = opened.take()
-            if found is None:
+            open_range = opened.take()
+            if open_range is None:
                 end = rows - (-count // (capacity // size))
-                found, rows = (rows, end, capacity), end
-            first, end, room = found
+                open_range, rows = (rows, end, capacity), end
+            first, end, room = open_range
             per_row = room // size
             middle = first + min(end - first, count // per_row)
             filled = np.repeat(np.arange(first, middle), per_row)

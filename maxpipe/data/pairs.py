@@ -97,14 +97,14 @@ class PairEncoder:
             return self._join_halves(halves)
 
     def _encode_half(self, pair: PreferencePair, response: TextOrMessages) -> EncodedDocument:
-        prompt, given = pair.prompt, pair.template_input
+        prompt, chat = pair.prompt, pair.template_input
         if isinstance(prompt, str) and isinstance(response, str):
-            asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
+            prompt_ids, response_ids = self.tokenizer.encode_batch([_text(prompt), _text(response)])
             begin, end = [self.tokenizer.begin_id], [self.tokenizer.end_id]
-            ids = np.concatenate([begin, asked, answered, end]).astype(np.int32)
-            names = (self._config.tools_field if given.tools else "", *given.settings)
-            keys = (*given.unread, *filter(None, names))
-            return EncodedDocument(ids, np.arange(len(ids)) > len(asked), unread=keys)
+            ids = np.concatenate([begin, prompt_ids, response_ids, end]).astype(np.int32)
+            names = (self._config.tools_field if chat.tools else "", *chat.settings)
+            keys = (*chat.unread, *filter(None, names))
+            return EncodedDocument(ids, np.arange(len(ids)) > len(prompt_ids), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer folder has none."
             action = (
@@ -122,7 +122,7 @@ class PairEncoder:
             if is_trained(message, self._config, f"message {number + 1}")
         ]
         return self._chat.encode_conversation(
-            given._replace(messages=[*first, *last], trained=trained)
+            chat._replace(messages=[*first, *last], trained=trained)
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
@@ -204,52 +204,52 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
         prompt = _column_of_prompt(fields, name)
     else:
         prompt, values = _split_common_prefix(values)
-    found: list[Any] = [prompt, *values]
-    system, more = _system(fields, found, config)
+    parts: list[Any] = [prompt, *values]
+    system, more = _system(fields, parts, config)
     names += more
-    if system or not all(isinstance(part, str) for part in found):
+    if system or not all(isinstance(part, str) for part in parts):
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
-        found = [
+        parts = [
             message_of_text(value, role)
             if isinstance(value, str)
             else parse_messages(value, key, "a text or a list")
-            for value, role, key in zip(found, roles, keys, strict=True)
+            for value, role, key in zip(parts, roles, keys, strict=True)
         ]
-        found = _strip_repeated_prompt(found)
-        found[0] = [*system, *found[0]]
-        for name, messages in zip(("prompt", *HALVES), found, strict=True):
+        parts = _strip_repeated_prompt(parts)
+        parts[0] = [*system, *parts[0]]
+        for name, messages in zip(("prompt", *HALVES), parts, strict=True):
             for number, message in enumerate(messages, 1):
                 assert not isinstance(message, str)
                 is_trained(dict(message), config, f"message {number} of {name}")
             if not messages and name != "prompt":
                 rule = f"must have two responses: {name} has no message."
                 raise BadRecord("", rule, "Remove the record.")
-    first, second, third = found
+    first, second, third = parts
     tools, settings = tools_and_settings(fields, config)
     given = ChatInput([], tools, settings, (), unread_field_names(fields, names, config))
     return PreferencePair(first, second, third, given)
 
 
 def _system(
-    fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
+    fields: Mapping[str, Any], parts: Sequence[Any], config: SourceConfig
 ) -> tuple[list[Message], list[str]]:
     if not config.system_field:
         return [], []
-    first: Any = next((part for part in found if not isinstance(part, str) and part), [])
+    first: Any = next((part for part in parts if not isinstance(part, str) and part), [])
     return parse_system_message(
         fields, parse_messages(first, "data.prompt_field") if first else [], config
     )
 
 
-def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
+def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
     """Return the prompt and the responses. If both responses repeat the prompt, it is removed from
     the responses.
 
     Raises:
         BadRecord: the prompt is only a part of the prefix that both responses share.
     """
-    prompt, *responses = found
+    prompt, *responses = parts
     size = len(prompt)
     if size and all(len(response) > size and response[:size] == prompt for response in responses):
         return [prompt, *(response[size:] for response in responses)]
@@ -262,7 +262,7 @@ def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
             "before the response than the prompt."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
-    return found
+    return parts
 
 
 def _is_same(one: Message, other: Message) -> bool:

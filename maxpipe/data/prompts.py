@@ -217,12 +217,12 @@ class _PromptLine(NamedTuple):
         """Texts of the messages."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        found = [message.get("content", "") for message in self.prompt.messages]
-        return [part if isinstance(part, str) else json.dumps(part) for part in found]
+        contents = [message.get("content", "") for message in self.prompt.messages]
+        return [part if isinstance(part, str) else json.dumps(part) for part in contents]
 
 
 def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_PromptLine]:
-    found: list[_PromptLine] = []
+    lines: list[_PromptLine] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
@@ -236,20 +236,22 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
             rule = f"must be an object with a prompt that the reward function accepts: {error}."
             action = "Correct or remove the line."
             raise ConfigError.one(f"{_KEY}: {path}, line {number}", None, rule, action) from error
-        found.append(parsed)
-    if not found:
+        lines.append(parsed)
+    if not lines:
         raise ConfigError.one(
             _KEY, path, "has no prompt: must have one on each non-blank line.", "Add prompts."
         )
-    if remark := _unread_fields_remark([part.record for part in found], data):
+    if remark := _unread_fields_remark([part.record for part in lines], data):
         _LOG.warning("%s: %s", path, remark)
-    return found
+    return lines
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
     """Return a remark about unread fields that usually belong to a prompt."""
-    read = {field for name in (data.prompt_field, data.system_field) for field in fields_of(name)}
-    names = dict.fromkeys(name for record in records for name in record if name not in read)
+    fields_read = {
+        field for name in (data.prompt_field, data.system_field) for field in fields_of(name)
+    }
+    names = dict.fromkeys(name for record in records for name in record if name not in fields_read)
     counts = {name: sum(has_value(record.get(name)) for record in records) for name in names}
     systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
     contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
@@ -352,7 +354,7 @@ def _encode_prompts(
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
-    found = []
+    prompts = []
     for record in records:
         if record.chat is None:
             ids = np.append(tokenizer.begin_id, next(plain))
@@ -362,12 +364,12 @@ def _encode_prompts(
         if not len(ids):
             rule = "must be messages that the chat template renders to text; the text is empty."
             raise ConfigError.one(f"{_KEY}: {record.where}", None, rule, "Correct the messages.")
-        found.append(
+        prompts.append(
             PromptRecord(
                 record.record, record.message_texts[-1], ids.astype(np.int32), record.where
             )
         )
-    return found
+    return prompts
 
 
 def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:

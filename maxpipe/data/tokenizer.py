@@ -304,11 +304,11 @@ class ByteTokenizer(ControlTokenMixin):
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         parts = _BYTES_CONTROL.split(text)
         special = self.control.special_tokens
-        found = [
+        encoded = [
             np.asarray([special[part]], np.int32) if number % 2 else self.encode(part)
             for number, part in enumerate(parts)
         ]
-        ids = np.concatenate(found)
+        ids = np.concatenate(encoded)
         widths = np.ones(len(ids), np.int64)
         for name, i in special.items():
             widths[ids == i] = len(name)

@@ -59,13 +59,13 @@ def train(
     """
     texts = _texts(sources, report)
     stopped = threading.Event()
-    done: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def work() -> None:
         try:
-            done["text"] = _LEARN[kind](_stop_when_set(texts, stopped), vocab_size)
+            result["text"] = _LEARN[kind](_stop_when_set(texts, stopped), vocab_size)
         except BaseException as error:
-            done["error"] = error
+            result["error"] = error
 
     # The training loop of the library ignores Ctrl-C, so it runs in a daemon thread.
     thread = threading.Thread(target=work, name="tokenizer", daemon=True)
@@ -76,9 +76,9 @@ def train(
             report("", 0, 0)
     finally:
         stopped.set()
-    if "error" in done:
-        raise done["error"]
-    return done["text"]
+    if "error" in result:
+        raise result["error"]
+    return result["text"]
 
 
 def _stop_when_set(texts: Iterator[str], stopped: threading.Event) -> Iterator[str]:
@@ -106,15 +106,15 @@ def _byte_level(model: Any) -> Any:
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
-    found: Any = tokenizers.Tokenizer(model)
-    found.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer: Any = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(LLAMA3), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    found.decoder = decoders.ByteLevel()
-    return found
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
@@ -122,15 +122,15 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
         raise missing_package_error("huggingface", error) from error
-    found = _byte_level(models.BPE())
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(_ROLES.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(texts, trainer)
-    return found.to_str(pretty=True)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
@@ -180,9 +180,9 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
     rare = min(learned.values()) - 1
     learned |= dict.fromkeys(sorted(alphabet - learned.keys()), rare)
     control = [(text, 0.0) for text in _ROLES.values()]
-    found = _byte_level(models.Unigram([*control, *learned.items()]))
-    found.add_special_tokens(list(_ROLES.values()))
-    return found.to_str(pretty=True)
+    tokenizer = _byte_level(models.Unigram([*control, *learned.items()]))
+    tokenizer.add_special_tokens(list(_ROLES.values()))
+    return tokenizer.to_str(pretty=True)
 
 
 _LEARN: dict[VocabularyKind, Callable[[Iterator[str], int], str]] = {

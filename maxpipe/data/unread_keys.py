@@ -60,7 +60,7 @@ class Trial(NamedTuple):
 
 def first_records(source: Source) -> list[Fields]:
     """Return the first records that have fields, within `_RECORDS` and `_CHARACTERS`."""
-    found: list[Fields] = []
+    records: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
         if size > _CHARACTERS:
@@ -71,9 +71,9 @@ def first_records(source: Source) -> list[Fields]:
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):
-            found.append(record)
+            records.append(record)
             size += len(str(record))
-    return found
+    return records
 
 
 def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
@@ -81,14 +81,14 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
-    found = [
+    suggestions = [
         f"{_format_data_settings(trial.settings)} to read {' and '.join(trial.names)} {trial.how}"
         for trial in _trials(unread, records, config)
         if _reads_keys(trial, records, config)
     ]
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
-        found.append(f"{pairs} to read chosen and rejected as pairs")
-    lines = [f"Set {', and '.join(found)}."] if found else []
+        suggestions.append(f"{pairs} to read chosen and rejected as pairs")
+    lines = [f"Set {', and '.join(suggestions)}."] if suggestions else []
     of_template = [key for key in unread if key in (config.tools_field, *_OF_TEMPLATE)]
     if of_template:
         names = " and ".join(sorted(of_template))
@@ -119,7 +119,7 @@ def _templates(
     names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
     try:
-        read = [text(record) for record in records]
+        texts = [text(record) for record in records]
     except BadRecord:
         return
     joined = [
@@ -128,7 +128,7 @@ def _templates(
         if _is_content(name, records)
         and not all(
             str(record.get(name) or "").strip() in of
-            for record, of in zip(records, read, strict=True)
+            for record, of in zip(records, texts, strict=True)
         )
     ]
     first = config.template or _as_template(config.text_field)
@@ -264,16 +264,16 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
     try:
-        found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
+        chats = [_parse_record(record, replace(config, **trial.settings)) for record in records]
     except (BadRecord, ValueError):
         return False
-    return not any(name in chat.unread for chat in found for name in trial.names)
+    return not any(name in chat.unread for chat in chats for name in trial.names)
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
     """Return settings that read all records as pairs; empty if they need different settings."""
-    found = {chat_settings(record) for record in records}
-    return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
+    settings = {chat_settings(record) for record in records}
+    return settings.pop() if len(settings) == 1 and "data.chat=pairs" in min(settings) else ""
 
 
 def _format_data_settings(settings: Mapping[str, str]) -> str:
@@ -326,8 +326,8 @@ def remarks(
     `action` suggests settings that would read the keys of `unread`.
     """
     total = pluralize(num_documents, what)
-    found = unread_remarks(unread, total, action)
-    found += [
+    lines = unread_remarks(unread, total, action)
+    lines += [
         f"{marks[mark]} of {total} {_MARK_REMARKS[mark]}"
         for mark in _MARK_REMARKS
         if marks.get(mark)
@@ -336,10 +336,10 @@ def remarks(
         words = f"{long.number} of {total} longer than a sequence: {_POLICY_REMARKS[long.policy]}"
         if long.left_out and long.policy != "drop":
             words += f"; {long.left_out} dropped because no trained token is left"
-        found.append(f"{words}: see data.long_conversations")
+        lines.append(f"{words}: see data.long_conversations")
     if packing == "cut":
-        found.append(
+        lines.append(
             f"data.packing=cut splits {total} across sequences, where a response may be trained "
             "without its prompt: data.packing=best_fit does not split them"
         )
-    return found
+    return lines

@@ -243,16 +243,16 @@ def wait_until_settled(file: File) -> None:
 
 def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
     size = -(-len(sources) // _MAX_NAMED_FILES)
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for first in range(0, len(sources), size or 1):
         group, parts = sources[first : first + size], digests[first : first + size]
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in found:  # files in different folders may have the same name
+        while name in by_name:  # files in different folders may have the same name
             name += "'"
-        found[name] = (
+        by_name[name] = (
             parts[0] if len(parts) == 1 else digest([[file.name for file in group], *parts])
         )
-    return found
+    return by_name
 
 
 # Hashing.
@@ -307,13 +307,13 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
             raise file_changed_error(file)
-        found, at = hashlib.sha256(), start
+        total, at = hashlib.sha256(), start
         while at < stop and (piece := os.pread(content.fileno(), stop - at, at)):
-            found.update(piece)
+            total.update(piece)
             at += len(piece)
     if at < stop:
         raise file_changed_error(file)
-    return found.digest()
+    return total.digest()
 
 
 class ContentHasher:

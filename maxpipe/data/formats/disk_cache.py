@@ -178,8 +178,8 @@ class FolderCache:
             OSError: neither `folder` nor the temporary folder can be written.
         """
         for root in (self._folder, self._own):
-            if root is not None and _is_readable(found := os.path.join(root, name)):
-                return found
+            if root is not None and _is_readable(folder := os.path.join(root, name)):
+                return folder
         if self._folder is not None and self._keep:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self._folder)
@@ -271,9 +271,9 @@ def load_or_compute(
     the process that computes it. If this process is killed, another waiting process computes the
     file. `make` calls its argument after each part of its work.
     """
-    found = load(path, made_of, words.unreadable)
-    if found is not None:
-        return found
+    value = load(path, made_of, words.unreadable)
+    if value is not None:
+        return value
     if not keep:
         return make(moved)
     before = _state(path)
@@ -286,22 +286,22 @@ def load_or_compute(
             _LOG.info("%s cannot be locked (%s)", path, error)
         else:
             if _state(path) != before:  # another process wrote the file while this process waited
-                found = load(path, made_of, words.unreadable)
-                if found is not None:
-                    return found
+                value = load(path, made_of, words.unreadable)
+                if value is not None:
+                    return value
             _remove_temporary_files(path)
-        made = make(moved)
-        save(path, arrays_of(made), words.unwritable)
-    return made
+        computed = make(moved)
+        save(path, arrays_of(computed), words.unwritable)
+    return computed
 
 
 def _state(path: str) -> tuple[int, int] | None:
     """Return the inode and the modification time of a file."""
     try:
-        found = os.stat(path)
+        stat = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _remove_temporary_files(path: str) -> None:

@@ -92,24 +92,24 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     Raises:
         ConfigError: a path matches no files, or two paths contain the same file.
     """
-    found: list[File] = []
+    matches: list[File] = []
     for path in [paths] if isinstance(paths, str) else paths:
         if not path:
             raise ConfigError.one(
                 "data.path", '""', "must name a file, a folder or a glob pattern.", "Set data.path."
             )
-        found += (
+        matches += (
             _find_in_bucket(path, suffixes) if url_scheme(path) else _find_on_disk(path, suffixes)
         )
     seen: set[str] = set()
-    for file in found:
+    for file in matches:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
             rule = "must be in one path only: its documents would be read twice."
             action = "Remove one of the paths with this file."
             raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
-    return found
+    return matches
 
 
 def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
@@ -117,15 +117,15 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if os.path.isfile(expanded):
         return stat_files([expanded], os.path.dirname(expanded))
     if os.path.isdir(expanded):
-        found = [
+        paths = [
             os.path.join(folder, name)
             for folder, names in _folders(expanded)
             for name in names
             if _fits(name, suffixes)
         ]
     else:
-        found = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
-    if not found:
+        paths = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+    if not paths:
         is_folder = os.path.isdir(expanded)
         other = broken_link(expanded) or (
             "" if is_folder or not os.path.exists(expanded) else "not a regular file"
@@ -133,8 +133,8 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
         but = f"the path is {other}" if other else f"0 files match in {os.getcwd()}"
         raise _no_files_error(path, but, suffixes, is_folder=is_folder)
     if os.path.isdir(expanded):
-        return stat_files(found, expanded)
-    return stat_files(found, os.path.commonpath([os.path.dirname(name) for name in found]))
+        return stat_files(paths, expanded)
+    return stat_files(paths, os.path.commonpath([os.path.dirname(name) for name in paths]))
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
@@ -179,7 +179,7 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
     """Return the objects that match an object, folder or pattern, keyed by name with the bucket."""
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
-        found = store.glob(path, detail=True)
+        objects = store.glob(path, detail=True)
     else:
         try:
             about = store.info(path)
@@ -187,13 +187,13 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
             return {}
         if about["type"] == "file":
             return {about["name"]: about}
-        found = store.find(path, detail=True)
-        found = {
+        objects = store.find(path, detail=True)
+        objects = {
             name: about
-            for name, about in found.items()
+            for name, about in objects.items()
             if _fits(posixpath.basename(name), suffixes)
         }
-    return {name: about for name, about in found.items() if about["type"] == "file"}
+    return {name: about for name, about in objects.items() if about["type"] == "file"}
 
 
 def _version(about: Mapping[str, Any]) -> str:
@@ -260,9 +260,9 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
     files = []
     for path in paths:
         with wrap_read_errors(path):
-            found = os.stat(path)
+            stat = os.stat(path)
         name = os.path.relpath(path, root or ".")
-        files.append(File(name, path, found.st_size, stat=Stat.from_stat_result(found)))
+        files.append(File(name, path, stat.st_size, stat=Stat.from_stat_result(stat)))
     return sorted(files, key=lambda file: file.name)
 
 

@@ -194,9 +194,9 @@ def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
         yield from _read_pieces(file)
         return
     assert file.stat is not None
-    is_settled, found = file.stat.is_settled, ContentHasher(file)
-    yield from found.hash_pieces(_read_pieces(file))
-    digests.add(file, found.sha256, is_settled=is_settled)
+    is_settled, hasher = file.stat.is_settled, ContentHasher(file)
+    yield from hasher.hash_pieces(_read_pieces(file))
+    digests.add(file, hasher.sha256, is_settled=is_settled)
 
 
 def _read_pieces(file: File) -> Iterator[bytes]:
@@ -247,7 +247,7 @@ def _scan_lines(
         ConfigError: a line exceeds the maximum record size.
     """
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
-    found: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     offset = begin = newlines = 0
     is_solid = skips = False
     for piece in pieces:
@@ -266,7 +266,7 @@ def _scan_lines(
         any_solid[0] |= is_solid
         kept = begins[:-1][any_solid[:-1]]
         skips |= len(kept) < len(ends)
-        found.append(kept)
+        starts.append(kept)
         newlines += len(ends)
         begin, is_solid = int(begins[-1]), bool(any_solid[-1])
         offset += len(data)
@@ -274,7 +274,7 @@ def _scan_lines(
             raise _long_line_error(file, newlines + 1)
         progress.update(min(offset, file.size_bytes))
     last = [begin] if is_solid else []
-    return np.concatenate([*found, last, [offset]]).astype(np.int64), bool(skips)
+    return np.concatenate([*starts, last, [offset]]).astype(np.int64), bool(skips)
 
 
 def _long_line_error(file: File, number: int) -> ConfigError:

@@ -52,8 +52,8 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
     """
     if columns is None:
         return None
-    found = [column if column in names else column.partition(".")[0] for column in columns]
-    return sorted(set(found)) if set(found) <= set(names) else None
+    needed = [column if column in names else column.partition(".")[0] for column in columns]
+    return sorted(set(needed)) if set(needed) <= set(names) else None
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
@@ -65,14 +65,14 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
-    found = table.slice(row, 1)
-    for column in found.columns:
+    row_table = table.slice(row, 1)
+    for column in row_table.columns:
         # Any other column has a single value, which is already in memory.
         if is_nested(column.type):
             chunks = column.chunks if isinstance(column, ChunkedArray) else [column]
             check_length(sum(map(_value_bytes, chunks)))
     try:
-        return found.to_pylist()[0]
+        return row_table.to_pylist()[0]
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         rule = "must be UTF-8 text."
@@ -143,16 +143,16 @@ class ParquetRows:
         largest = 0
         progress = Progress("reading parquet metadata (files)", len(files), moved)
         for number, file in enumerate(files):
-            with self._open_file(file) as found:
-                about = found.metadata
+            with self._open_file(file) as content:
+                about = content.metadata
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
                     raise ValueError(
                         f"{sum(counts[-1])} rows do not match the {about.num_rows} of the metadata"
                     )
-                some = columns_to_read(columns, found.schema_arrow.names)
+                some = columns_to_read(columns, content.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
-                largest = max([largest, *(_size(found.schema, group, some) for group in groups)])
+                largest = max([largest, *(_size(content.schema, group, some) for group in groups)])
             progress.update(number + 1)
         self._group_ends = [np.cumsum(count, dtype=np.int64) for count in counts]
         self._ends = np.cumsum([sum(count) for count in counts], dtype=np.int64)
@@ -203,18 +203,21 @@ class ParquetRows:
             return table
 
     def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
-        with self._open_file(file) as found:
-            about = found.metadata.row_group(group)
-            some = columns_to_read(columns, found.schema_arrow.names)
+        with self._open_file(file) as content:
+            about = content.metadata.row_group(group)
+            some = columns_to_read(columns, content.schema_arrow.names)
             where = f"{file.path}: row group {group}"
-            if (size := _size(found.schema, about, some)) > MAX_GROUP_BYTES:
+            if (size := _size(content.schema, about, some)) > MAX_GROUP_BYTES:
                 raise _too_large_error(where, about.num_rows, f"the columns need {size}")
-            texts, most_rows = _dictionaries(about, some), _rows_per_read(found.schema, about, some)
-        with self._open_file(file, where, read_dictionary=texts) as found:
+            texts, most_rows = (
+                _dictionaries(about, some),
+                _rows_per_read(content.schema, about, some),
+            )
+        with self._open_file(file, where, read_dictionary=texts) as content:
             if most_rows >= about.num_rows:
-                table = found.read_row_group(group, columns=some)
+                table = content.read_row_group(group, columns=some)
             elif most_rows:
-                table = _read_in_parts(found, where, group, some, most_rows)
+                table = _read_in_parts(content, where, group, some, most_rows)
             else:
                 how = "delta-encoded texts in lists may need more"
                 raise _too_large_error(where, about.num_rows, how)
@@ -281,7 +284,7 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
     With delta encoding, a file stores a prefix that a text shares with the previous text only once.
     In memory, the prefix is repeated.
     """
-    found = group.num_rows
+    rows = group.num_rows
     repeats = {
         schema.column(i).path: schema.column(i).max_repetition_level > 0 for i in range(len(schema))
     }
@@ -290,22 +293,24 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
             continue
         longest = max(1, chunk.total_uncompressed_size)
         if not repeats[chunk.path_in_schema]:
-            found = min(found, max(1, MAX_GROUP_BYTES // longest))
+            rows = min(rows, max(1, MAX_GROUP_BYTES // longest))
         elif chunk.num_values * longest > MAX_GROUP_BYTES:
             return 0
-    return found
+    return rows
 
 
-def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
+def _read_in_parts(
+    content: Any, where: str, group: int, columns: list[str] | None, rows: int
+) -> Any:
     """Return a row group that is read `rows` rows at a time, checking the total size."""
     import pyarrow
 
     parts, size = [], 0
-    for part in found.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+    for part in content.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
         parts.append(part)
         size += part.nbytes
         if size > MAX_GROUP_BYTES:
-            num_rows = found.metadata.row_group(group).num_rows
+            num_rows = content.metadata.row_group(group).num_rows
             raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} need {size}")
     return pyarrow.Table.from_batches(parts)
 

@@ -68,27 +68,27 @@ def _describe_target(what: ReadTarget) -> str:
     """Return a description of a target for messages, or an empty string after `_LOCATE_SECONDS`."""
     if isinstance(what, str):
         return what
-    found: list[str] = []
+    places: list[str] = []
 
     def look() -> None:
         with contextlib.suppress(Exception):  # access to the file may fail
-            found.append(what())
+            places.append(what())
 
     looking = threading.Thread(target=look, name="place of a read", daemon=True)
     looking.start()
     looking.join(_LOCATE_SECONDS)
-    return found[0] if found else ""
+    return places[0] if places else ""
 
 
 def longest_active_read() -> TrackedRead | None:
     """Return the document read that has been active for the longest time, if any."""
     threads = [list(reads) for reads in list(_ACTIVE_READS.values())]
-    found = [
+    active = [
         _innermost_read(thread)
         for thread in threads
         if thread and not isinstance(thread[-1].what, str)
     ]
-    return min(found, key=lambda read: read.begun, default=None)
+    return min(active, key=lambda read: read.begun, default=None)
 
 
 class ReadTimes(NamedTuple):

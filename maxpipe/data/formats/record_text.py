@@ -38,9 +38,9 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
     Without a chat template, the system message of text pairs is not read.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
-        found = _pair_keys(record, halves)
+        keys = _pair_keys(record, halves)
         is_text = all(isinstance(record[name], str) for name in halves)
-        return found | (_system(record) if with_template or not is_text else {})
+        return keys | (_system(record) if with_template or not is_text else {})
     if name := _messages_name(record):
         return {"data.chat": "messages", "data.messages_field": name} | _system(record)
     prompt = _prompt(record)
@@ -95,10 +95,10 @@ def text_fields(record: Mapping[str, Any]) -> list[str]:
     Fields with texts of several words come first, and longer texts come before shorter texts. If
     the record has a field `text`, only `text` is returned.
     """
-    found = dict(_all_texts(record))
-    if "text" in found:
+    texts = dict(_all_texts(record))
+    if "text" in texts:
         return ["text"]
-    return sorted(found, key=lambda name: (not has_words(found[name]), -len(found[name])))
+    return sorted(texts, key=lambda name: (not has_words(texts[name]), -len(texts[name])))
 
 
 def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
@@ -113,8 +113,8 @@ def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
 
 def has_words(text: str | bytes) -> bool:
     """Return whether a text contains two adjacent words, unlike an id or a date."""
-    found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-    return _WORDS.search(found) is not None
+    decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    return _WORDS.search(decoded) is not None
 
 
 # Parts of a record.
@@ -179,8 +179,8 @@ def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str
     """Return the fields with these names (ignoring case) that are text, a list or a message."""
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
-    found = [lower[name] for name in names if name in lower]
-    return [name for name in dict.fromkeys(found) if _is_text_or_list(record[name])]
+    present = [lower[name] for name in names if name in lower]
+    return [name for name in dict.fromkeys(present) if _is_text_or_list(record[name])]
 
 
 def _present_text_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -269,8 +269,8 @@ class TextExtractor:
         raise self._no_text(record, value)
 
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
-        found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-        rule = f"must have text in data.text_field ({self._field}), which {found}."
+        state = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+        rule = f"must have text in data.text_field ({self._field}), which {state}."
         return BadRecord(_fields(record), rule, _suggest_settings(record))
 
 
@@ -327,9 +327,9 @@ def value_of(record: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column. `a.b` is field `b` of `a` unless a column has this name."""
     if name in record:
         return record[name]
-    first, dot, rest = name.partition(".")
+    first, dot, inner_name = name.partition(".")
     inner = record.get(first)
-    return value_of(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+    return value_of(inner, inner_name) if dot and isinstance(inner, Mapping) else _MISSING
 
 
 def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
@@ -338,8 +338,8 @@ def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template"
         return _text(value)
     if isinstance(value, (bool, int, float, np.generic)):
         return str(value)
-    found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-    rule = f"must have text or a number in the column {name} of {key}, which {found}."
+    state = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+    rule = f"must have text or a number in the column {name} of {key}, which {state}."
     raise BadRecord(_fields(record), rule, f"Correct {key}, or add the column to every record.")
 
 

@@ -226,9 +226,9 @@ class LogitsWriter:
         self._file, self._rows = None, 0
 
 
-def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
+def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
     """Raise ConfigError if the folder was written for another teacher or other sequences."""
-    theirs, ours = (_comparable_spec(spec) for spec in (found, spec))
+    theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"contains logits prepared with other settings: {'; '.join(lines[:4])}{more}."
@@ -237,8 +237,8 @@ def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
 
 def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
     """Return the spec without the teacher's name, so the parameters alone identify the teacher."""
-    found = {name: spec.get(name) for name in LogitsSpec.__annotations__}
-    return {**found, "teacher": spec["teacher"]["digest"]}
+    parts = {name: spec.get(name) for name in LogitsSpec.__annotations__}
+    return {**parts, "teacher": spec["teacher"]["digest"]}
 
 
 # Reading.
@@ -257,18 +257,18 @@ def read_manifest(folder: str) -> LogitsManifest:
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
-def _check(found: LogitsManifest) -> None:
-    sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
-    if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
+def _check(manifest: LogitsManifest) -> None:
+    sizes = [manifest[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
+    if min(sizes) < 1 or manifest["top_k"] > manifest["vocab_size"]:
         raise ValueError(f"the sizes are inconsistent: {sizes}")
-    for name, facts in found["sources"].items():
+    for name, facts in manifest["sources"].items():
         if type(count := facts.get("sequences")) is not int or count < 1:
             raise ValueError(f"source {name!r} has {count} sequences")
-    size, left = _record_dtype_of_spec(found).itemsize, num_sequences(found)
-    for number, shard in enumerate(found["shards"]):
+    size, left = _record_dtype_of_spec(manifest).itemsize, num_sequences(manifest)
+    for number, shard in enumerate(manifest["shards"]):
         if sorted(shard["files"]) != sorted((BIN, CRC_FILE)):
             raise ValueError(f"shard {number} has unexpected files")
-        rows = min(found["shard_rows"], left)
+        rows = min(manifest["shard_rows"], left)
         if shard["rows"] != rows or shard["files"][BIN]["bytes"] != rows * size:
             raise ValueError(f"shard {number} must have {rows} sequences")
         left -= rows
@@ -291,22 +291,22 @@ def open_logits(
         ConfigError: the logits were computed for other sequences or with other settings.
         StorageError: the folder is damaged or cannot be read.
     """
-    found = read_manifest(folder)
-    then = f"the value of {folder}, prepared with {found['teacher']['name']}"
+    manifest = read_manifest(folder)
+    then = f"the value of {folder}, prepared with {manifest['teacher']['name']}"
     for key, before, now in (
-        ("model.vocab_size", found["vocab_size"], vocab_size),
-        ("train.sequence_length", found["row_tokens"], row_tokens),
-        ("distill.temperature", found["temperature"], temperature),
+        ("model.vocab_size", manifest["vocab_size"], vocab_size),
+        ("train.sequence_length", manifest["row_tokens"], row_tokens),
+        ("distill.temperature", manifest["temperature"], temperature),
     ):
         if before != now:
             action = f"Set {key}={before}, or prepare a folder for this run."
             raise ConfigError.one(key, now, f"must be {before}, {then}.", action)
-    if top_k > (most := found["top_k"]):
+    if top_k > (most := manifest["top_k"]):
         rule = f"must be at most {most}, {then}."
         raise ConfigError.one("distill.top_k", top_k, rule, f"Set distill.top_k={most}.")
     lines = []
     for name, facts in sources.items():
-        before = found["sources"].get(name)
+        before = manifest["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["no sequences of " + named] if before is None else []
         if before is not None and CONTENT_KEY not in before:  # an earlier release wrote the folder
@@ -317,7 +317,7 @@ def open_logits(
         rule = f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}."
         action = "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again."
         raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
-    return LogitsReader(folder, found, top_k)
+    return LogitsReader(folder, manifest, top_k)
 
 
 class LogitsReader:

@@ -106,14 +106,14 @@ def parse(raw: bytes, size: int) -> IndexLayout:
         raise ValueError(f"the ids are floats, type {code}")
     if code not in _TYPES:
         raise ValueError(f"the ids have the unknown type {code}")
-    found = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
+    layout = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
     # Multimodal indexes contain an additional byte per sequence, which is ignored.
-    if size not in (found.end, found.end + num_sequences):
+    if size not in (layout.end, layout.end + num_sequences):
         raise ValueError(
-            f"{num_sequences} sequences and {num_bounds} bounds require {found.end} "
+            f"{num_sequences} sequences and {num_bounds} bounds require {layout.end} "
             f"bytes, and the file has {size}"
         )
-    return found
+    return layout
 
 
 def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
@@ -368,7 +368,7 @@ def spec_of(
     template renders.
     """
     keys = {key.name: getattr(data, key.name) for key in dataclasses.fields(SourceConfig)}
-    found: SourceEntry = {
+    entry: SourceEntry = {
         "name": source.name,
         "fingerprint": source.fingerprint(),
         "documents": len(source),
@@ -376,14 +376,14 @@ def spec_of(
         "seed": seed,
     }
     if content := source.content():
-        found["content"] = dict(content)
+        entry["content"] = dict(content)
     if chat:
-        found["chat"] = chat
+        entry["chat"] = chat
     if day:
-        found["day"] = day
+        entry["day"] = day
     return {
         "format": _CONVERSATIONS if chat else _TEXTS,
-        "source": found,
+        "source": entry,
         "tokenizer": {
             "kind": config.kind,
             "path": config.path,
@@ -425,15 +425,15 @@ def changed_files(
     """Return (label, saved, current) for each changed file, if both have digests."""
     if not saved or not current:
         return []
-    found = [
+    changes = [
         (f"the content of {name}", short_digests(saved[name]), short_digests(digest))
         for name, digest in current.items()
         if name in saved and _differ(saved[name], digest)
     ]
     if saved.keys() != current.keys():
         before, now = ([*value][:_NAMED_FILES] for value in (saved, current))
-        found.append(("the list of files", ", ".join(before), ", ".join(now)))
-    return found
+        changes.append(("the list of files", ", ".join(before), ", ".join(now)))
+    return changes
 
 
 def _differ(saved: str, current: str) -> bool:
@@ -498,9 +498,9 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
             path, f"the file has {file.size} bytes; at most {_LARGEST_BYTES} are allowed"
         )
     try:
-        found = parse_checksummed(file.read(0, file.size), form)
-        if (number := found["format"]) in kind.formats:  # type: ignore[index]
-            check(found)
+        manifest = parse_checksummed(file.read(0, file.size), form)
+        if (number := manifest["format"]) in kind.formats:  # type: ignore[index]
+            check(manifest)
     except ValueError as error:
         raise damaged_error(path, str(error)) from error
     if number not in kind.formats:
@@ -508,7 +508,7 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
         rule = f"must have format {known}: the folder has format {number}."
         action = f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again."
         raise ConfigError.one(kind.key, folder, rule, action)
-    return found
+    return manifest
 
 
 def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
@@ -520,9 +520,9 @@ def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
     return ConfigError.one(kind.key, folder, rule, action)
 
 
-def _check(found: Manifest) -> None:
-    shards, masked = found["shards"], has_masks(found)
-    if masked != ("chat" in found["source"]):
+def _check(manifest: Manifest) -> None:
+    shards, masked = manifest["shards"], has_masks(manifest)
+    if masked != ("chat" in manifest["source"]):
         raise ValueError("the folder is declared both as conversations and as texts")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
@@ -535,10 +535,10 @@ def _check(found: Manifest) -> None:
         entries = shard["files"]
         if min(entry["bytes"] for entry in entries.values()) < 0:
             raise ValueError(f"{name} has a file of negative size")
-        itemsize = np.dtype(found["dtype"]).itemsize if found["dtype"] in DTYPES else 0
+        itemsize = np.dtype(manifest["dtype"]).itemsize if manifest["dtype"] in DTYPES else 0
         if entries[BIN]["bytes"] != shard["tokens"] * itemsize:
             raise ValueError(
-                f"{name} has {shard['tokens']} ids of {found['dtype'][:20]}, which do "
+                f"{name} has {shard['tokens']} ids of {manifest['dtype'][:20]}, which do "
                 f"not match {entries[BIN]['bytes']} bytes"
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
@@ -548,10 +548,10 @@ def _check(found: Manifest) -> None:
         if masked and not 0 <= shard.get("trained", -1) <= shard["tokens"]:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):
-        if found[name] != sum(shard[name] for shard in shards):
+        if manifest[name] != sum(shard[name] for shard in shards):
             raise ValueError(
-                f"the number of {name} ({found[name]}) differs from the sum of the shards"
+                f"the number of {name} ({manifest[name]}) differs from the sum of the shards"
             )
-    counts = found["byte_counts"]
-    if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
+    counts = manifest["byte_counts"]
+    if len(counts) != 256 or min(counts) < 0 or sum(counts) != manifest["text_bytes"] or not shards:
         raise ValueError("the shards or the byte histogram are inconsistent")

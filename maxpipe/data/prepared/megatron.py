@@ -99,9 +99,9 @@ class _VerifiedFile:
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         for _ in range(_ATTEMPTS):
-            found, stat = self._ranges.read_with_stat(start, stop)
+            content, stat = self._ranges.read_with_stat(start, stop)
             if stat == self._digests.stat(self._file):
-                return found, stat
+                return content, stat
             # The file was written to, possibly with the same content.
             self._digests.check([self._file])
         raise file_changed_error(self._file)
@@ -156,9 +156,9 @@ class MegatronDocuments:
 
     def _missing_ids(self) -> tuple[int, int]:
         """Return how many BOS and EOS tokens to add, inferred from the first documents."""
-        found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
+        documents = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
-        kept = [ids for ids in found if len(ids)]
+        kept = [ids for ids in documents if len(ids)]
         return (
             int(not any(ids[0] == begin for ids in kept)),
             int(not any(ids[-1] == end for ids in kept)),
@@ -257,20 +257,20 @@ class MegatronDocuments:
 
 def _names(path: str) -> list[str]:
     """Return the paths without suffix of a prefix, file, folder or pattern."""
-    given = path if url_scheme(path) else os.path.expanduser(path)
-    if given.endswith((BIN, IDX)) and not glob.has_magic(given):
-        given = given[: -len(IDX)]
-    if url_scheme(given) or os.path.exists(given + IDX):
-        return [given]
-    is_folder = os.path.isdir(given)
-    pattern = os.path.join(glob.escape(given), f"*{IDX}") if is_folder else given
-    found = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
-    found |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
-    if not found:
+    prefix = path if url_scheme(path) else os.path.expanduser(path)
+    if prefix.endswith((BIN, IDX)) and not glob.has_magic(prefix):
+        prefix = prefix[: -len(IDX)]
+    if url_scheme(prefix) or os.path.exists(prefix + IDX):
+        return [prefix]
+    is_folder = os.path.isdir(prefix)
+    pattern = os.path.join(glob.escape(prefix), f"*{IDX}") if is_folder else prefix
+    names = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
+    names |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
+    if not names:
         rule = f"must be NAME of NAME{BIN} and NAME{IDX}, a folder or a pattern of such files: "
         rule += f"0 files match in {os.getcwd()}."
         raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
-    return sorted(found)
+    return sorted(names)
 
 
 def _open(name: str) -> _IndexedFile:

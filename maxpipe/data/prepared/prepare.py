@@ -178,12 +178,12 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
 def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
     if not (plan.folder / MANIFEST_FILE).exists():
         return ""
-    found = read_manifest(str(plan.folder))
-    _check_same(plan.folder, found, spec)
-    skipped = sum(shard["unreadable"] for shard in found["shards"])
-    _check_skipped(plan.data, skipped, found["documents"])
+    manifest = read_manifest(str(plan.folder))
+    _check_same(plan.folder, manifest, spec)
+    skipped = sum(shard["unreadable"] for shard in manifest["shards"])
+    _check_skipped(plan.data, skipped, manifest["documents"])
     (plan.folder / JOURNAL).unlink(missing_ok=True)
-    return f"{plan.folder} is complete: {_counts(found)}"
+    return f"{plan.folder} is complete: {_counts(manifest)}"
 
 
 def _prepare_missing(
@@ -196,52 +196,52 @@ def _prepare_missing(
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(plan.folder) as journal:
         # another process may have completed the folder before this process acquired the lock
-        if found := _summary_if_complete(plan, spec):
-            return found
-        done = _load_finished(plan.folder, journal, spec)
-        if done.day:  # a resumed command uses the date of the first start
-            spec = {**spec, "source": {**spec["source"], "day": done.day}}
-        _check_skipped(plan.data, done.unreadable, done.documents)
-        if not done.has_digests:
-            _check_unchanged(plan.folder, source, encoder, done)
-        start, begun = time.monotonic(), done.tokens
+        if summary := _summary_if_complete(plan, spec):
+            return summary
+        finished = _load_finished(plan.folder, journal, spec)
+        if finished.day:  # a resumed command uses the date of the first start
+            spec = {**spec, "source": {**spec["source"], "day": finished.day}}
+        _check_skipped(plan.data, finished.unreadable, finished.documents)
+        if not finished.has_digests:
+            _check_unchanged(plan.folder, source, encoder, finished)
+        start, begun = time.monotonic(), finished.tokens
         sent, day = writer.source_if_picklable(source), spec["source"].get("day", "")
-        pieces = _encode_in_processes(plan, sent, done.documents, len(source), day)
+        pieces = _encode_in_processes(plan, sent, finished.documents, len(source), day)
         with contextlib.closing(pieces):
-            _write(plan, source, pieces, done, journal, report)
-        manifest = _finish(plan.folder, spec, done)
+            _write(plan, source, pieces, finished, journal, report)
+        manifest = _finish(plan.folder, spec, finished)
     seconds = max(time.monotonic() - start, 1e-9)
-    rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
+    rate = f"{(finished.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
     unread, _ = sum_shard_notes(manifest["shards"])
     action = suggest_settings(unread, source, plan.data)
     line, *noted = [*_counts(manifest, action).splitlines(), *columns_not_read(source, plan.data)]
     return "\n".join([f"wrote {plan.folder}: {line}, in {seconds:.1f} s, {rate}", *noted])
 
 
-def _counts(found: Manifest, action: str = "") -> str:
-    size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
-    shards = pluralize(len(found["shards"]), "shard")
-    documents = pluralize(found["documents"], "document")
-    if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
+def _counts(manifest: Manifest, action: str = "") -> str:
+    size = sum(file["bytes"] for shard in manifest["shards"] for file in shard["files"].values())
+    shards = pluralize(len(manifest["shards"]), "shard")
+    documents = pluralize(manifest["documents"], "document")
+    if unreadable := sum(shard["unreadable"] for shard in manifest["shards"]):
         documents += f" ({unreadable} unreadable, written as empty)"
-    notes = sum_shard_notes(found["shards"])
-    noted = remarks("conversation", found["documents"], *notes, action=action)
-    line = f"{documents}, {pluralize(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+    notes = sum_shard_notes(manifest["shards"])
+    noted = remarks("conversation", manifest["documents"], *notes, action=action)
+    line = f"{documents}, {pluralize(manifest['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
     return "\n".join([line, *noted])
 
 
 # Checks of the folder.
 
 
-def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
-    changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
+def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
+    changed = changed_files(earlier["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"contains documents of other files: {'; '.join(lines[:4])}{more}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
-        key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in found["source"]
+        key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
     )  # earlier releases did not store digests of files
     theirs, ours = (
         {
@@ -251,38 +251,38 @@ def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
             "tokenizer": part["tokenizer"]["fingerprint"],
             "shard_tokens": part["shard_tokens"],
         }
-        for part in (found, spec)
+        for part in (earlier, spec)
     )
     if lines := differences(theirs, ours):
-        lines += differences(found["source"]["data"], spec["source"]["data"], "data")
+        lines += differences(earlier["source"]["data"], spec["source"]["data"], "data")
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         rule = f"contains documents prepared with other settings: {'; '.join(lines[:4])}{more}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
-    done = _FinishedShards()
+    finished = _FinishedShards()
 
     def check(line: bytes) -> None:
         found = parse_checksummed(line, Spec)
         _check_same(folder, found, spec)
-        done.has_digests = CONTENT_KEY in found["source"]
-        done.day = found["source"].get("day", "")
+        finished.has_digests = CONTENT_KEY in found["source"]
+        finished.day = found["source"].get("day", "")
 
     begun = replay_journal(
         journal,
         check,
-        lambda line: done.add(
-            _check_on_disk(folder, parse_checksummed(line, FinishedShard), len(done.shards))
+        lambda line: finished.add(
+            _check_on_disk(folder, parse_checksummed(line, FinishedShard), len(finished.shards))
         ),
     )
     if not begun:
         append_journal(journal, spec)
-    return done
+    return finished
 
 
 def _check_unchanged(
-    folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
+    folder: Path, source: Source, encoder: writer.ShardEncoder, finished: _FinishedShards
 ) -> None:
     """Compare a sample of the documents in finished shards with the source.
 
@@ -292,12 +292,12 @@ def _check_unchanged(
     Raises:
         ConfigError: a document has changed.
     """
-    if not done.documents:
+    if not finished.documents:
         return
-    ends = np.cumsum([shard["documents"] for shard in done.shards])
-    numbers = np.unique(np.linspace(0, done.documents - 1, _COMPARED).astype(np.int64))
+    ends = np.cumsum([shard["documents"] for shard in finished.shards])
+    numbers = np.unique(np.linspace(0, finished.documents - 1, _COMPARED).astype(np.int64))
     for shard, first in enumerate([0, *ends[:-1].tolist()]):
-        entry = done.shards[shard]
+        entry = finished.shards[shard]
         here = numbers[(numbers >= first) & (numbers < ends[shard])].tolist()
         documents = Shard(str(folder), shard, entry, None)
         for number in here:
@@ -358,17 +358,17 @@ def _encode_in_processes(
                 first = end
             if not waiting:
                 return
-            asked, future = waiting.popleft()
-            found = future.result()
-            if not isinstance(found, DocumentBatch):
-                raise ConfigError(found)
-            count = len(found.lengths)
-            if count < len(asked):
-                waiting.appendleft(submit(asked.start + count, asked.stop))
+            numbers, future = waiting.popleft()
+            batch = future.result()
+            if not isinstance(batch, DocumentBatch):
+                raise ConfigError(batch)
+            count = len(batch.lengths)
+            if count < len(numbers):
+                waiting.appendleft(submit(numbers.start + count, numbers.stop))
             # If documents are large, the batch size is reduced to the number of documents that a
             # process returned.
-            size = min(_PIECE, count if count < len(asked) else 2 * size)
-            yield found
+            size = min(_PIECE, count if count < len(numbers) else 2 * size)
+            yield batch
     except BrokenProcessPool as error:
         raise UnreachableError(
             f"{plan.folder}: a tokenizing process has died\n"
@@ -383,13 +383,13 @@ def _write(
     plan: PrepareJob,
     source: Source,
     pieces: Iterator[DocumentBatch],
-    done: _FinishedShards,
+    finished: _FinishedShards,
     journal: BinaryIO,
     report: ProgressCallback,
 ) -> None:
     """Write shards. A shard ends with the document that reaches `shard_tokens`."""
-    start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
-    unreadable, total = done.unreadable, len(source)
+    start, documents, tokens, text_bytes = time.monotonic(), finished.documents, 0, 0
+    unreadable, total = finished.unreadable, len(source)
     writer: ShardWriter | None = None
     try:
         for piece in pieces:
@@ -400,7 +400,7 @@ def _write(
             text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
             while len(piece.lengths):
                 if writer is None:
-                    number, has_mask = len(done.shards), piece.trained is not None
+                    number, has_mask = len(finished.shards), piece.trained is not None
                     writer = ShardWriter(plan.folder, number, piece.ids.dtype, has_mask=has_mask)
                 ends = writer.tokens + np.cumsum(piece.lengths)
                 count = min(int(np.searchsorted(ends, plan.shard_tokens)) + 1, len(ends))
@@ -409,11 +409,11 @@ def _write(
                 if writer.tokens >= plan.shard_tokens or (
                     documents == total and not len(piece.lengths)
                 ):
-                    finished = writer.close()
+                    shard = writer.close()
                     writer = None
                     _check_files_unchanged(plan.folder, source, report)
-                    append_journal(journal, finished)
-                    done.add(finished)
+                    append_journal(journal, shard)
+                    finished.add(shard)
             rate = 1e-6 / max(time.monotonic() - start, 1e-9)
             words = f"{tokens * rate:.2f} M tokens/s, {text_bytes * rate:.2f} MB/s"
             report("tokenizing documents", documents, total, words)
@@ -445,23 +445,23 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
         raise ConfigError.one("data.max_bad_records", data.max_bad_records, rule, action)
 
 
-def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
-    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
+def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:
+    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in finished.shards):
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
-        raise no_trained_tokens_error(template, done.documents)
-    if not done.text_bytes:
+        raise no_trained_tokens_error(template, finished.documents)
+    if not finished.text_bytes:
         of = spec["source"]["data"]
-        raise empty_documents_error(of.get("path"), done.documents, of.get("chat", "off"))
+        raise empty_documents_error(of.get("path"), finished.documents, of.get("chat", "off"))
     spans = ChecksummedWriter(folder / SPANS)
-    spans.write(_span_starts(folder, done).astype("<i8").tobytes())
+    spans.write(_span_starts(folder, finished).astype("<i8").tobytes())
     manifest: Manifest = {
         **spec,
         "dtype": dtype_for(spec["tokenizer"]["vocab_size"]).str,
-        "documents": done.documents,
-        "tokens": done.tokens,
-        "text_bytes": done.text_bytes,
-        "byte_counts": done.byte_counts.tolist(),
-        "shards": done.shards,
+        "documents": finished.documents,
+        "tokens": finished.tokens,
+        "text_bytes": finished.text_bytes,
+        "byte_counts": finished.byte_counts.tolist(),
+        "shards": finished.shards,
         "spans": spans.close(),
     }
     files.write(folder / MANIFEST_FILE, dump_checksummed(manifest))
@@ -471,11 +471,11 @@ def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
     return manifest
 
 
-def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
+def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
     """int64 [spans + 1]: number of tokens before each span, followed by the total."""
     starts: list[np.ndarray] = []
     first = tokens = 0
-    for number, shard in enumerate(done.shards):
+    for number, shard in enumerate(finished.shards):
         with open(files.open_regular(folder / shard_name(number, IDX)), "rb") as file:
             layout = parse(file.read(HEADER_BYTES), shard["files"][IDX]["bytes"])
             file.seek(layout.pointers_at)
@@ -555,11 +555,11 @@ def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"the file has {file.size} bytes instead of {entry['bytes']}"
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for start in range(0, file.size, _PART_BYTES):
-        found.update(file.read(start, min(start + _PART_BYTES, file.size)))
+        total.update(file.read(start, min(start + _PART_BYTES, file.size)))
         report(start)
-    return "" if found.hexdigest() == entry["sha256"] else "the checksum does not match"
+    return "" if total.hexdigest() == entry["sha256"] else "the checksum does not match"
 
 
 def _list_folder(folder: str) -> set[str] | None:

@@ -94,14 +94,14 @@ class Shard:
         """Layout of the index, checked against the manifest."""
         index = self.files[IDX]
         try:
-            found = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
+            layout = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
         except ValueError as error:
             raise damaged_error(index.path, str(error)) from error
-        if found.num_sequences != self.entry["documents"]:
-            raise damaged_error(index.path, f"the index has {found.num_sequences} documents")
-        if self.entry["tokens"] * found.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
-            raise damaged_error(index.path, f"the index has ids of {found.dtype.itemsize} bytes")
-        return found
+        if layout.num_sequences != self.entry["documents"]:
+            raise damaged_error(index.path, f"the index has {layout.num_sequences} documents")
+        if self.entry["tokens"] * layout.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
+            raise damaged_error(index.path, f"the index has ids of {layout.dtype.itemsize} bytes")
+        return layout
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -221,15 +221,15 @@ class PreparedDocuments:
             raise IndexError(document)
         number = int(np.searchsorted(self._starts, document, side="right")) - 1
         inside = document - int(self._starts[number])
-        found = self._shards[number].read(inside)
-        low, high = int(found.ids.min(initial=0)), int(found.ids.max(initial=0))
+        encoded = self._shards[number].read(inside)
+        low, high = int(encoded.ids.min(initial=0)), int(encoded.ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
             path = join_path(self._folder, shard_name(number, BIN))
             raise damaged_error(path, f"document {inside} has the id {low if low < 0 else high}")
         if high >= self._tokenizer.embedding_rows:
             path = join_path(self._folder, shard_name(number, BIN))
-            check_token_ids(f"{path}: document {inside}", found.ids, self._tokenizer)
-        return found
+            check_token_ids(f"{path}: document {inside}", encoded.ids, self._tokenizer)
+        return encoded
 
     def where(self, document: int) -> str:
         """Return the shard of a document and its index in the source."""
@@ -293,20 +293,20 @@ def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    made = manifest["tokenizer"]
-    if made["fingerprint"] == tokenizer.fingerprint():
+    stored = manifest["tokenizer"]
+    if stored["fingerprint"] == tokenizer.fingerprint():
         return
-    path = f" tokenizer.path={made['path']}" if made["path"] else ""
-    named = f"tokenizer.kind={made['kind']}{path}"
+    path = f" tokenizer.path={stored['path']}" if stored["path"] else ""
+    named = f"tokenizer.kind={stored['kind']}{path}"
     raise ConfigError.one(
         "data.path",
         folder,
         f"contains ids of a tokenizer other than tokenizer.*: {named} with "
-        f"{made['vocab_size']} ids and fingerprint {made['fingerprint'][:12]}; tokenizer.* has "
+        f"{stored['vocab_size']} ids and fingerprint {stored['fingerprint'][:12]}; tokenizer.* has "
         f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(
             tokenizer,
-            made["fingerprint"],
+            stored["fingerprint"],
             f"Set {named}, or prepare the documents again with this tokenizer.",
         ),
     )
@@ -418,13 +418,13 @@ class WindowedSequences:
 
     def _count_packed(self, spans: np.ndarray) -> _WindowCounts:
         def make(moved: Heartbeat | None) -> _WindowCounts:
-            found = []
+            counts = []
             progress = Progress("packing windows", len(self._spans), moved)
             for number in range(len(self._spans)):
                 window = self._window(number)[1]
-                found.append((len(window), window.num_targets))
+                counts.append((len(window), window.num_targets))
                 progress.update(number + 1)
-            return _WindowCounts(*np.array(found, np.int64).T)
+            return _WindowCounts(*np.array(counts, np.int64).T)
 
         def of(arrays: Mapping[str, np.ndarray]) -> _WindowCounts:
             counts = _WindowCounts(**{name: arrays[name] for name in _WindowCounts._fields})
@@ -467,14 +467,14 @@ class WindowedSequences:
         count = len(self._counts)
         visits = Permutation(count, *key, count)(np.arange(count))
         ends = np.cumsum(self._counts[visits])
-        found = np.empty_like(places)
+        shuffled = np.empty_like(places)
         at = np.searchsorted(ends, places, side="right")
         for visit in np.unique(at):
             here, window = at == visit, int(visits[visit])
             size = int(self._counts[window])
             order = Permutation(size, *key, count, window)
-            found[here] = self._starts[window] + order(places[here] - (ends[visit] - size))
-        return found
+            shuffled[here] = self._starts[window] + order(places[here] - (ends[visit] - size))
+        return shuffled
 
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

@@ -250,9 +250,9 @@ class _TextShardEncoder:
         lengths: list[int] = []
         with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
-        for found in encoded:
-            ids += begin, found.astype(dtype), end  # `found` may have any integer dtype
-            lengths.append(len(found) + 2)
+        for token_ids in encoded:
+            ids += begin, token_ids.astype(dtype), end  # `found` may have any integer dtype
+            lengths.append(len(token_ids) + 2)
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
         unreadable = np.isin(np.arange(first, first + len(texts)), self._source.unreadable)
@@ -287,14 +287,14 @@ class _ConversationShardEncoder:
         marks: list[int] = []
         tokens = 0
         while tokens < _MAX_TOKENS and first + len(ids) < stop:
-            found = encode_and_count(self._conversations, first + len(ids))
-            ids.append(found.ids.astype(dtype))
-            masks.append(found.trained)
-            raws.append(found.raw)
-            digests.append(found.digest)
-            unread.append(found.unread)
-            marks.append(found.marks)
-            tokens += len(found.ids)
+            chat = encode_and_count(self._conversations, first + len(ids))
+            ids.append(chat.ids.astype(dtype))
+            masks.append(chat.trained)
+            raws.append(chat.raw)
+            digests.append(chat.digest)
+            unread.append(chat.unread)
+            marks.append(chat.marks)
+            tokens += len(chat.ids)
         lengths = np.array([len(document) for document in ids])
         meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
         unreadable = np.zeros(len(ids), bool)
@@ -302,8 +302,8 @@ class _ConversationShardEncoder:
         return DocumentBatch(np.concatenate(ids), *parts, np.concatenate(masks), unread, marks)
 
     def identity(self, document: int) -> tuple[int, int]:
-        found = encode_and_count(self._conversations, document)
-        return len(found.raw), found.digest
+        chat = encode_and_count(self._conversations, document)
+        return len(chat.raw), chat.digest
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
@@ -359,12 +359,12 @@ def start(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the parent process handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    found = open_tokenizer(tokenizer)
+    opened = open_tokenizer(tokenizer)
     source = expand_trained_messages(open_source(data, seed), data) if source is None else source
-    talks = build_conversation_encoder(data, source, found)
+    talks = build_conversation_encoder(data, source, opened)
     if talks is not None:
         talks.day = day
-    _Worker.encoder = build_shard_encoder(source, found, talks)
+    _Worker.encoder = build_shard_encoder(source, opened, talks)
 
 
 def _end_with_parent() -> None:

@@ -156,10 +156,10 @@ class ByteBpe:
 
     @functools.cached_property
     def _ambiguous_character(self) -> re.Pattern[str]:
-        found = set(_FOLDED)
+        differing = set(_FOLDED)
         for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):
-            found |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
-        characters = "".join(map(re.escape, sorted(found)))
+            differing |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
+        characters = "".join(map(re.escape, sorted(differing)))
         return re.compile(f"[{characters}{chr(_LAST)}-\U0010ffff\ud800-\udfff]")
 
 
@@ -205,13 +205,13 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
         import tiktoken  # noqa: F401
     except ImportError:
         return None
-    found = _ranks_of(settings, model)
-    if found is None:
+    ranks = _ranks_of(settings, model)
+    if ranks is None:
         return None
     added = [
         token["content"] for token in definition.get("added_tokens") or () if not token["special"]
     ]
-    return ByteBpe(pattern, *found, "|".join(map(re.escape, added)))
+    return ByteBpe(pattern, *ranks, "|".join(map(re.escape, added)))
 
 
 def _pattern_of(definition: Mapping[str, Any]) -> str | None:

@@ -258,11 +258,11 @@ class ChatTemplate:
                     full = conversation._replace(
                         settings={**self.settings, **conversation.settings}
                     )
-                    found = process.render(
+                    rendered = process.render(
                         full, add_generation_prompt=add_generation_prompt, day=self.day
                     )
-                    texts.append(found.text)
-                    unread.update((*conversation.unread, *found.unread))
+                    texts.append(rendered.text)
+                    unread.update((*conversation.unread, *rendered.unread))
             except RenderError as error:
                 raise self._template_error(error) from error
         for remark in unread_remarks(unread, pluralize(len(conversations), "conversation")):

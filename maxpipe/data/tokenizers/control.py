@@ -106,9 +106,11 @@ class ControlTokenMixin:
         if rows >= self.vocab_size:
             return self
         assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
-        found = self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
-        found.embedding_rows = rows
-        return found
+        fitted = (
+            self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
+        )
+        fitted.embedding_rows = rows
+        return fitted
 
     def encode(self, text: str) -> np.ndarray:
         """See `Tokenizer`."""
@@ -127,9 +129,9 @@ class ControlTokenMixin:
 
     def with_control(self, **changes: Any) -> Self:
         """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
-        found = copy.copy(self)
-        found.control = replace(self.control, **changes)
-        return found
+        changed = copy.copy(self)
+        changed.control = replace(self.control, **changes)
+        return changed
 
     @property
     def framing(self) -> Framing:
@@ -248,10 +250,10 @@ def _role(
 ) -> int | None:
     named = said.get(role)
     if named is not None:
-        found = id_of(named)
+        i = id_of(named)
         # published folders may name a missing padding token
-        if found is not None or role == "pad_token":
-            return known.get(role) if found is None else found
+        if i is not None or role == "pad_token":
+            return known.get(role) if i is None else i
         rule = f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}."
         action = f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer."
         raise ConfigError.one(PATH, path, rule, action)
@@ -325,16 +327,16 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
     In the config of a multimodal model, these keys may be in `text_config`.
     """
-    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    listed: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
         path, content = os.path.join(folder, name), read_object(folder, name)
         inner = content.get("text_config")
         inner = inner if isinstance(inner, dict) else {}
-        for key, ids in found.items():
+        for key, ids in listed.items():
             value = content[key] if content.get(key) is not None else inner.get(key)
-            found[key] = ids or _ids(path, key, value)
-    found["bos_token_id"] = [i for i in found["bos_token_id"] if i < vocab_size]
-    return found
+            listed[key] = ids or _ids(path, key, value)
+    listed["bos_token_id"] = [i for i in listed["bos_token_id"] if i < vocab_size]
+    return listed
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
@@ -358,15 +360,15 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
     except (OSError, ValueError) as error:
         rule = f"must be UTF-8 text: {getattr(error, 'strerror', None) or error}."
         raise _settings_error(path, rule) from error
-    found, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict)]
-        found = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        if found is None:
+    template, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+        if template is None:
             raise _settings_error(path, "must have a chat template named default.")
-    if found is not None and not isinstance(found, str):
+    if template is not None and not isinstance(template, str):
         raise _settings_error(path, "must have text in chat_template.")
-    return None if found is None else (found, path)
+    return None if template is None else (template, path)
 
 
 def token_offsets(text: str, widths: np.ndarray) -> np.ndarray:

@@ -124,8 +124,8 @@ def run_texts_with_time_limit(
     except BaseException as error:
         if not is_library_error(error):
             raise
-        number, found = _find_failing_text(call, texts) if len(texts) > 1 else (0, None)
-        raise FailedText(number, texts[number]) from (found or error)
+        number, cause = _find_failing_text(call, texts) if len(texts) > 1 else (0, None)
+        raise FailedText(number, texts[number]) from (cause or error)
 
 
 def is_library_error(error: BaseException) -> bool:
@@ -206,12 +206,12 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
         return _in_folder(path, config.kind)
     if config.kind != "bytes" and config.kind != "auto":
         return config.kind, config.path
-    found = _kind_of(path)
-    if found is None:
+    inferred = _kind_of(path)
+    if inferred is None:
         rule = f"must be {', '.join(_NAMES.values())}, or a folder with one of these."
         action = "Choose another file, or set tokenizer.kind."
         raise ConfigError.one(PATH, config.path, rule, action)
-    return found, config.path
+    return inferred, config.path
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
@@ -223,17 +223,17 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
     candidates = [_JSON] if _JSON in names else []
     if wanted in ("sentencepiece", "tiktoken") or not candidates:
         candidates += [name for name in names if name.endswith((".model", ".tiktoken"))]
-    found: list[tuple[TokenizerKind, str]] = [
+    tokenizers: list[tuple[TokenizerKind, str]] = [
         (kind, path)
         for path in (os.path.join(folder, name) for name in candidates)
         if (kind := _kind_of(path)) is not None and wanted in (kind, "auto")
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(tokenizers) == 1:
+        return tokenizers[0]
     what = " or ".join(_NAMES.values()) if wanted == "auto" else _NAMES[wanted]
-    if found:
-        several = ", ".join(os.path.basename(path) for _, path in found)
-        action = f"Set tokenizer.path={found[0][1]}, or to another of these files."
+    if tokenizers:
+        several = ", ".join(os.path.basename(path) for _, path in tokenizers)
+        action = f"Set tokenizer.path={tokenizers[0][1]}, or to another of these files."
         raise ConfigError.one(PATH, folder, f"must contain one tokenizer: found {several}.", action)
     rule = f"must be {what}, or a folder with one: this folder has none."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)

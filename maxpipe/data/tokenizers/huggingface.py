@@ -46,11 +46,11 @@ _OTHER = ""
 def check_growth(definition: Mapping[str, Any]) -> None:
     """Raise ValueError if a text can become more than MAX_GROWTH times as long."""
     for part in ("normalizer", "decoder"):
-        found = growth([*_steps(definition.get(part))])
-        if found > MAX_GROWTH:
+        factor = growth([*_steps(definition.get(part))])
+        if factor > MAX_GROWTH:
             raise ValueError(
-                f"the {part} can make a text {found:.3g} times as long; at most {MAX_GROWTH} times "
-                "is allowed"
+                f"the {part} can make a text {factor:.3g} times as long; at most {MAX_GROWTH} "
+                "times is allowed"
             )
 
 
@@ -183,10 +183,10 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
         hidden = {i for i, token in added.items() if token.special}
         ids = [i for token, i in vocabulary.items() if i not in hidden]
-        made = _reachable_ids(definition, vocabulary)
+        reachable = _reachable_ids(definition, vocabulary)
         roles = (self.begin_id, self.end_id, *around[0], *around[1])
         self.min_embedding_rows = (
-            max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
+            max(max(ids if reachable is None else reachable & {*ids}, default=0), *roles) + 1
         )
         spelled = {token.content: i for i, token in added.items()}
         self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
@@ -221,17 +221,17 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        (found,) = self._encodings([text])
-        return np.asarray(found.ids, np.int32)
+        (encoding,) = self._encodings([text])
+        return np.asarray(encoding.ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         fast = self._byte_bpe
-        found = [None if fast is None else fast.encode(text) for text in texts]
-        slow = [number for number, ids in enumerate(found) if ids is None]
+        encoded = [None if fast is None else fast.encode(text) for text in texts]
+        slow = [number for number, ids in enumerate(encoded) if ids is None]
         encodings = self._encodings([texts[number] for number in slow])
         for number, encoding in zip(slow, encodings, strict=True):
-            found[number] = np.asarray(encoding.ids, np.int32)
-        return [ids for ids in found if ids is not None]
+            encoded[number] = np.asarray(encoding.ids, np.int32)
+        return [ids for ids in encoded if ids is not None]
 
     @functools.cached_property
     def _byte_bpe(self) -> ByteBpe | None:
@@ -243,13 +243,15 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        (found,) = self._each([text], self._with_control.encode_batch)
-        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        (encoding,) = self._each([text], self._with_control.encode_batch)
+        return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(
+            -1, 2
+        )
 
     def with_control(self, **changes: Any) -> Self:
-        found = super().with_control(**changes)
-        found.__dict__.pop("_with_control", None)  # depends on the number of embedding rows
-        return found
+        changed = super().with_control(**changes)
+        changed.__dict__.pop("_with_control", None)  # depends on the number of embedding rows
+        return changed
 
     @functools.cached_property
     def _with_control(self) -> Any:
@@ -301,9 +303,9 @@ def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
     one_word = _parse_definition(json.dumps({**whole, "post_processor": post_processor}).encode())
-    found = one_word.encode("a", add_special_tokens=True)
-    place = found.special_tokens_mask.index(0)
-    return found.ids[:place], found.ids[place + 1 :]
+    encoding = one_word.encode("a", add_special_tokens=True)
+    place = encoding.special_tokens_mask.index(0)
+    return encoding.ids[:place], encoding.ids[place + 1 :]
 
 
 def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:

@@ -237,12 +237,12 @@ class _Renderer:
         self, request: dict[str, Any], messages: Sequence[_TrackedMessage]
     ) -> dict[str, Any]:
         text = self._render(messages, prompt=request["add_generation_prompt"])
-        found: dict[str, Any] = {"text": text}
+        response: dict[str, Any] = {"text": text}
         if request["trained"] is not None:
             spans, rewritten = self._trained_spans(request, messages, text)
             spans = sorted(span for span in spans if span[0] < span[1])
-            found |= {"spans": [list(span) for span in spans], "rewritten": rewritten}
-        return {**found, "unread": self._unread(request, messages)}
+            response |= {"spans": [list(span) for span in spans], "rewritten": rewritten}
+        return {**response, "unread": self._unread(request, messages)}
 
     def _unread(self, request: dict[str, Any], messages: Sequence[_TrackedMessage]) -> list[str]:
         keys = {f"message.{key}" for message in messages for key in message._unread()}
@@ -355,9 +355,11 @@ class _Renderer:
         message.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
-        asked = self._try_render(messages[:number], prompt=True) if number and is_answer else None
-        if asked is not None and text.startswith(asked):
-            return len(asked)
+        prompted = (
+            self._try_render(messages[:number], prompt=True) if number and is_answer else None
+        )
+        if prompted is not None and text.startswith(prompted):
+            return len(prompted)
         low: int | None = 0
         if number:
             before = self._try_render(messages[:number])
@@ -371,8 +373,8 @@ class _Renderer:
             find = text.rfind if low is None else text.find
             if (at := find(header, least, high)) >= 0:
                 return at + len(header)
-        if low and asked is not None:
-            high = min(high, _common_prefix_length(text, asked))
+        if low and prompted is not None:
+            high = min(high, _common_prefix_length(text, prompted))
         return max(high, low or 0)
 
     def _content_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
@@ -383,10 +385,10 @@ class _Renderer:
                 [*messages[:number], {**kept, "content": content}, *messages[number + 1 :]]
                 for content in ("a", "b")
             ]
-            found = [self._try_render(turns) for turns in others]
-            if None not in found:
+            rendered = [self._try_render(turns) for turns in others]
+            if None not in rendered:
                 return min(
-                    _common_prefix_length(text, other) for other in found if other is not None
+                    _common_prefix_length(text, other) for other in rendered if other is not None
                 )
         rule = f"message {number + 1} cannot be separated from the text before it"
         raise _NotPrefixError(rule)
@@ -394,10 +396,10 @@ class _Renderer:
     def _generation_prompt(self) -> str:
         """Return the generation prompt that follows the messages, or an empty string."""
         messages = [{"role": "user", "content": "a"}]
-        before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
-        if before is None or asked is None or not asked.startswith(before):
+        before, prompted = self._try_render(messages), self._try_render(messages, prompt=True)
+        if before is None or prompted is None or not prompted.startswith(before):
             return ""
-        return asked[len(before) :]
+        return prompted[len(before) :]
 
 
 def _texts_of(content: Any) -> list[str] | None:
@@ -406,8 +408,8 @@ def _texts_of(content: Any) -> list[str] | None:
         return None
     parts = [part if isinstance(part, dict) else {} for part in content]
     texts = [part.get(_TEXT_KEYS.get(part.get("type", "text"), "")) for part in parts]
-    found = [text for text in texts if isinstance(text, str)]
-    return found if len(found) == len(texts) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return strings if len(strings) == len(texts) else None
 
 
 def _join_content(message: _TrackedMessage) -> _TrackedMessage:

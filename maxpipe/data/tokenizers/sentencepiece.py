@@ -64,8 +64,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
         own["pad_token"] = model.pad_id()
         known = {role: i for role, i in own.items() if i >= 0}
         self.control = resolve(path, special, ids.get, self.vocab_size, known)
-        made = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
-        self.min_embedding_rows = max(*made, self.begin_id, self.end_id) + 1
+        reachable = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
+        self.min_embedding_rows = max(*reachable, self.begin_id, self.end_id) + 1
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for i, piece in enumerate(pieces):
             if model.is_byte(i):
@@ -79,9 +79,9 @@ class SentencePieceTokenizer(ControlTokenMixin):
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
 
     def with_control(self, **changes: Any) -> Self:
-        found = super().with_control(**changes)
-        found.__dict__.pop("_control_text", None)  # depends on the number of embedding rows
-        return found
+        changed = super().with_control(**changes)
+        changed.__dict__.pop("_control_text", None)  # depends on the number of embedding rows
+        return changed
 
     @functools.cached_property
     def _control_text(self) -> re.Pattern[str]:
@@ -116,9 +116,9 @@ class SentencePieceTokenizer(ControlTokenMixin):
             elif part:
                 space = self._space(part, begin)
                 with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
-                    found = self._encoder.encode(space + part, return_type="offset_mapping")
-                ids.append(np.asarray(found["ids"], np.int32))
-                places = np.asarray(found["offsets"], np.int64).reshape(-1, 2) - len(space)
+                    encoding = self._encoder.encode(space + part, return_type="offset_mapping")
+                ids.append(np.asarray(encoding["ids"], np.int32))
+                places = np.asarray(encoding["offsets"], np.int64).reshape(-1, 2) - len(space)
                 offsets.append(begin + np.maximum(places, 0))
             begin += len(part)
         return np.concatenate(ids), np.concatenate(offsets)

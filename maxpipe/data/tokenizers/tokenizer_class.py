@@ -100,14 +100,14 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
     ]
     registered = REGISTERED.get(kinds[0], "") if isinstance(config.get("model_type"), str) else ""
     is_corrected = any(kind in CORRECTED for kind in kinds)
-    found = name or registered
+    chosen = name or registered
     auto = settings.get("auto_map")
     if name and not (auto.get("AutoTokenizer") if isinstance(auto, dict) else auto):
         if name == "LlamaTokenizer" and byte_level and not is_corrected:
             return ""
         if registered == FILE_AS_IT_IS or (registered and is_corrected):
-            found = registered
-    return found if found in _PARTS else ""
+            chosen = registered
+    return chosen if chosen in _PARTS else ""
 
 
 def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping[str, Any]]:
@@ -137,7 +137,7 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
         return raw
     parts = _PARTS[name](settings)
     roles = {k: text for k, text in {**parts.roles, **role_texts(folder)}.items() if text}
-    found = {
+    rebuilt = {
         **definition,
         "normalizer": parts.normalizer,
         "pre_tokenizer": parts.pre_tokenizer,
@@ -146,10 +146,10 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
         "added_tokens": _added_tokens(definition, settings, [*roles.values()]),
     }
     if parts.before is not None:
-        found["post_processor"] = _post_processor(roles.get(parts.before), definition)
-    if _comparable(found) == _comparable(definition):
+        rebuilt["post_processor"] = _post_processor(roles.get(parts.before), definition)
+    if _comparable(rebuilt) == _comparable(definition):
         return raw
-    return json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(rebuilt, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def prepend_scheme(settings: Mapping[str, Any]) -> str:
@@ -195,15 +195,15 @@ def _added_tokens(
         entries = {int(i): entry for i, entry in listed.items() if _is_token(i, entry)}
     else:
         entries = {token["id"]: token for token in own}
-    found = [_added_token(i, item, named) for i, item in sorted(entries.items())]
-    known = {token["content"] for token in found}
+    tokens = [_added_token(i, item, named) for i, item in sorted(entries.items())]
+    known = {token["content"] for token in tokens}
     vocabulary = definition["model"].get("vocab") or {}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     extra = [token.get("content") if isinstance(token, dict) else token for token in extra]
     for text in dict.fromkeys([*named, *(token for token in extra if isinstance(token, str))]):
         if text in vocabulary and text not in known:
-            found.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
-    return found
+            tokens.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
+    return tokens
 
 
 def _is_token(i: str, entry: object) -> bool:
