@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,8 +36,10 @@ from maxpipe.data.documents import (
     verify_unchanged,
 )
 from maxpipe.data.formats.disk_cache import Arrays, CacheMessages, load_or_compute
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.record_text import BadRecord
+from maxpipe.data.formats.source import place_of
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
@@ -83,19 +84,15 @@ class TrainedMessageSource:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def _place(self, document: int) -> tuple[int, int]:
-        record = int(np.searchsorted(self.ends, document, side="right"))
-        return record, document - (int(self.ends[record - 1]) if record else 0)
-
     def __getitem__(self, index: int) -> str:
-        return self._source[self._place(index)[0]]
+        return self._source[place_of(self.ends, index)[0]]
 
     def record(self, index: int) -> Any:
-        record, number = self._place(index)
+        record, number = place_of(self.ends, index)
         return TrainedMessage(self._source.record(record), number)
 
     def where(self, index: int) -> str:
-        record, number = self._place(index)
+        record, number = place_of(self.ends, index)
         return f"{self._source.where(record)}, trained message {number + 1}"
 
     def fingerprint(self) -> str:
@@ -127,26 +124,23 @@ def expand_trained_messages(
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
-    def make(moved: Heartbeat | None) -> _MessageCounts:
+    def make(moved: Heartbeat | None) -> np.ndarray:
         counts = np.zeros(len(source), np.int64)
         progress = Progress(f"counting trained messages of {source.name}", len(source), moved)
         for number in range(len(source)):
-            try:
+            with wrap_record_errors(source, number):
                 counts[number] = len(conversation_of(source.record(number), config).trained)
-            except BadRecord as error:
-                problem = Problem(source.where(number), error.value, error.rule, error.action)
-                raise UnreadableRecord([problem]) from error
             progress.update(number + 1)
         source.check_unchanged(moved)
-        return _MessageCounts(counts)
+        return counts
 
-    def of(arrays: Arrays) -> _MessageCounts:
+    def of(arrays: Arrays) -> np.ndarray:
         if arrays["counts"].shape != (len(source),):
             raise ValueError("an array with an unexpected shape")
-        return _MessageCounts(arrays["counts"])
+        return arrays["counts"]
 
     if cache_dir is None:
-        found = make(moved)
+        counts = make(moved)
     else:
         fields = [config.messages_field, config.prompt_field, config.response_field]
         content = sorted(source.content(moved).items())
@@ -155,14 +149,16 @@ def expand_trained_messages(
         key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
-        found = load_or_compute(
-            path, of, make, lambda made: made._asdict(), _CACHE_MESSAGES, keep=keep, moved=moved
+        counts = load_or_compute(
+            path,
+            of,
+            make,
+            lambda counts: {"counts": counts},
+            _CACHE_MESSAGES,
+            keep=keep,
+            moved=moved,
         )
-    return TrainedMessageSource(source, found.counts) if found.counts.any() else source
-
-
-class _MessageCounts(NamedTuple):
-    counts: np.ndarray
+    return TrainedMessageSource(source, counts) if counts.any() else source
 
 
 _MAX_TEMPLATE_BYTES = 1 << 24
@@ -358,8 +354,7 @@ class ConversationEncoder:
         fields = [config.messages_field]
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
-        parts = [config.chat, fields, *self.masking_metadata()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return digest([config.chat, fields, *self.masking_metadata()])
 
     def masking_metadata(self) -> list[Any]:
         """Return the settings that determine the ids and the mask, as JSON values."""

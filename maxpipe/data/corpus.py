@@ -321,15 +321,22 @@ def _index_token_source(
 ) -> IndexedSource:
     documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
+    is_prepared = isinstance(documents, PreparedDocuments)
     facts = {**documents.metadata(), **_packing_metadata(packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
-    counts, unreadable = documents.byte_counts, documents.unreadable
-    if not isinstance(documents, PreparedDocuments):
-        return IndexedSource(name, documents, seed, facts, counts, None, unreadable, packing)
-    digests = documents.digests
-    if not documents.has_conversations:
-        return IndexedSource(name, documents, seed, facts, counts, digests, unreadable, packing)
+    indexed = IndexedSource(
+        name,
+        documents,
+        seed,
+        facts,
+        byte_counts=documents.byte_counts,
+        digests=documents.digests if is_prepared else None,
+        unreadable=documents.unreadable,
+        packing=packing,
+    )
+    if not (is_prepared and documents.has_conversations):
+        return indexed
     policy = config.long_conversations
     facts.update(_long_conversation_metadata(config))
     count, first = count_long_documents(documents, row_tokens)
@@ -349,10 +356,9 @@ def _index_token_source(
         )
         check_remaining(left, documents.num_documents, row_tokens, policy)
         long = long._replace(left_out=int(left.left_out))
-    told = documents.num_documents, documents.unread, documents.marks, long, packing
-    lines = remarks("conversation", *told)
-    parts = (name, limited, seed, facts, counts, digests, unreadable, packing, lines)
-    return IndexedSource(*parts, is_chat=True)
+    count = documents.num_documents
+    lines = remarks("conversation", count, documents.unread, documents.marks, long, packing)
+    return dataclasses.replace(indexed, documents=limited, remarks=lines, is_chat=True)
 
 
 def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:

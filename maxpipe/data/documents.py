@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -22,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from maxpipe.data.formats import disk_cache
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -195,7 +195,7 @@ def load_or_build_index(
     """
     if cache_dir is None:
         return read(moved)
-    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    name = digest(key)[:32]
     return disk_cache.load_or_compute(
         os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
         lambda arrays: _index_of(arrays, num_documents),

@@ -402,9 +402,7 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
         ends = mixture.sample_limits(data.mixture, sizes)
     end = ends[""] if data.end == "stop" and mixed is None else None
     stream = Stream(parts, repeat=True, mixture=mixed, end=end)
-    loader = _loader(
-        corpus, stream, ramp, _loader_fingerprint(corpus, ramp), StreamEnd(data.end, ends, mixed)
-    )
+    loader = _loader(corpus, stream, ramp, StreamEnd(data.end, ends, mixed))
     if mixed is not None:
         loader.apply_mixture(mixed)
     return loader
@@ -421,26 +419,18 @@ def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader
     sizes, ramp = [len(part.sequences) for part in parts], BatchRamp((), rows)
     mixed = mixture.single_pass_mixture(sizes, corpus.seed) if len(parts) > 1 else None
     stream = Stream(parts, repeat=False, mixture=mixed)
-    return _loader(corpus, stream, ramp, _loader_fingerprint(corpus, ramp))
-
-
-def _loader_fingerprint(corpus: Corpus, ramp: BatchRamp) -> dict[str, Any]:
-    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.metadata()}
+    return _loader(corpus, stream, ramp)
 
 
 def _loader(
-    corpus: Corpus,
-    stream: Stream,
-    ramp: BatchRamp,
-    facts: Mapping[str, Any],
-    ending: StreamEnd | None = None,
+    corpus: Corpus, stream: Stream, ramp: BatchRamp, ending: StreamEnd | None = None
 ) -> Loader:
     return Loader(
         stream,
         ramp=ramp,
         threads=corpus.data.threads,
         prefetch_batches=corpus.data.prefetch_batches,
-        fingerprint=facts,
+        fingerprint={_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.metadata()},
         mixed=corpus.mixture_names,
         ending=ending,
         pairs=corpus.pairs,

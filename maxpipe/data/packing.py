@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import numpy as np
 from maxpipe.config.data_schema import Packing
 from maxpipe.data.documents import Documents
 from maxpipe.data.formats import disk_cache
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import ConfigError
@@ -563,10 +563,10 @@ class Packer:
 
         if len(order) < _MIN_CACHED_DOCUMENTS or strategy == "pad":
             return make()
-        digest = hashlib.sha256()
+        total = hashlib.sha256()
         for part in (order, lengths[order]):
-            digest.update(np.ascontiguousarray(part, "<i8").data)
-        key = [digest.hexdigest(), *([self.max_pairs] if self.max_pairs else [])]
+            total.update(np.ascontiguousarray(part, "<i8").data)
+        key = [total.hexdigest(), *([self.max_pairs] if self.max_pairs else [])]
         return self.load_or_compute("plan", key, _plan_of, make)
 
     def load_or_compute(
@@ -584,9 +584,8 @@ class Packer:
         if self.cache_dir is None:
             return make(self.moved)
         facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
         return disk_cache.load_or_compute(
-            os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest}.npz"),
+            os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest(facts)[:32]}.npz"),
             of,
             make,
             lambda made: made._asdict(),

@@ -7,9 +7,7 @@ halves in one sequence. Only response tokens are trained.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ from maxpipe.data.chat_records import (
     unread_field_names,
 )
 from maxpipe.data.documents import DocumentIndex, EncodedDocument
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.record_text import BadRecord, shorten
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -180,7 +179,7 @@ class PairEncoder:
         parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._max_tokens]
         if self._chat is not None:
             parts += self._chat.masking_metadata()
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return digest(parts)
 
 
 def pair_of(record: object, config: SourceConfig) -> PreferencePair:
@@ -342,4 +341,4 @@ class PairDocuments(ChatDocuments):
         super().__init__(pairs, index)
         source, parts = pairs.source, [pairs.tokenizer.fingerprint(), pairs.fingerprint()]
         parts = [source.fingerprint(), source.content(), *parts]
-        self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self.digest = digest(parts)

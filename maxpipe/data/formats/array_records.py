@@ -22,7 +22,7 @@ from maxpipe.data.formats.record_text import (
     from_json,
     shorten,
 )
-from maxpipe.data.formats.source import Record
+from maxpipe.data.formats.source import Record, place_of
 from maxpipe.errors import ConfigError
 
 
@@ -53,7 +53,11 @@ class ArrayRecords:
                 f"must be ArrayRecord files with records: {shorten(str(error))}.",
                 "Set data.source=text or data.source=jsonl if the files have that format.",
             ) from error
-        self._json = _is_json_object(first)
+        self._json = True
+        try:
+            from_json(first)
+        except ValueError:
+            self._json = False
 
     def __len__(self) -> int:
         return len(self._records)
@@ -79,9 +83,8 @@ class ArrayRecords:
             counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
         except Exception:  # the record itself may be readable
             return f"{common_folder(self.files)}: record {index}"
-        ends = np.cumsum(counts)
-        which = int(np.searchsorted(ends, index, side="right"))
-        return f"{self.files[which].path}: record {index - int(ends[which] - counts[which])}"
+        which, record = place_of(np.cumsum(counts), index)
+        return f"{self.files[which].path}: record {record}"
 
     def fingerprint(self, chosen: str) -> str:
         kind = chosen if self._json else ""
@@ -104,14 +107,6 @@ def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
         rule = f"must be in a complete ArrayRecord file: {shorten(str(error))}."
         action = "Copy the file again from an intact source, or remove it from data.path."
         raise ConfigError.one(where(), None, rule, action) from error
-
-
-def _is_json_object(raw: bytes) -> bool:
-    try:
-        from_json(raw)
-    except ValueError:
-        return False
-    return True
 
 
 _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")

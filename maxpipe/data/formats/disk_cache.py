@@ -38,6 +38,7 @@ _HEARTBEAT_SECONDS = 0.5
 _LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
 _TEMPORARY_SUFFIX = ".tmp"
+_READABLE = os.R_OK | os.X_OK
 
 
 @contextlib.contextmanager
@@ -178,30 +179,24 @@ class FolderCache:
             OSError: neither `folder` nor the temporary folder can be written.
         """
         for root in (self._folder, self._own):
-            if root is not None and _is_readable(folder := os.path.join(root, name)):
+            folder = os.path.join(root or "", name)
+            if root is not None and os.path.isdir(folder) and os.access(folder, _READABLE):
                 return folder
         if self._folder is not None and self._keep:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self._folder)
-            if unusable := _why_unusable(self._folder, name):
-                _LOG.warning("%s: the next start reads all files", unusable)
+            final = os.path.join(self._folder, name)
+            if not os.access(self._folder, os.W_OK | os.X_OK):
+                unusable = f"{self._folder} cannot be written"
+            elif os.path.lexists(final):
+                unusable = f"{final} cannot be read"
             else:
                 return _make_folder(self._folder, name, file, make, moved)
+            _LOG.warning("%s: the next start reads all files", unusable)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
         return _make_folder(self._own, name, file, make, moved)
-
-
-def _is_readable(folder: str) -> bool:
-    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)
-
-
-def _why_unusable(root: str, name: str) -> str:
-    if not os.access(root, os.W_OK | os.X_OK):
-        return f"{root} cannot be written"
-    final = os.path.join(root, name)
-    return f"{final} cannot be read" if os.path.lexists(final) else ""
 
 
 def _make_folder(
@@ -223,21 +218,17 @@ def _make_folder(
         os.mkdir(partial)  # mkdtemp would create a folder that other users of `root` cannot read
         try:
             make(partial, moved or (lambda: None))
-            _rename_into_place(partial, final)
+            try:
+                os.rename(partial, final)
+            except OSError:
+                if not os.path.isdir(final):
+                    raise
+                # Another process created the folder without a lock.
+                shutil.rmtree(partial, ignore_errors=True)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return final
-
-
-def _rename_into_place(partial: str, final: str) -> None:
-    try:
-        os.rename(partial, final)
-    except OSError:
-        if not os.path.isdir(final):
-            raise
-        # Another process created the folder without a lock.
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 Value = TypeVar("Value")
@@ -271,8 +262,7 @@ def load_or_compute(
     the process that computes it. If this process is killed, another waiting process computes the
     file. `make` calls its argument after each part of its work.
     """
-    value = load(path, made_of, words.unreadable)
-    if value is not None:
+    if (value := load(path, made_of, words.unreadable)) is not None:
         return value
     if not keep:
         return make(moved)
@@ -285,11 +275,15 @@ def load_or_compute(
             # The value is computed without a lock. `save` warns if the file cannot be written.
             _LOG.info("%s cannot be locked (%s)", path, error)
         else:
-            if _state(path) != before:  # another process wrote the file while this process waited
-                value = load(path, made_of, words.unreadable)
-                if value is not None:
-                    return value
-            _remove_temporary_files(path)
+            # Another process may have written the file while this process waited.
+            if (
+                _state(path) != before
+                and (value := load(path, made_of, words.unreadable)) is not None
+            ):
+                return value
+            for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
+                with contextlib.suppress(OSError):
+                    os.unlink(part)  # left by a killed process
         computed = make(moved)
         save(path, arrays_of(computed), words.unwritable)
     return computed
@@ -302,12 +296,6 @@ def _state(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
-
-
-def _remove_temporary_files(path: str) -> None:
-    for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
-        with contextlib.suppress(OSError):
-            os.unlink(part)
 
 
 def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:

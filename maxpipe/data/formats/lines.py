@@ -35,7 +35,7 @@ from maxpipe.data.formats.record_text import (
     from_json,
     shorten,
 )
-from maxpipe.data.formats.source import Heartbeat, Progress, Record
+from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import open_regular
 from maxpipe.io.files import read as read_file
@@ -359,9 +359,8 @@ class JsonLines:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[Lines, int]:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        lines = self._lines[which]
-        return lines, index - int(self._ends[which]) + len(lines)
+        which, number = place_of(self._ends, index)
+        return self._lines[which], number
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         lines, number = self._place(index)

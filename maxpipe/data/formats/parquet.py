@@ -23,7 +23,7 @@ from maxpipe.data.formats.files import (
     wrap_read_errors,
 )
 from maxpipe.data.formats.record_text import BadRecord, check_length, shorten
-from maxpipe.data.formats.source import Heartbeat, Progress, Record
+from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
@@ -177,17 +177,10 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[int, int]:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[which - 1]) if which else 0
-        return which, index - before
-
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        which, row = self._place(index)
-        ends = self._group_ends[which]
-        group = int(np.searchsorted(ends, row, side="right"))
-        table = self._group(which, group, columns)
-        return row_of(table, row - (int(ends[group - 1]) if group else 0))
+        which, row = place_of(self._ends, index)
+        group, row = place_of(self._group_ends[which], row)
+        return row_of(self._group(which, group, columns), row)
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
         key = (which, group, columns is None)
@@ -247,7 +240,7 @@ class ParquetRows:
                 ) from error
 
     def where(self, index: int) -> str:
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         return f"{self.files[which].path}: row {row}"
 
     def fingerprint(self, chosen: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from maxpipe.data.formats.files import File, digest, identities, read, stat_files, wrap_read_errors
 from maxpipe.data.formats.parquet import columns_to_read, import_pyarrow, row_of
 from maxpipe.data.formats.record_text import BadRecord, shorten
-from maxpipe.data.formats.source import Record
+from maxpipe.data.formats.source import Record, place_of
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as boundary
 from maxpipe.io.files import url_scheme
@@ -81,14 +81,10 @@ class SavedDataset:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[int, int]:
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return which, index - (int(self._ends[which - 1]) if which else 0)
-
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         import pyarrow
 
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         batch = self._batch(which)
         if some := columns_to_read(columns, batch.schema.names):
             batch = batch.select(some)
@@ -113,7 +109,7 @@ class SavedDataset:
             return self._cached[which]
 
     def where(self, index: int) -> str:
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         number = int(self._batch_files[which])
         first = int(np.searchsorted(self._batch_files, number))
         before = int(self._ends[which - 1] if which else 0)

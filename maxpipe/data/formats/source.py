@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.record_text import BadRecord, TextExtractor
 from maxpipe.errors import ConfigError, Problem
@@ -73,6 +75,12 @@ class Source(Protocol):
             ConfigError: a file has changed.
         """
         ...
+
+
+def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """Return the part that contains an index, and the index in this part. `ends` are exclusive."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
 
 
 class Records(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict
 
@@ -25,12 +25,14 @@ from maxpipe.data.prepared.manifest import (
     FileEntry,
     FolderKind,
     append_journal,
+    check_sizes,
     differences,
     dtype_for,
     fsync_folder,
     read_checksummed,
     replay_journal,
     shard_name,
+    shorten_lines,
     suggest_action,
 )
 from maxpipe.data.prepared.range_reader import (
@@ -163,9 +165,7 @@ class LogitsWriter:
         begun = replay_journal(
             journal,
             lambda line: check_same(folder, parse_checksummed(line, LogitsSpec), spec),
-            lambda line: self._shards.append(
-                self._check_on_disk(parse_checksummed(line, LogitsShardEntry))
-            ),
+            self._resume_shard,
         )
         if not begun:
             append_journal(journal, spec)
@@ -175,12 +175,10 @@ class LogitsWriter:
         """Number of sequences in complete shards on disk."""
         return sum(shard["rows"] for shard in self._shards)
 
-    def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
-        for suffix, entry in shard["files"].items():
-            path = self._folder / shard_name(len(self._shards), suffix)
-            if path.stat().st_size != entry["bytes"]:
-                raise ValueError("the file is truncated")
-        return shard
+    def _resume_shard(self, line: bytes) -> None:
+        shard = parse_checksummed(line, LogitsShardEntry)
+        check_sizes(self._folder, len(self._shards), shard["files"])
+        self._shards.append(shard)
 
     def add(self, answers: LogitsBatch) -> None:
         """Append the logits of consecutive sequences."""
@@ -230,8 +228,7 @@ def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
     """Raise ConfigError if the folder was written for another teacher or other sequences."""
     theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains logits prepared with other settings: {'; '.join(lines[:4])}{more}."
+        rule = f"contains logits prepared with other settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
@@ -371,10 +368,3 @@ class LogitsReader:
         if len(crcs) != -(-size // BLOCK_BYTES):
             raise damaged_error(crc, f"the file has {len(crcs)} CRCs for {size} bytes")
         return ChecksummedReader(open_range_reader(path), size, crcs, self._piece_cache)
-
-
-def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the name and the manifest entry of each file."""
-    for number, shard in enumerate(manifest["shards"]):
-        for suffix, entry in sorted(shard["files"].items()):
-            yield shard_name(number, suffix), entry

@@ -31,7 +31,7 @@ import re
 import signal
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, TypeVar
@@ -438,8 +438,28 @@ def changed_files(
 
 def _differ(saved: str, current: str) -> bool:
     """Return whether digests differ. Digests of different types are not compared."""
-    kinds = [value.partition(":")[0] if ":" in value else "" for value in (saved, current)]
-    return kinds[0] == kinds[1] and saved != current
+    one, other = (value.rpartition(":")[0] for value in (saved, current))
+    return one == other and saved != current
+
+
+def list_files(shards: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, FileEntry]]:
+    """Yield the name and the manifest entry of each file of these shards."""
+    for number, shard in enumerate(shards):
+        for suffix, entry in sorted(shard["files"].items()):
+            yield shard_name(number, suffix), entry
+
+
+def check_sizes(folder: Path, number: int, files: Mapping[str, FileEntry]) -> None:
+    """Raise OSError for a missing file of a shard, and ValueError for a wrong size."""
+    for suffix, entry in files.items():
+        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
+            raise ValueError("the file is truncated")
+
+
+def shorten_lines(lines: Sequence[str]) -> str:
+    """Return the first differences as one line."""
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return f"{'; '.join(lines[:4])}{more}"
 
 
 def short_digests(value: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ import numpy as np
 from maxpipe.config.data_schema import SourceConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.files import File, Stat, file_changed_error, stat_files
-from maxpipe.data.formats.source import Heartbeat
+from maxpipe.data.formats.files import File, Stat, digest, file_changed_error, stat_files
+from maxpipe.data.formats.source import Heartbeat, place_of
 from maxpipe.data.prepared.manifest import (
     BIN,
     HEADER_BYTES,
@@ -213,8 +212,8 @@ class MegatronDocuments:
         return EncodedDocument(np.concatenate(parts).astype(np.int32))
 
     def _stored(self, document: int) -> np.ndarray:
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        pair, inside = self._pairs[number], document - int(self._starts[number])
+        number, inside = place_of(self._starts[1:], document)
+        pair = self._pairs[number]
         size = pair.layout.dtype.itemsize
         begin, end = pair.offsets(pair.bounds(inside, inside + 2))[[0, -1]].tolist()
         ids = np.frombuffer(pair.ids.read(begin * size, end * size), pair.layout.dtype)
@@ -229,8 +228,8 @@ class MegatronDocuments:
 
     def where(self, document: int) -> str:
         """Return the file of a document and its index in the file."""
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
+        number, inside = place_of(self._starts[1:], document)
+        return f"{self._pairs[number].ids.path}: document {inside}"
 
     unreadable = 0
 
@@ -250,7 +249,7 @@ class MegatronDocuments:
             "source": "megatron",
             "documents": self.num_documents,
             "tokens": self.num_tokens,
-            "source_digest": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+            "source_digest": digest(parts),
             **content_metadata(self._content),
         }
 

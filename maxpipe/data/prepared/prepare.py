@@ -51,16 +51,19 @@ from maxpipe.data.prepared.manifest import (
     append_journal,
     changed_files,
     check_folder,
+    check_sizes,
     convert_signals,
     differences,
     dtype_for,
     fsync_folder,
     has_masks,
+    list_files,
     lock_journal,
     parse,
     read_manifest,
     replay_journal,
     shard_name,
+    shorten_lines,
     spec_of,
     suggest_action,
     suggest_folder,
@@ -237,8 +240,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     changed = changed_files(earlier["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains documents of other files: {'; '.join(lines[:4])}{more}."
+        rule = f"contains documents of other files: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
@@ -255,8 +257,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     )
     if lines := differences(theirs, ours):
         lines += differences(earlier["source"]["data"], spec["source"]["data"], "data")
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains documents prepared with other settings: {'; '.join(lines[:4])}{more}."
+        rule = f"contains documents prepared with other settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
@@ -269,12 +270,15 @@ def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShar
         finished.has_digests = CONTENT_KEY in found["source"]
         finished.day = found["source"].get("day", "")
 
+    def resume(line: bytes) -> None:
+        shard = parse_checksummed(line, FinishedShard)
+        check_sizes(folder, len(finished.shards), shard["shard"]["files"])
+        finished.add(shard)
+
     begun = replay_journal(
         journal,
         check,
-        lambda line: finished.add(
-            _check_on_disk(folder, parse_checksummed(line, FinishedShard), len(finished.shards))
-        ),
+        resume,
     )
     if not begun:
         append_journal(journal, spec)
@@ -306,13 +310,6 @@ def _check_unchanged(
                 rule = f"must not change while {folder} is prepared: the text has changed."
                 action = f"Restore the files, or remove {folder} and restart."
                 raise ConfigError.one(source.where(number), None, rule, action)
-
-
-def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
-    for suffix, entry in finished["shard"]["files"].items():
-        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
-            raise ValueError("the file is truncated")
-    return finished
 
 
 # Encoding and writing.
@@ -511,12 +508,17 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
         StorageError: the manifest is damaged, so the files cannot be verified.
     """
     if logits.has_manifest(folder):
-        own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
+        own, entries = logits.MANIFEST, dict(list_files(logits.read_manifest(folder)["shards"]))
     else:
-        own, entries = MANIFEST_FILE, dict(_entries(read_manifest(folder)))
+        own, manifest = MANIFEST_FILE, read_manifest(folder)
+        entries = {**dict(list_files(manifest["shards"])), SPANS: manifest["spans"]}
     total = sum(entry["bytes"] for entry in entries.values())
     done, damage = 0, []
-    present = _list_folder(folder)
+
+    def report_bytes(before: int, read: int) -> None:
+        report("reading", (before + read) >> 20, total >> 20)
+
+    present = None if url_scheme(folder) else set(os.listdir(os.path.expanduser(folder)))
     for name, entry in entries.items():
         path = join_path(folder, name)
         if present is not None and name not in present:
@@ -524,7 +526,7 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
             done += entry["bytes"]
             continue
         try:
-            if words := _find_damage(path, entry, partial(_report_bytes, report, done, total)):
+            if words := _find_damage(path, entry, partial(report_bytes, done)):
                 damage.append(f"{path}: {words}")
         except StorageError as error:
             damage.append(str(error))
@@ -539,17 +541,6 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
     return VerifyResult(tuple(damage), summary)
 
 
-def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
-    for number, shard in enumerate(manifest["shards"]):
-        for suffix, entry in sorted(shard["files"].items()):
-            yield shard_name(number, suffix), entry
-    yield SPANS, manifest["spans"]
-
-
-def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> None:
-    report("reading", (before + read) >> 20, total >> 20)
-
-
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
     """Return a description of the damage to a file; empty if it is intact."""
     file = open_range_reader(path)
@@ -560,9 +551,3 @@ def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -
         total.update(file.read(start, min(start + _PART_BYTES, file.size)))
         report(start)
     return "" if total.hexdigest() == entry["sha256"] else "the checksum does not match"
-
-
-def _list_folder(folder: str) -> set[str] | None:
-    if url_scheme(folder):
-        return None
-    return set(os.listdir(os.path.expanduser(folder)))

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.documents import EncodedDocument
+from maxpipe.data.formats.source import place_of
 from maxpipe.data.packing import DOCUMENT_ORDER, Packer, Permutation, Sequences
 from maxpipe.data.prepared.manifest import (
     BIN,
@@ -219,8 +220,7 @@ class PreparedDocuments:
     def __getitem__(self, document: int) -> EncodedDocument:
         if not 0 <= document < self.num_documents:
             raise IndexError(document)
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        inside = document - int(self._starts[number])
+        number, inside = place_of(self._starts[1:], document)
         encoded = self._shards[number].read(inside)
         low, high = int(encoded.ids.min(initial=0)), int(encoded.ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
@@ -233,7 +233,7 @@ class PreparedDocuments:
 
     def where(self, document: int) -> str:
         """Return the shard of a document and its index in the source."""
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
+        number, _ = place_of(self._starts[1:], document)
         path = join_path(self._folder, shard_name(number, BIN))
         return f"{path}: document {document} of {self.manifest['source']['name']}"
 
@@ -479,8 +479,7 @@ class WindowedSequences:
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return number, index - int(self._starts[number])
+        return place_of(self._starts[1:], index)
 
     def _window(self, number: int) -> tuple[_DocumentWindow, Sequences]:
         # the lock prevents other threads that need this window from repeating the work
