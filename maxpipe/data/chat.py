@@ -115,12 +115,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source. With `each_turn`, return a source whose documents are the trained
-    messages.
-
-    Raises:
-        ConfigError: a record contains no conversation.
-    """
+    """Return the source, or with `each_turn` a source of its trained messages."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -315,11 +310,7 @@ class ConversationEncoder:
         )
 
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one token is trained.
-
-        Raises:
-            ConfigError: no tokens are trained.
-        """
+        """Raise ConfigError if no tokens are trained."""
         if index.trained is None or index.trained.any():
             return
         raise no_trained_tokens_error(self.template.path, len(self.source))

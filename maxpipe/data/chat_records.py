@@ -383,11 +383,7 @@ def check_content(message: Message, which: str) -> None:
 
 
 def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Return the tools of a record, which are a list of objects or the JSON text of such a list.
-
-    Raises:
-        BadRecord: the field has the wrong type.
-    """
+    """Return the list of tools of a record, or parse its JSON; raise BadRecord for other types."""
     entries = _from_json(fields.get(name))
     if isinstance(entries, list | tuple):
         tools = [_from_json(tool) for tool in entries]
@@ -404,11 +400,7 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
 
 
 def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template settings of a record, read from `chat_template_kwargs`.
-
-    Raises:
-        BadRecord: the field is not an object, or the name of a setting is reserved.
-    """
+    """Return the template settings of a record; raise BadRecord for reserved names."""
     content = _from_json(fields.get(SETTINGS))
     if content is None:
         return {}

@@ -173,11 +173,7 @@ def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Cha
 
 
 def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
-    """Return the chat format stored in the data position of a checkpoint.
-
-    Raises:
-        ValueError: the chat format entry is damaged.
-    """
+    """Return the chat format of a data position; raise ValueError if it is damaged."""
     entry = position.get(KEY)
     return None if entry is None else check_type(entry, ChatSpec)
 
@@ -356,11 +352,7 @@ def long_conversation_error(count: int, where: str, sequence_length: int) -> Con
 def check_remaining(
     left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
 ) -> None:
-    """Check that conversations to train on are left after the policy is applied.
-
-    Raises:
-        ConfigError: no conversation is left.
-    """
+    """Raise ConfigError if no conversation is left after the policy is applied."""
     if left.with_tokens:
         return
     all_of = f"each of {pluralize(num_documents, 'conversation')}"

@@ -111,11 +111,7 @@ class IndexedSource:
     """Whether the documents are conversations or preference pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Return the sequences of a split; None if the split has no documents.
-
-        Raises:
-            ConfigError: no document in the split has a target token.
-        """
+        """Return the sequences of a split, if any; raise ConfigError if none has a target."""
         with wrap_section_errors(self.name):
             sequences = self._packed(split, fraction, packer)
             if sequences is not None and not len(sequences):

@@ -170,11 +170,7 @@ def build_index(
 def verify_unchanged(
     source: Source, moved: Heartbeat | None, index: DocumentIndex
 ) -> DocumentIndex:
-    """Return the index, after checking that no file changed while the documents were read.
-
-    Raises:
-        ConfigError: a file has changed.
-    """
+    """Return the index; raise ConfigError if a file changed while documents were read."""
     source.check_unchanged(moved)
     return index
 

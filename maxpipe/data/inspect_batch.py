@@ -153,20 +153,12 @@ class _BatchEvent(TypedDict):
 
 
 def batch_of(run_dir: str | Path, step: int) -> int:
-    """Return the batch index of a past or future step, according to the recorded events.
-
-    Raises:
-        StorageError: the records cannot be read.
-    """
+    """Return the batch index of a past or future step, according to the events."""
     return step - 1 + offset(_events(run_dir), step)
 
 
 def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
-    """Return the sources of a run's mixture and their sampling schedule since the latest start.
-
-    Raises:
-        StorageError: the records cannot be read.
-    """
+    """Return the sources of a run's mixture and their schedule since the latest start."""
     starts = [
         event for event in _events(run_dir) if event["event"] == "start" and "mixture" in event
     ]

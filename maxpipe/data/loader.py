@@ -336,19 +336,16 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """Loaders, tokenizer and statistics of a run's data.
-
-    `unigram_entropy` is the entropy over all documents in nats per byte, or None if byte counts are
-    unknown, as for Megatron files. `unreadable` is the number of documents that are empty because
-    their records could not be read.
-    """
+    """Loaders, tokenizer and statistics of a run's data."""
 
     train: Loader
     validation: Loader | None
     """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
+    """Entropy of all documents in nats per byte; None for unknown bytes, as in Megatron files."""
     unreadable: int
+    """Number of documents that are empty because their records could not be read."""
     validation_sets: Mapping[str, Loader]
     """Maps the names of the sets in `data.validation` to their loaders."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None

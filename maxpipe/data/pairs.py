@@ -155,11 +155,7 @@ class PairEncoder:
         return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one pair was not dropped.
-
-        Raises:
-            ConfigError: all pairs are too long and were dropped.
-        """
+        """Raise ConfigError if all pairs are too long and were dropped."""
         if index.lengths.any():
             return
         pairs, row = pluralize(len(self.source), "pair"), f"a sequence of {self._max_tokens} tokens"
@@ -183,11 +179,7 @@ class PairEncoder:
 
 
 def pair_of(record: object, config: SourceConfig) -> PreferencePair:
-    """Return the preference pair of a record.
-
-    Raises:
-        BadRecord: a field is missing or has the wrong type.
-    """
+    """Return the pair of a record; raise BadRecord if a field is missing or wrong."""
     fields = check_mapping(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
     given = [config.chosen_field, config.rejected_field]

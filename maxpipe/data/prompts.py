@@ -276,11 +276,7 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """Return the prompt of a record as text, or as a conversation parsed by `chat_of`.
-
-    Raises:
-        ValueError: the record has no prompt.
-    """
+    """Return the prompt of a record as text or conversation; raise ValueError without one."""
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
         if name != _PROMPT:
@@ -303,11 +299,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """Return the conversation of a record in the `messages`, `prompt` or ShareGPT format.
-
-    Raises:
-        ValueError: the record has no conversation.
-    """
+    """Return the conversation of a prompt record; raise ValueError without one."""
     config = SourceConfig(chat="messages")
     name = messages_field_name(record, "messages")
     if "prompt" in record and record.get(name) is None:

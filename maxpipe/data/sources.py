@@ -126,11 +126,7 @@ def _kind_of(name: str) -> SourceKind:
 
 
 def infer_source(path: str, where: str) -> SourceKind:
-    """Infer `data.source` from file names. `where` identifies the path in messages.
-
-    Raises:
-        ConfigError: a path matches no files, or files of several formats.
-    """
+    """Infer `data.source` from file names; raise ConfigError for no or several formats."""
     if is_saved_dataset(path):
         return "huggingface"
     if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):
@@ -208,11 +204,7 @@ class TextFiles:
 
 
 def open_stdlib_corpus() -> TextFiles:
-    """Return a source whose documents are the source files of the Python standard library.
-
-    Raises:
-        ConfigError: the source files are not installed.
-    """
+    """Return the source files of the Python standard library as documents."""
     root = sysconfig.get_path("stdlib")
     files = []
     for folder, folders, names in os.walk(root):

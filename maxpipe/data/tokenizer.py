@@ -238,12 +238,7 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Check that the model's embedding has a row for each stored id of a document.
-
-    Raises:
-        ConfigError: an id has no embedding row. The lookup on a device would silently use the last
-            row.
-    """
+    """Raise ConfigError for a stored id without an embedding row, which devices would ignore."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return

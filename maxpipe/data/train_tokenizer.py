@@ -37,11 +37,7 @@ ProgressCallback = Callable[[str, int, int], object]
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and patterns. The format is inferred from the file names.
-
-    Raises:
-        ConfigError: a path matches no files, or files of several formats.
-    """
+    """Return sources for files, folders and patterns, with the format of the file names."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths

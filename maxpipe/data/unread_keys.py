@@ -320,11 +320,7 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return remarks about conversations or pairs. `what` is the noun for one document, such as
-    `conversation`.
-
-    `action` suggests settings that would read the keys of `unread`.
-    """
+    """Return remarks about documents named `what`. `action` would read the `unread` keys."""
     total = pluralize(num_documents, what)
     lines = unread_remarks(unread, total, action)
     lines += [

@@ -93,12 +93,7 @@ class ArrayRecords:
 
 @contextlib.contextmanager
 def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the ArrayRecord reader to ConfigError. The reader verifies a checksum per
-    chunk.
-
-    Raises:
-        ConfigError: the record at `where` cannot be read.
-    """
+    """Convert errors of the ArrayRecord reader, which verifies checksums, to ConfigError."""
     try:
         yield
     except MemoryError:

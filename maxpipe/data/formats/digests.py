@@ -134,11 +134,7 @@ class Digests:
             self._known[file.path] = entry
 
     def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None:
-        """Check that the files have not changed since their digests were computed.
-
-        Raises:
-            ConfigError: a file has changed.
-        """
+        """Raise ConfigError if a file changed after its digest was computed."""
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
             objects = [file for file in sources if file.in_bucket]
             versions = pool.map(lambda file: version_of(file.path), objects)
@@ -225,11 +221,7 @@ def _read(path: str) -> dict[str, _Entry]:
 
 
 def stat_of(file: File) -> Stat:
-    """Return the stat of a local file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the stat of a local file; raise ConfigError if it cannot be read."""
     with wrap_read_errors(file.path):
         return Stat.from_stat_result(os.stat(file.path))
 
@@ -259,12 +251,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
 
 
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
-    """Yield the stat and the digest of each local file in order. Several threads compute the
-    digests.
-
-    Raises:
-        ConfigError: a file cannot be read, or changes during reading.
-    """
+    """Yield the stat and the digest of each local file, computed by several threads."""
     total = sum(file.size_bytes for file in sources)
     progress = Progress("reading files for their digests (bytes)", total, moved)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -328,11 +315,7 @@ class ContentHasher:
         """Digest of the file; set after the last chunk."""
 
     def hash_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the chunks unchanged while they are hashed.
-
-        Raises:
-            ConfigError: the file changed during reading.
-        """
+        """Yield the chunks while they are hashed; raise ConfigError if the file changes."""
         waiting: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "digest") as pool:
             for piece in pieces:

@@ -299,11 +299,7 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:
-    """Return the value built from the arrays in a file. If the arrays cannot be used, log a warning
-    and return None.
-
-    `made_of` builds the value, and raises ValueError or KeyError for unusable arrays.
-    """
+    """Return the value that `made_of` builds from a file. Log a warning if it raises ValueError."""
     try:
         # The file is opened here, because numpy does not close a damaged file.
         with (

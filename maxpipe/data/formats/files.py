@@ -204,11 +204,7 @@ def _version(about: Mapping[str, Any]) -> str:
 
 
 def version_of(path: str) -> str:
-    """Return the current `version` of a bucket object.
-
-    Raises:
-        ConfigError: the object cannot be read.
-    """
+    """Return the current `version` of a bucket object."""
     with wrap_read_errors(path):
         return _version(files.gcs_filesystem().info(path))
 
@@ -268,11 +264,7 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert any error raised while reading a file to a ConfigError.
-
-    Raises:
-        ConfigError: the file cannot be read, or the package for bucket access is not installed.
-    """
+    """Convert any error raised while reading a file to a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -313,11 +305,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def check_size(file: File, size_bytes: int) -> None:
-    """Check that the size of a file has not changed since the source was opened.
-
-    Raises:
-        ConfigError: the size has changed.
-    """
+    """Raise ConfigError if the size changed after the source was opened."""
     if size_bytes != file.size_bytes:
         rule = f"must not change during reading: the size was {file.size_bytes} bytes and is now "
         rule += f"{size_bytes} bytes."
@@ -435,11 +423,7 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 
 
 def decompress(file: File) -> Generator[bytes]:
-    """Yield the decompressed content of all members or frames in a file.
-
-    Raises:
-        ConfigError: the file is truncated or damaged, or cannot be read.
-    """
+    """Yield the content of all members; raise ConfigError for a damaged file."""
     suffix = next(end for end in SUFFIXES if file.path.endswith(end))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
     with wrap_read_errors(file.path), open_file(file) as packed:

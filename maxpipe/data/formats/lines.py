@@ -241,11 +241,7 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """Return `starts` and `skips` of `Lines`. A byte-order mark is excluded from the first line.
-
-    Raises:
-        ConfigError: a line exceeds the maximum record size.
-    """
+    """Return `starts` and `skips` of `Lines`; raise ConfigError if a line is too long."""
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     starts: list[np.ndarray] = []
     offset = begin = newlines = 0

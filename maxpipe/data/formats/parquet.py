@@ -29,11 +29,7 @@ from maxpipe.io.formatting import pluralize
 
 
 def import_pyarrow(source: str) -> Any:
-    """Return the pyarrow package.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Return the pyarrow package; raise ConfigError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:
@@ -57,11 +53,7 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
-    """Return a row of an Arrow table or batch as Python values.
-
-    Raises:
-        BadRecord: the row contains invalid UTF-8 or invalid values, or is too large.
-    """
+    """Return a row as Python values; raise BadRecord for invalid or large values."""
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 

@@ -249,11 +249,7 @@ class TextExtractor:
         return f"template {self._template}" if self._template else self._field
 
     def __call__(self, record: str | Mapping[str, Any]) -> str:
-        """Return the text of a record.
-
-        Raises:
-            BadRecord: the column is missing or has the wrong type.
-        """
+        """Return the text of a record; raise BadRecord without a column that contains text."""
         if isinstance(record, str):
             return record
         if self._template:
@@ -360,22 +356,14 @@ def _text(value: str | bytes) -> str:
 
 
 def check_length(size_bytes: int) -> None:
-    """Check the size of a record.
-
-    Raises:
-        BadRecord: the record is too large.
-    """
+    """Raise BadRecord if a record is too large."""
     if size_bytes > MAX_RECORD_BYTES:
         rule = f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory."
         raise BadRecord(f"{size_bytes} bytes", rule, "Split the document.")
 
 
 def from_json(raw: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a record.
-
-    Raises:
-        ValueError: the record is not JSON, is not an object, or is nested too deeply.
-    """
+    """Parse the JSON object of a record; raise ValueError for other or too deep values."""
     value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
         raise ValueError(f"the value is of type {type(value).__name__}")
@@ -383,11 +371,7 @@ def from_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_utf8(raw: bytes, errors: str = "strict") -> str:
-    """Return UTF-8 bytes as text.
-
-    Raises:
-        BadRecord: the bytes are not UTF-8.
-    """
+    """Return UTF-8 bytes as text; raise BadRecord if they are not UTF-8."""
     try:
         return raw.decode("utf-8", errors)
     except UnicodeDecodeError as error:

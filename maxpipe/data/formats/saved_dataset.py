@@ -185,11 +185,7 @@ class _Batch(NamedTuple):
         return self.stop - self.start
 
     def read(self, file: File) -> Any:
-        """Return the batch.
-
-        Raises:
-            ConfigError: the batch cannot be read.
-        """
+        """Return the batch; raise ConfigError if it cannot be read."""
         import pyarrow
 
         parts = [read(file, *ends) for ends in (*self.needed, (self.start, self.stop))]

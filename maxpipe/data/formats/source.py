@@ -69,11 +69,7 @@ class Source(Protocol):
         ...
 
     def check_unchanged(self, moved: Heartbeat | None = None) -> None:
-        """Check that no file has changed since `content` was first called.
-
-        Raises:
-            ConfigError: a file has changed.
-        """
+        """Raise ConfigError if a file changed since `content` was first called."""
         ...
 
 

@@ -90,11 +90,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def parse(raw: bytes, size: int) -> IndexLayout:
-    """Parse the header of an index of `size` bytes and return the layout.
-
-    Raises:
-        ValueError: the file is not an index, is truncated, or has an unsupported format.
-    """
+    """Parse the header of an index of `size` bytes; raise ValueError if it is unsupported."""
     if raw.startswith(_OLD_MAGIC):
         raise ValueError("the format is TNTIDX, the predecessor of MMIDIDX")
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):

@@ -39,11 +39,7 @@ class RangeReader(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` - 1.
-
-        Raises:
-            StorageError: the file cannot be read or is too short.
-        """
+        """Return bytes `start` to `stop` - 1; raise StorageError if they cannot be read."""
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
@@ -169,11 +165,7 @@ class ChecksummedReader:
             raise damaged_error(file.path, f"the file has {file.size} bytes instead of {size}")
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` - 1; see `RangeReader.read`.
-
-        Raises:
-            StorageError: the file cannot be read, or the checksum of a block does not match.
-        """
+        """Return bytes `start` to `stop` - 1; raise StorageError if a checksum differs."""
         if start >= stop:
             return b""
         if self._piece_cache is None:

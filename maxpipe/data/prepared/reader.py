@@ -143,11 +143,7 @@ class Shard:
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """Return the content of a small file, after verifying its digest.
-
-    Raises:
-        StorageError: the digest does not match, or the file cannot be read.
-    """
+    """Return a small file; raise StorageError if its digest does not match."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         raise damaged_error(path, f"the file has {file.size} bytes instead of {entry['bytes']}")

@@ -324,11 +324,7 @@ def build_shard_encoder(
 def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """Return the encoder for conversations; None if the documents are texts.
-
-    Raises:
-        ConfigError: the chat template is missing or cannot be read.
-    """
+    """Return the encoder for conversations; None if the documents are texts."""
     return None if data.chat == "off" else ConversationEncoder(source, tokenizer, data)
 
 

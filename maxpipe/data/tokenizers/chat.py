@@ -98,11 +98,7 @@ class RenderError(Exception):
 
 
 class ChatProcess:
-    """Process that renders one template; not thread-safe.
-
-    Raises:
-        RenderError: the template is invalid, or jinja2 is missing.
-    """
+    """Process that renders one template; not thread-safe. Raises RenderError."""
 
     def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -228,11 +224,7 @@ class ChatTemplate:
         return "strftime_now" in self.template
 
     def process(self) -> ChatProcess:
-        """Return a process that renders conversations.
-
-        Raises:
-            ConfigError: jinja2 is missing, or the template is invalid.
-        """
+        """Return a process that renders conversations; raise ConfigError if it cannot."""
         try:
             return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
         except RenderError as error:

@@ -278,12 +278,7 @@ def role_texts(folder: str) -> dict[str, str | None]:
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
-    """Return the JSON object in an optional file of a folder; an empty object if the file is
-    missing.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not contain a JSON object.
-    """
+    """Return the JSON object of an optional file; raise ConfigError for other content."""
     path = os.path.join(folder, name)
     try:
         return parse_json(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])

@@ -114,11 +114,7 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
 def run_texts_with_time_limit(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> Sequence[R]:
-    """Return the result of `call` for these texts. Errors identify the text that failed.
-
-    Raises:
-        FailedText: the library fails on a text or exceeds the time limit.
-    """
+    """Return the result of `call`, or raise FailedText for the text that failed."""
     try:
         return run_with_time_limit(lambda: call(texts), _limit(SECONDS, texts))
     except BaseException as error:
@@ -255,11 +251,7 @@ def _kind_of(path: str) -> TokenizerKind | None:
 
 
 def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
-    """Return the content of a tokenizer file.
-
-    Raises:
-        ConfigError: the file cannot be read or is too large.
-    """
+    """Return the content of a tokenizer file; raise ConfigError if it is too large."""
     try:
         return files.read(path, _MAX_BYTES if most is None else most)
     except OSError as error:

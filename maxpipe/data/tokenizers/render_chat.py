@@ -208,11 +208,7 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """Return the messages; join lists of texts if the template does not support lists.
-
-        Raises:
-            ValueError: the template renders a content list in Python syntax.
-        """
+        """Return the messages; join lists of texts if the template does not support lists."""
         joined = [_join_content(message) for message in messages]
         texts = [
             text.strip()
