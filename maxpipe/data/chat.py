@@ -380,7 +380,6 @@ class ChatEncoder(Protocol):
     @property
     def day(self) -> str:
         """See `ConversationEncoder`."""
-        ...
 
     @day.setter
     def day(self, day: str) -> None: ...

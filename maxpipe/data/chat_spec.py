@@ -260,12 +260,9 @@ class LengthLimitedDocuments:
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
         limited = np.array(lengths)
         for at in np.flatnonzero(limited > self._max_tokens).tolist():
-            limited[at] = self._limited_length(first + at)
+            is_left = self._policy == "truncate" and self._has_target(first + at, self._max_tokens)
+            limited[at] = self._max_tokens if is_left else 0
         return limited
-
-    def _limited_length(self, document: int) -> int:
-        is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
-        return self._max_tokens if is_left else 0
 
     def __getitem__(self, document: int) -> EncodedDocument:
         encoded = self._documents[document]

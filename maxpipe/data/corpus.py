@@ -202,11 +202,7 @@ class Corpus:
     def pairs(self) -> dict[str, PairDocuments]:
         """Maps source names to documents with preference pairs."""
         named = {source.name: source.documents for source in self.indexed}
-        return {
-            name: documents
-            for name, documents in named.items()
-            if isinstance(documents, PairDocuments)
-        }
+        return {name: part for name, part in named.items() if isinstance(part, PairDocuments)}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the sequences of the corpus."""
@@ -221,10 +217,8 @@ class Corpus:
                 for name, part in all_facts.items()
             }
             digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
-            totals = {
-                key: sum(part[key] for part in all_facts.values())
-                for key in ("documents", "tokens")
-            }
+            parts = all_facts.values()
+            totals = {key: sum(part[key] for part in parts) for key in ("documents", "tokens")}
             facts = {"source": "mixture", **totals, "source_digest": digest}
             more = {SOURCES: all_facts}
         if self.pairs:
@@ -280,21 +274,13 @@ def open_corpus(
         key = validation_key(name)
         chosen = {key: validation_sets(data)[key]}
         data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
-    opening = {"cache_dir": cache_dir, "moved": moved, "keep": keep, "row_tokens": sequence_length}
-    indexed = []
+    indexed: list[IndexedSource] = []
+    corpus = Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
     for source, config in chosen.items():
         with wrap_section_errors(source), track_read(section_of(source)):
-            source_seed = seed_of(source, seed)
-            if config.source in IDS:
-                indexed.append(
-                    _index_token_source(source, config, tokenizer, source_seed, **opening)
-                )
-            else:
-                opened = _index_text_source(
-                    source, config, tokenizer, source_seed, threads=data.threads, **opening
-                )
-                indexed.append(opened)
-    return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
+            index = _index_token_source if config.source in IDS else _index_text_source
+            indexed.append(index(corpus, source, config))
+    return corpus
 
 
 def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
@@ -304,27 +290,19 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
     return "best_fit" if has_conversations else "cut"
 
 
-def _index_token_source(
-    name: str,
-    config: SourceConfig,
-    encoder: Tokenizer,
-    seed: int,
-    *,
-    cache_dir: str | None,
-    moved: Heartbeat | None,
-    keep: bool,
-    row_tokens: int,
-) -> IndexedSource:
+def _index_token_source(corpus: Corpus, name: str, config: SourceConfig) -> IndexedSource:
+    cache_dir, moved, keep = corpus.cache_dir, corpus.moved, corpus.keep
+    encoder, row_tokens = corpus.tokenizer, corpus.sequence_length
     documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
     is_prepared = isinstance(documents, PreparedDocuments)
-    facts = {**documents.metadata(), **_packing_metadata(packing)}
+    facts = {**documents.metadata(), **_omit_default("packing", packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
     indexed = IndexedSource(
         name,
         documents,
-        seed,
+        seed_of(name, corpus.seed),
         facts,
         byte_counts=documents.byte_counts,
         digests=documents.digests if is_prepared else None,
@@ -334,7 +312,7 @@ def _index_token_source(
     if not (is_prepared and documents.has_conversations):
         return indexed
     policy = config.long_conversations
-    facts.update(_long_conversation_metadata(config))
+    facts.update(_omit_default("long_conversations", config.long_conversations))
     count, first = count_long_documents(documents, row_tokens)
     if count and policy == "error":
         raise long_conversation_error(count, documents.where(first), row_tokens)
@@ -364,36 +342,17 @@ def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
     return left
 
 
-def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """Return the fingerprint entry for packing; omitted for `cut`, as in earlier releases."""
-    return {} if packing == "cut" else {"packing": packing}
-
-
-def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Return the fingerprint entry for the policy; omitted for `split`, as in earlier releases."""
-    policy = config.long_conversations
-    return {} if policy == "split" else {"long_conversations": policy}
-
-
-def _index_text_source(
-    name: str,
-    config: SourceConfig,
-    encoder: Tokenizer,
-    seed: int,
-    *,
-    threads: int,
-    cache_dir: str | None,
-    moved: Heartbeat | None,
-    keep: bool,
-    row_tokens: int,
-) -> IndexedSource:
+def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> IndexedSource:
+    cache_dir, moved, keep = corpus.cache_dir, corpus.moved, corpus.keep
+    encoder, row_tokens = corpus.tokenizer, corpus.sequence_length
+    seed = seed_of(name, corpus.seed)
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
     source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
     chats = build_chat_encoder(source, encoder, config, row_tokens)
     if chats is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
     else:
-        index = build_chat_index(chats, cache_dir, moved, threads=threads, keep=keep)
+        index = build_chat_index(chats, cache_dir, moved, threads=corpus.data.threads, keep=keep)
     if not index.byte_counts.any():
         raise empty_documents_error(", ".join(paths_of(config)), len(source), config.chat)
     packing = packing_of(config, has_conversations=chats is not None)
@@ -403,7 +362,7 @@ def _index_text_source(
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
         **content_metadata(source.content(moved)),
-        **_packing_metadata(packing),
+        **_omit_default("packing", packing),
     }
     if chats is not None:
         facts["chat"] = chats.fingerprint()
@@ -413,7 +372,7 @@ def _index_text_source(
     elif isinstance(chats, PairEncoder):
         documents = PairDocuments(chats, index)
     else:
-        facts.update(_long_conversation_metadata(config))
+        facts.update(_omit_default("long_conversations", config.long_conversations))
         documents, long = _apply_long_policy(ChatDocuments(chats, index), index, config, row_tokens)
     what = "pair" if config.chat == "pairs" else "conversation"
     action = suggest_settings(index.unread, source, config)
@@ -421,7 +380,7 @@ def _index_text_source(
     return IndexedSource(
         name,
         documents,
-        seed,
+        seed_of(name, corpus.seed),
         facts,
         byte_counts=index.byte_counts,
         digests=lambda first, stop: index.digests[first:stop],
@@ -482,7 +441,11 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
-"""Default values for entries that a fingerprint omits."""
+"""Default values, which fingerprints omit, as in earlier releases."""
+
+
+def _omit_default(name: str, value: str) -> dict[str, str]:
+    return {} if value == _FINGERPRINT_DEFAULTS[name] else {name: value}
 
 
 def compare_fingerprints(

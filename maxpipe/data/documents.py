@@ -57,7 +57,6 @@ class Documents(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """int64 [documents]: number of tokens of each document, including BOS and EOS."""
-        ...
 
     @property
     def pad_id(self) -> int: ...
@@ -66,7 +65,6 @@ class Documents(Protocol):
 
     def where(self, document: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,18 +194,17 @@ def load_or_build_index(
         os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
         lambda arrays: _index_of(arrays, num_documents),
         read,
-        _arrays_of,
+        lambda index: {
+            part.name: array
+            for part in fields(index)
+            if (array := getattr(index, part.name)) is not None
+        },
         disk_cache.CacheMessages(
             task, "reading all documents again", "the next start reads all documents"
         ),
         keep=keep,
         moved=moved,
     )
-
-
-def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
-    arrays = {part.name: getattr(index, part.name) for part in fields(index)}
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) -> DocumentIndex:
@@ -236,11 +233,9 @@ def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) 
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
-    trained = arrays.get("trained")
-    unreadable = arrays["unreadable"]
-    digests = arrays["digests"]
-    lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
-    masks = arrays.get("masks")
+    lengths, counts, unreadable = (arrays[k] for k in ("lengths", "byte_counts", "unreadable"))
+    digests, trained = arrays["digests"], arrays.get("trained")
+    marks, masks = arrays.get("marks"), arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
     if "unread_keys" in arrays:  # earlier releases did not store unread keys for texts
         names = ("first_targets", "unread_keys", "unread_counts")

@@ -135,7 +135,7 @@ class PairEncoder:
                 action += "train.sequence_length."
                 raise BadRecord(f"{sizes[0]} + {sizes[1]} tokens", rule, action)
             halves = [
-                _truncate_half(half, size)
+                EncodedDocument(half.ids[:size], half.trained[:size])  # type: ignore[index]
                 for half, size in zip(halves, self._truncated_sizes(sizes), strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
@@ -307,11 +307,6 @@ def _messages(text: TextOrMessages, role: str) -> list[Message]:
 def _text(value: str) -> str:
     """Return the text without unpaired surrogates, which encoders reject."""
     return value.encode("utf-8", "replace").decode()
-
-
-def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
-    assert half.trained is not None
-    return EncodedDocument(half.ids[:size], half.trained[:size])
 
 
 def _has_target(half: EncodedDocument) -> bool:

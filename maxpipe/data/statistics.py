@@ -159,13 +159,10 @@ def _picture(stats: Statistics) -> Canvas:
     for name, text in summary_items(stats)[1:]:
         y += 18
         line = f"{name}: {redact.redact_for_terminal(text)}"
-        canvas.labels.append(Label(16, y, _shorten(line), 11, _INK, "l"))
+        line = line if len(line) <= 120 else f"{line[:117]}..."
+        canvas.labels.append(Label(16, y, line, 11, _INK, "l"))
     canvas.height = y + 24
     return canvas
-
-
-def _shorten(line: str, most: int = 120) -> str:
-    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 _PASS_CHARACTERS = 1 << 20

@@ -8,15 +8,13 @@ one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self
 
 import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
-from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing, token_offsets
+from maxpipe.data.tokenizers.control import ControlTokens, Framing, Tokenizer, token_offsets
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -78,119 +76,6 @@ class TextStream:
                 return
         if len(self._ids) > _MAX_PENDING_IDS:
             self._ids, self._given = [], 0
-
-
-class Tokenizer(Protocol):
-    """Tokenizer with ids below `vocab_size`. The output of `encode` contains no control ids."""
-
-    control: ControlTokens
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def embedding_rows(self) -> int:
-        """Number of embedding rows of the model; without a model, an upper bound on all ids."""
-        ...
-
-    @property
-    def min_embedding_rows(self) -> int:
-        """Minimum number of embedding rows: the largest id that encoded text can contain, plus one.
-
-        BOS and EOS are included. Unused BPE ids, and control tokens that never occur in encoded
-        text, are excluded.
-        """
-        ...
-
-    @property
-    def begin_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Sorted ids that end generated text: `end_id` and end-of-turn tokens of chat formats."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Maps the text of each control token to its id."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """All control ids: BOS, EOS, padding, and other ids without decoded text."""
-        ...
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
-        ...
-
-    @property
-    def role_texts(self) -> Mapping[str, str]:
-        """Maps roles of chat templates (such as `bos_token`) to texts of control tokens."""
-        ...
-
-    @property
-    def chat(self) -> ChatTemplate | None:
-        """Chat template of the model folder, or None; `encode_chat` encodes the rendered text."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
-        ...
-
-    @property
-    def framing(self) -> Framing:
-        """Tokens added before and after a prompt."""
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
-        ...
-
-    def with_control(self, **changes: Any) -> Self:
-        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
-        ...
-
-    def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for an embedding with `rows` rows, whose ids are all below `rows`.
-
-        `rows` must be at least `min_embedding_rows`. Control tokens without an embedding row are
-        encoded as plain text.
-        """
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. Batches are faster than single texts."""
-        ...
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
-        ...
-
-    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and begin and end in characters int64 [tokens, 2]."""
-        ...
-
-    def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text. Batches are faster than single texts."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids. Control ids are skipped, and incomplete characters become
-        U+FFFD.
-
-        Ids at or above `vocab_size`, as in a padded vocabulary, have no text.
-        """
-        ...
-
-    def fingerprint(self) -> str: ...
 
 
 def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -267,7 +152,7 @@ def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str
 _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
 
 
-class ByteTokenizer(ControlTokenMixin):
+class ByteTokenizer(Tokenizer):
     """Tokenizer whose ids are the 256 byte values followed by BOS, EOS and padding."""
 
     control = ControlTokens(
@@ -280,21 +165,14 @@ class ByteTokenizer(ControlTokenMixin):
         published=Framing((256,)),
     )
     vocab_size = min_embedding_rows = 259
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        lengths = np.ones(self.vocab_size, np.int32)
-        lengths[256:] = 0
-        return lengths
+    byte_lengths = np.repeat(np.array([1, 0], np.int32), [256, 3])
+    _fingerprint = "bytes-1"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [self.encode(text) for text in texts]
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         parts = _BYTES_CONTROL.split(text)
@@ -314,6 +192,3 @@ class ByteTokenizer(ControlTokenMixin):
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
-
-    def fingerprint(self) -> str:
-        return "bytes-1"

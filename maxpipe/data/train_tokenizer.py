@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import os
 import secrets
@@ -59,7 +60,8 @@ def train(
 
     def work() -> None:
         try:
-            result["text"] = _LEARN[kind](_stop_when_set(texts, stopped), vocab_size)
+            until_stopped = itertools.takewhile(lambda _: not stopped.is_set(), texts)
+            result["text"] = _LEARN[kind](until_stopped, vocab_size)
         except BaseException as error:
             result["error"] = error
 
@@ -75,13 +77,6 @@ def train(
     if "error" in result:
         raise result["error"]
     return result["text"]
-
-
-def _stop_when_set(texts: Iterator[str], stopped: threading.Event) -> Iterator[str]:
-    for text in texts:
-        if stopped.is_set():
-            return
-        yield text
 
 
 def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]:

@@ -81,11 +81,11 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
-    suggestions = [
-        f"{_format_data_settings(trial.settings)} to read {' and '.join(trial.names)} {trial.how}"
-        for trial in _trials(unread, records, config)
-        if _reads_keys(trial, records, config)
-    ]
+    suggestions = []
+    for trial in _trials(unread, records, config):
+        if _reads_keys(trial, records, config):
+            settings = settings_text({f"data.{key}": v for key, v in trial.settings.items()})
+            suggestions.append(f"{settings} to read {' and '.join(trial.names)} {trial.how}")
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
         suggestions.append(f"{pairs} to read chosen and rejected as pairs")
     lines = [f"Set {', and '.join(suggestions)}."] if suggestions else []
@@ -274,10 +274,6 @@ def _pairs_of(records: Sequence[Fields]) -> str:
     """Return settings that read all records as pairs; empty if they need different settings."""
     settings = {chat_settings(record) for record in records}
     return settings.pop() if len(settings) == 1 and "data.chat=pairs" in min(settings) else ""
-
-
-def _format_data_settings(settings: Mapping[str, str]) -> str:
-    return " ".join(f"data.{key}={shlex.quote(value)}" for key, value in settings.items())
 
 
 _MARK_REMARKS = {

@@ -122,7 +122,12 @@ class TfdsExamples:
             rule += "such as huggingface:, would load code from the network."
             action = "Set data.path, e.g. data.path=c4/en:3.1.0."
             raise ConfigError.one("data.path", dataset, rule, action)
-        tfds = _import_tfds()
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            rule = f"requires the package tensorflow_datasets: {error}."
+            action = "Run: pip install tensorflow-datasets"
+            raise ConfigError.one("data.source", "tfds", rule, action) from error
         try:
             self._examples: Any = tfds.data_source(
                 dataset,
@@ -180,13 +185,3 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
         "Run once: pip install tensorflow importlib_resources, then "
         f'python -c "{code}.download_and_prepare()"',
     )
-
-
-def _import_tfds() -> Any:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        rule = f"requires the package tensorflow_datasets: {error}."
-        action = "Run: pip install tensorflow-datasets"
-        raise ConfigError.one("data.source", "tfds", rule, action) from error
-    return tensorflow_datasets

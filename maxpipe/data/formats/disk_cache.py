@@ -110,7 +110,10 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
     seen, since = 0, time.monotonic()
     said = since
     with track_read(lambda: _holder(stream), "waiting for"):
-        while not _try_lock(stream):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             time.sleep(_POLL_SECONDS)
             now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
             if sign != seen:
@@ -124,14 +127,6 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
                     _LOG.warning("%s, which has made no progress for %.0f s", words, now - since)
                 else:
                     _LOG.info("%s", words)
-
-
-def _try_lock(stream: FileIO) -> bool:
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _holder(stream: FileIO) -> str:

@@ -442,11 +442,10 @@ def decompress(file: File) -> Generator[bytes]:
 
 
 def _is_decompression_error(error: Exception) -> bool:
-    if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
-        return True
     # bz2 has no error class. It raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
-    return is_bz2 or type(error).__name__ == "ZstdError"
+    is_known = isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError))
+    return is_known or is_bz2 or type(error).__name__ == "ZstdError"
 
 
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:

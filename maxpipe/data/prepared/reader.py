@@ -330,7 +330,6 @@ class TokenFiles(Protocol):
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
-        ...
 
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
@@ -402,15 +401,11 @@ class WindowedSequences:
     def _count_concatenated(self) -> _WindowCounts:
         """Compute the counts from span totals, if every document has at least one token."""
         tokens = np.array([self._documents.span_tokens[span].sum() for span in self._spans])
-        documents = np.array([self._span_documents(span).sum() for span in self._spans])
+        counts = SPAN_DOCUMENTS * np.ones(len(self._documents.span_tokens), np.int64)
+        counts[-1] += self._documents.num_documents - counts.sum()
+        documents = np.array([counts[span].sum() for span in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
-
-    def _span_documents(self, spans: np.ndarray) -> np.ndarray:
-        return (
-            np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
-            - SPAN_DOCUMENTS * spans
-        )
 
     def _count_packed(self, spans: np.ndarray) -> _WindowCounts:
         def make(moved: Heartbeat | None) -> _WindowCounts:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,55 +88,22 @@ class ControlTokens:
         object.__setattr__(self, "special_ids", frozenset([*self.special_tokens.values(), *roles]))
 
 
-class ControlTokenMixin:
-    """Mixin with the control token properties that all tokenizers share."""
+class Tokenizer(ABC):
+    """Tokenizer with ids below `vocab_size`. The output of `encode` contains no control ids."""
 
     control: ControlTokens
     vocab_size: int
-    min_embedding_rows: int
-    """See `Tokenizer`."""
     embedding_rows: int = MAX_IDS
-    """Number of embedding rows of the model, if known; see `fit_tokenizer`."""
+    """Number of embedding rows of the model, or without a model an upper bound on all ids."""
+    min_embedding_rows: int
+    """Largest id that encoded text can contain, plus one: the minimum number of embedding rows.
 
-    def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for a model with this number of embedding rows, which limits the ids.
-
-        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
-        token without a row.
-        """
-        if rows >= self.vocab_size:
-            return self
-        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
-        fitted = (
-            self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
-        )
-        fitted.embedding_rows = rows
-        return fitted
-
-    def encode(self, text: str) -> np.ndarray:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
-        framing = self.control.framing
-        encode = self.encode_chat if framing.reads_control else self.encode
-        ids = [*framing.before, *encode(text).tolist(), *framing.after]
-        return ids or [self.begin_id]
-
-    def with_control(self, **changes: Any) -> Self:
-        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
-        changed = copy.copy(self)
-        changed.control = replace(self.control, **changes)
-        return changed
-
-    @property
-    def framing(self) -> Framing:
-        return self.control.framing
+    BOS and EOS are included. Unused BPE ids, and control tokens that never occur in encoded text,
+    are excluded.
+    """
+    byte_lengths: np.ndarray
+    """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
+    _fingerprint: str
 
     @property
     def begin_id(self) -> int:
@@ -168,6 +136,66 @@ class ControlTokenMixin:
     @property
     def chat(self) -> ChatTemplate | None:
         return self.control.chat
+
+    @property
+    def framing(self) -> Framing:
+        return self.control.framing
+
+    def with_control(self, **changes: Any) -> Self:
+        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
+        changed = copy.copy(self)
+        changed.control = replace(self.control, **changes)
+        return changed
+
+    def with_embedding_rows(self, rows: int) -> Self:
+        """Return a copy for an embedding with `rows` rows, at least `min_embedding_rows`.
+
+        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
+        token without a row.
+        """
+        if rows >= self.vocab_size:
+            return self
+        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
+        fitted = self.with_control(**({} if self.pad_id < rows else {"pad_id": self.end_id}))
+        fitted.embedding_rows = rows
+        return fitted
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        """Return int32 [tokens] for each text. Batches are faster than single texts."""
+
+    @abstractmethod
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of `encode_chat`, and begin and end in characters int64 [tokens, 2]."""
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
+        return self.encode_chat_offsets(text)[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
+        framing = self.control.framing
+        encode = self.encode_chat if framing.reads_control else self.encode
+        ids = [*framing.before, *encode(text).tolist(), *framing.after]
+        return ids or [self.begin_id]
+
+    @abstractmethod
+    def count(self, texts: Sequence[str]) -> Sequence[int]:
+        """Return the number of tokens of each text. Batches are faster than single texts."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, with U+FFFD for incomplete characters.
+
+        Control ids are skipped. Ids at or above `vocab_size` (a padded vocabulary) have no text.
+        """
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
 def resolve(

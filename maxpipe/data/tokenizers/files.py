@@ -259,17 +259,11 @@ def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
 
 
 def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file") -> ConfigError:
-    return ConfigError.one(
-        PATH,
-        path or '""',
-        f"must be {what}: {error.strerror}.",
-        _suggest_download(path) if is_hub_id(path) else _OR_BYTES,
-    )
-
-
-def _suggest_download(path: str) -> str:
-    files = "--include 'tokenizer*' --local-dir tokenizer"
-    return f"Download the files first: run `hf download {path} {files}`, and set {PATH}=tokenizer."
+    action = _OR_BYTES
+    if is_hub_id(path):
+        action = f"Download the files first: run `hf download {path} --include 'tokenizer*' "
+        action += f"--local-dir tokenizer`, and set {PATH}=tokenizer."
+    return ConfigError.one(PATH, path or '""', f"must be {what}: {error.strerror}.", action)
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.control import Tokenizer, resolve
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
     USABLE_RULE,
@@ -138,7 +138,7 @@ def _longest(step: Mapping[str, Any]) -> int:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class HuggingFaceTokenizer(ControlTokenMixin):
+class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
@@ -239,9 +239,6 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         definition = parse_json(raw, dict[str, Any], most_depth=256)
         return byte_bpe(definition, _parse_definition(raw.encode()).model)
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
-
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         (encoding,) = self._each([text], self._with_control.encode_batch)
         return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(
@@ -292,9 +289,6 @@ class HuggingFaceTokenizer(ControlTokenMixin):
 
         with wrap_library_errors(self._path, "huggingface", USABLE_RULE):
             return run_with_time_limit(call) if self._decodes_slowly else call()
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:

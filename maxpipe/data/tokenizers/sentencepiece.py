@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.control import Tokenizer, resolve
 from maxpipe.data.tokenizers.files import (
     USABLE_RULE,
     missing_package_error,
@@ -27,7 +27,7 @@ _SPACE = "\u2581"
 _THREADS = 2
 
 
-class SentencePieceTokenizer(ControlTokenMixin):
+class SentencePieceTokenizer(Tokenizer):
     """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
 
     Unless `spaces` is set, the rules for spaces in the model file apply. Most models insert a space
@@ -102,9 +102,6 @@ class SentencePieceTokenizer(ControlTokenMixin):
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
-
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         # The library does not recognize control tokens in text, so the parts between control tokens
         # are encoded separately.
@@ -135,9 +132,6 @@ class SentencePieceTokenizer(ControlTokenMixin):
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
         with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
             return self._model.decode(kept)
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:

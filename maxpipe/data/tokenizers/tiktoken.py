@@ -18,7 +18,7 @@ import numpy as np
 
 from maxpipe.config.schema import TokenizerConfig
 from maxpipe.data.tokenizers.byte_bpe import PRESETS
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve, token_offsets
+from maxpipe.data.tokenizers.control import Tokenizer, resolve, token_offsets
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
     PATH,
@@ -35,7 +35,7 @@ _PROBE_TEXT = (
 )
 
 
-class TiktokenTokenizer(ControlTokenMixin):
+class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE tokenizer. The rank of a token is both its id and its merge priority."""
 
     def __init__(self, config: TokenizerConfig):
@@ -103,9 +103,6 @@ class TiktokenTokenizer(ControlTokenMixin):
         kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
         with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.decode(kept)
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def parse_ranks(raw: bytes) -> dict[bytes, int]:
