@@ -317,10 +317,13 @@ def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterat
 def _page(inspected: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
     tokens = sum(segment.num_tokens for segment in inspected.segments)
     trained = sum(segment.num_trained for segment in inspected.segments)
+    halves = sum(1 for segment in inspected.segments if segment.half)
     source = f" of {inspected.source}" if inspected.source else ""
     parts = [
         f"step {step} row {inspected.row}: sequence {inspected.sequence}{source}",
-        _count_documents(inspected.segments),
+        pluralize(halves // 2, "pair")
+        if halves
+        else pluralize(len(inspected.segments), "document"),
         f"{trained} of {pluralize(tokens, 'token')} trained",
     ]
     parts += [f"{inspected.num_padding} of padding"] if inspected.num_padding else []
@@ -328,11 +331,6 @@ def _page(inspected: InspectedSequence, step: int, coloured: bool) -> Iterator[s
     for segment in inspected.segments:
         yield _styled(f"--- {_segment_header(segment)}", _HEAD, coloured)
         yield "".join(_mark_trained(piece, coloured) for piece in segment.pieces)
-
-
-def _count_documents(segments: Sequence[Segment]) -> str:
-    halves = sum(1 for segment in segments if segment.half)
-    return pluralize(halves // 2, "pair") if halves else pluralize(len(segments), "document")
 
 
 def _segment_header(segment: Segment) -> str:
@@ -352,7 +350,9 @@ def _to_single_line(line: str) -> str:
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
     text = "".join(
-        letter if letter in "\n\t" or letter.isprintable() else _escape(letter)
+        letter
+        if letter in "\n\t" or letter.isprintable()
+        else letter.encode("unicode_escape").decode()
         for letter in piece.text
     )
     if not coloured:
@@ -360,10 +360,6 @@ def _mark_trained(piece: TextSpan, coloured: bool) -> str:
     if piece.is_trained and not piece.is_control:
         return text
     return _styled(text, _CONTROL if piece.is_trained else _GREY, coloured)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _styled(text: str, style: str, coloured: bool) -> str:
@@ -419,12 +415,14 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    if options.out is not None:
-        _check_form(options.out)
-    inputs, _ = resolve_run_inputs(options.inputs)
-    config = read_data_config(expand_data_files(inputs)).config
     from maxpipe.data import statistics
 
+    if options.out is not None and Path(options.out).suffix not in statistics.PICTURE_SUFFIXES:
+        rule = f"must end in {' or '.join(statistics.PICTURE_SUFFIXES)}."
+        action = "Write --out stats.html."
+        raise ConfigError.one("command line: --out", options.out, rule, action)
+    inputs, _ = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
     statistics_of = list(_compute_statistics(config))
     if options.out is not None:
         write_file(options.out, "--out", lambda path: statistics.draw(statistics_of, path))
@@ -438,14 +436,6 @@ def _stats(options: argparse.Namespace) -> int:
     else:
         print(redact.redact_for_terminal("\n\n".join(map(statistics.text, statistics_of))))
     return ExitCode.DONE
-
-
-def _check_form(path: str) -> None:
-    from maxpipe.data.statistics import PICTURE_SUFFIXES
-
-    if Path(path).suffix not in PICTURE_SUFFIXES:
-        rule = f"must end in {' or '.join(PICTURE_SUFFIXES)}."
-        raise ConfigError.one("command line: --out", path, rule, "Write --out stats.html.")
 
 
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
@@ -485,14 +475,15 @@ def _source_statistics(
         files = open_documents(source, tokenizer)
         talks = files.has_conversations
         packer = Packer(packing_of(source, has_conversations=talks), tokens)
-        count = files.num_documents
+        count, chat = files.num_documents, _chat_of(source) if talks else {}
         documents = statistics.measure_encoded(files.__getitem__, count, tokenizer, threads)
-        parts = source.source, documents, count, packer, progress.report
-        found = statistics.compute_statistics(*parts, **_chat_of(source) if talks else {})
+        counts = statistics.compute_statistics(
+            source.source, documents, count, packer, progress.report, **chat
+        )
         if isinstance(files, PreparedDocuments):
-            found.unread.update(files.unread)
-            found.marks.update(files.marks)
-        return dataclasses.replace(found, unreadable=files.unreadable)
+            counts.unread.update(files.unread)
+            counts.marks.update(files.marks)
+        return dataclasses.replace(counts, unreadable=files.unreadable)
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )
@@ -504,13 +495,13 @@ def _source_statistics(
         cache_dir=cache_dir,
     )
     opened = expand_trained_messages(opened, source, cache_dir, keep=True)
-    if (found := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
+    count, chat = len(opened), _chat_of(source) if source.chat != "off" else {}
+    if (encoder := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
         documents = statistics.measure_texts(opened, tokenizer)
     else:
-        documents = statistics.measure_encoded(found.encode, len(opened), tokenizer, threads)
-    parts = opened.name, documents, len(opened), packer, progress.report
+        documents = statistics.measure_encoded(encoder.encode, count, tokenizer, threads)
     counts = statistics.compute_statistics(
-        *parts, **_chat_of(source) if source.chat != "off" else {}
+        opened.name, documents, count, packer, progress.report, **chat
     )
     counts.advice = unread_keys.suggest_settings(counts.unread, opened, source)
     counts.columns = unread_keys.columns_not_read(opened, source)

@@ -374,9 +374,15 @@ def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> Index
     else:
         facts.update(_omit_default("long_conversations", config.long_conversations))
         documents, long = _apply_long_policy(ChatDocuments(chats, index), index, config, row_tokens)
-    what = "pair" if config.chat == "pairs" else "conversation"
-    action = suggest_settings(index.unread, source, config)
-    noted = (index.unread, marks_of(index.marks), long, packing if chats else "", action)
+    notes = remarks(
+        "pair" if config.chat == "pairs" else "conversation",
+        len(source),
+        index.unread,
+        marks_of(index.marks),
+        long,
+        packing=packing if chats else "",
+        action=suggest_settings(index.unread, source, config),
+    )
     return IndexedSource(
         name,
         documents,
@@ -386,7 +392,7 @@ def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> Index
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
         packing=packing,
-        remarks=[*columns_not_read(source, config), *remarks(what, len(source), *noted)],
+        remarks=[*columns_not_read(source, config), *notes],
         ends=source.ends if isinstance(source, TrainedMessageSource) else None,
         is_chat=chats is not None,
     )

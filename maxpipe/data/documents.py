@@ -109,11 +109,6 @@ class DocumentIndex:
         return dict(zip(self.unread_keys.tolist(), self.unread_counts.tolist(), strict=True))
 
     @property
-    def tokens_trained(self) -> int:
-        """Total number of trained tokens across all documents."""
-        return int((self.lengths if self.trained is None else self.trained).sum())
-
-    @property
     def unigram_entropy(self) -> float:
         """Unigram entropy of all text, in nats per byte."""
         return entropy(self.byte_counts)

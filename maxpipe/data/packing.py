@@ -546,10 +546,9 @@ class Packer:
             return ConcatenatedSequences(documents, order, self.sequence_length)
         assert self.packing != "auto", "sources resolve auto"
         plan = self._plan(documents.lengths, order, self.packing)
-        given = (documents, order, plan, self.sequence_length)
         if self.max_pairs:
-            return PairSequences(*given, self.max_pairs)
-        return BinPackedSequences(*given)
+            return PairSequences(documents, order, plan, self.sequence_length, self.max_pairs)
+        return BinPackedSequences(documents, order, plan, self.sequence_length)
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> PackingPlan:
         def make(moved: Heartbeat | None = None) -> PackingPlan:

@@ -134,9 +134,12 @@ class PairEncoder:
                 action = "Set data.long_pairs to truncate or drop, or a larger "
                 action += "train.sequence_length."
                 raise BadRecord(f"{sizes[0]} + {sizes[1]} tokens", rule, action)
+            most = self._max_tokens
+            first = min(sizes[0], max(most - most // 2, most - sizes[1]))
+            kept_sizes = first, min(sizes[1], most - first)
             halves = [
                 EncodedDocument(half.ids[:size], half.trained[:size])  # type: ignore[index]
-                for half, size in zip(halves, self._truncated_sizes(sizes), strict=True)
+                for half, size in zip(halves, kept_sizes, strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
                 empty = np.zeros(0, np.int32), np.zeros(0, bool)
@@ -148,11 +151,6 @@ class PairEncoder:
         return EncodedDocument(
             ids, trained, second_half_start=len(halves[0].ids), marks=marks, unread=unread
         )
-
-    def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        half = self._max_tokens // 2
-        first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
-        return first, min(sizes[1], self._max_tokens - first)
 
     def check(self, index: DocumentIndex) -> None:
         """Raise ConfigError if all pairs are too long and were dropped."""
@@ -192,7 +190,11 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
             other = messages_field_name(fields, "messages")
             name = other if other in fields else name
         names += columns_of(fields, name)
-        prompt = _column_of_prompt(fields, name)
+        try:
+            prompt = read_field(fields, name, "data.prompt_field")
+        except BadRecord as error:
+            action = f"{error.action} Set data.prompt_field='' if both responses are full "
+            raise BadRecord(error.value, error.rule, f"{action}conversations.") from error
     else:
         prompt, values = _split_common_prefix(values)
     parts: list[Any] = [prompt, *values]

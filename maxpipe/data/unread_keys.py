@@ -83,7 +83,12 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
     records = first_records(source)
     suggestions = []
     for trial in _trials(unread, records, config):
-        if _reads_keys(trial, records, config):
+        try:
+            tried = replace(config, **trial.settings)
+            chats = [_parse_record(record, tried) for record in records]
+        except (BadRecord, ValueError):
+            continue
+        if not any(name in chat.unread for chat in chats for name in trial.names):
             settings = settings_text({f"data.{key}": v for key, v in trial.settings.items()})
             suggestions.append(f"{settings} to read {' and '.join(trial.names)} {trial.how}")
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
@@ -260,14 +265,6 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
         for message in ([{"content": part}] if isinstance(part, str) else part)
     ]
     return pair.template_input._replace(messages=messages)
-
-
-def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
-    try:
-        chats = [_parse_record(record, replace(config, **trial.settings)) for record in records]
-    except (BadRecord, ValueError):
-        return False
-    return not any(name in chat.unread for chat in chats for name in trial.names)
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,20 +95,14 @@ def text_fields(record: Mapping[str, Any]) -> list[str]:
     Fields with texts of several words come first, and longer texts come before shorter texts. If
     the record has a field `text`, only `text` is returned.
     """
-    texts = dict(_all_texts(record))
+    texts: dict[str, str | bytes] = {}
+    for name, value in record.items():
+        inner = value if isinstance(value, Mapping) else {}
+        fields = {name: value} | {f"{name}.{key}": text for key, text in inner.items()}
+        texts |= {key: text for key, text in fields.items() if isinstance(text, str | bytes)}
     if "text" in texts:
         return ["text"]
     return sorted(texts, key=lambda name: (not has_words(texts[name]), -len(texts[name])))
-
-
-def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
-    for name, value in record.items():
-        if isinstance(value, str | bytes):
-            yield name, value
-        elif isinstance(value, Mapping):
-            for inner, text in value.items():
-                if isinstance(text, str | bytes):
-                    yield f"{name}.{inner}", text
 
 
 def has_words(text: str | bytes) -> bool:
@@ -180,15 +174,15 @@ def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
     present = [lower[name] for name in names if name in lower]
-    return [name for name in dict.fromkeys(present) if _is_text_or_list(record[name])]
+    return [
+        name
+        for name in dict.fromkeys(present)
+        if isinstance(record[name], str | list | tuple) or _have_roles([record[name]])
+    ]
 
 
 def _present_text_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in _present_fields(record, names) if isinstance(record[name], str)]
-
-
-def _is_text_or_list(value: Any) -> bool:
-    return isinstance(value, str | list | tuple) or _have_roles([value])
 
 
 def _is_text_or_messages(value: Any) -> bool:

@@ -162,11 +162,11 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
         tokenizer = open_tokenizer(plan.tokenizer)
         talks = writer.build_conversation_encoder(plan.data, source, tokenizer)
         chat, day = ("", "") if talks is None else (talks.fingerprint(), talks.day)
-        parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
-        spec, encoder = (
-            spec_of(*parts, chat, day),
-            writer.build_shard_encoder(source, tokenizer, talks),
+        shard_tokens = plan.shard_tokens
+        spec = spec_of(
+            plan.data, plan.seed, source, plan.tokenizer, tokenizer, shard_tokens, chat, day
         )
+        encoder = writer.build_shard_encoder(source, tokenizer, talks)
         try:
             check_folder(plan.folder, MANIFEST_FILE)
             return _summary_if_complete(plan, spec) or _prepare_missing(

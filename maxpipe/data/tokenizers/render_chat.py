@@ -209,7 +209,12 @@ class _Renderer:
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
         """Return the messages; join lists of texts if the template does not support lists."""
-        joined = [_join_content(message) for message in messages]
+        joined = [
+            message
+            if (parts := _texts_of(dict.get(message, "content"))) is None
+            else _TrackedMessage({**dict(dict.items(message)), "content": "".join(parts)})
+            for message in messages
+        ]
         texts = [
             text.strip()
             for message in messages
@@ -406,13 +411,6 @@ def _texts_of(content: Any) -> list[str] | None:
     texts = [part.get(_TEXT_KEYS.get(part.get("type", "text"), "")) for part in parts]
     strings = [text for text in texts if isinstance(text, str)]
     return strings if len(strings) == len(texts) else None
-
-
-def _join_content(message: _TrackedMessage) -> _TrackedMessage:
-    texts = _texts_of(dict.get(message, "content"))
-    if texts is None:
-        return message
-    return _TrackedMessage({**dict(dict.items(message)), "content": "".join(texts)})
 
 
 def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,11 @@ def _added_tokens(
     own = definition.get("added_tokens") or []
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        entries = {int(i): entry for i, entry in listed.items() if _is_token(i, entry)}
+        entries = {
+            int(i): entry
+            for i, entry in listed.items()
+            if re.fullmatch("[0-9]{1,9}", i) and isinstance(entry, dict)
+        }
     else:
         entries = {token["id"]: token for token in own}
     tokens = [_added_token(i, item, named) for i, item in sorted(entries.items())]
@@ -204,10 +209,6 @@ def _added_tokens(
         if text in vocabulary and text not in known:
             tokens.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
     return tokens
-
-
-def _is_token(i: str, entry: object) -> bool:
-    return i.isascii() and i.isdigit() and len(i) < 10 and isinstance(entry, dict)
 
 
 def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str, Any]:
