@@ -380,6 +380,7 @@ class ChatEncoder(Protocol):
     @property
     def day(self) -> str:
         """See `ConversationEncoder`."""
+        ...
 
     @day.setter
     def day(self, day: str) -> None: ...

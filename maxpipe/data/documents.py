@@ -57,6 +57,7 @@ class Documents(Protocol):
     @property
     def lengths(self) -> np.ndarray:
         """int64 [documents]: number of tokens of each document, including BOS and EOS."""
+        ...
 
     @property
     def pad_id(self) -> int: ...
@@ -65,6 +66,7 @@ class Documents(Protocol):
 
     def where(self, document: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

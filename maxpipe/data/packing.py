@@ -130,21 +130,27 @@ class Sequences(Protocol):
         at 0 at each document's first token in this sequence. `loss_mask` is 1 where the token and
         its target are in the same document and the target is trained.
         """
+        ...
 
     def padding(self) -> dict[str, np.ndarray]:
         """Return a sequence that contains only padding and does not contribute to the loss."""
+        ...
 
     def documents(self, index: int) -> list[int]:
         """Return the indices of the documents that have a token in this sequence."""
+        ...
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
         """Return the permutation of the sequences for a key that includes the epoch."""
+        ...
 
     def where(self, document: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
+        ...
 
     def size(self, document: int) -> int:
         """Return the number of tokens in a document."""
+        ...
 
 
 def packing_efficiency(sequences: Sequences) -> float:

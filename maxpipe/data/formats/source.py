@@ -45,16 +45,20 @@ class Source(Protocol):
 
     def record(self, index: int) -> Record:
         """Return the full record of a document; empty if the record was skipped."""
+        ...
 
     def where(self, index: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
+        ...
 
     @property
     def unreadable(self) -> Sequence[int]:
         """Indices of the records skipped so far. The documents of these records have no text."""
+        ...
 
     def fingerprint(self) -> str:
         """Return a fast digest of file names, sizes, document counts, and first and last bytes."""
+        ...
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         """Return content digests keyed by file name; empty for a source without files.
@@ -62,9 +66,11 @@ class Source(Protocol):
         Raises:
             ConfigError: a file cannot be read, or changes during reading.
         """
+        ...
 
     def check_unchanged(self, moved: Heartbeat | None = None) -> None:
         """Raise ConfigError if a file changed since `content` was first called."""
+        ...
 
 
 def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
@@ -82,6 +88,7 @@ class Records(Protocol):
     @property
     def files(self) -> Sequence[File]:
         """Files that contain the records; empty for generated records."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -92,12 +99,15 @@ class Records(Protocol):
             BadRecord: the content of the record is invalid.
             ConfigError: the file cannot be read.
         """
+        ...
 
     def where(self, index: int) -> str:
         """See `Source.where`."""
+        ...
 
     def fingerprint(self, chosen: str) -> str:
         """See `Source.fingerprint`. `chosen` identifies the column or template that is read."""
+        ...
 
 
 class FileDigests(Protocol):

@@ -40,9 +40,11 @@ class RangeReader(Protocol):
 
     def read(self, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` - 1; raise StorageError if they cannot be read."""
+        ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         """Return bytes and stat; None for bucket objects and files that change meanwhile."""
+        ...
 
 
 class DiskFile:

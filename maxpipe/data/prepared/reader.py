@@ -330,6 +330,7 @@ class TokenFiles(Protocol):
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
+        ...
 
     def __getitem__(self, document: int) -> EncodedDocument: ...
 

@@ -231,9 +231,11 @@ class ShardEncoder(Protocol):
 
         This bounds the memory for batches of long documents.
         """
+        ...
 
     def identity(self, document: int) -> tuple[int, int]:
         """Return the `META` entry of a document."""
+        ...
 
 
 class _TextShardEncoder:
