@@ -29,7 +29,7 @@ SECONDS = 60
 MEASURED = """
 import json, resource, sys, time
 import numpy as np
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer
 from maxpipe.data.statistics import _DocumentLengths
 name, packing, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if name == "library":

@@ -48,26 +48,23 @@ def _mixture(options: argparse.Namespace) -> int:
     config = loaded.config
     check_length(config, loaded.origins)
     if not config.data.mixture:
-        raise ConfigError.one(
-            "data.mixture",
-            None,
-            "must have a source: without a mixture, all sequences come from data.source.",
-            "Set data.mixture.NAME.source and data.mixture.NAME.path for every source.",
-        )
+        rule = "must have a source: without a mixture, all sequences come from data.source."
+        action = "Set data.mixture.NAME.source and data.mixture.NAME.path for every source."
+        raise ConfigError.one("data.mixture", None, rule, action)
     datasets = open_datasets(config, folder)
     try:
         train, steps = datasets.train, total_steps(config.train)
-        found: dict[str, Any] = {"stages": mixture_stage_table(train)}
-        found["sources"] = source_table(train, min(steps, train.last_batch))
+        report: dict[str, Any] = {"stages": mixture_stage_table(train)}
+        report["sources"] = source_table(train, min(steps, train.last_batch))
         if options.step is not None:
             batch = batch_of_step(folder, options.step)
-            found["step"] = {"step": options.step, **sequence_sources(train, batch)}
+            report["step"] = {"step": options.step, **sequence_sources(train, batch)}
     finally:
         datasets.close()
     print(
-        json.dumps(found, indent=2)
+        json.dumps(report, indent=2)
         if options.json
-        else redact.redact_for_terminal("\n".join(_page(found)))
+        else redact.redact_for_terminal("\n".join(_page(report)))
     )
     return ExitCode.DONE
 
@@ -79,14 +76,14 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
     shares means that all sources have ended.
     """
     assert train.stream.mixture is not None
-    found = []
+    table = []
     for stage in train.stream.mixture.stages:
         total = sum(stage.quotas)
         shares = [quota / total if total else 0.0 for quota in stage.quotas]
         first = train.ramp.num_batches(stage.first + 1)
         named = dict(zip(train.sources, shares, strict=True)) if total else {}
-        found.append({"first_step": first, "first_sample": stage.first, "shares": named})
-    return found
+        table.append({"first_step": first, "first_sample": stage.first, "shares": named})
+    return table
 
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
@@ -105,23 +102,23 @@ def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
 
 def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
     """Return the source and sequence number of every sequence in a batch."""
-    found = [
+    rows = [
         {"source": row.source, "sequence": row.sequence} for row in train.sequence_origins(batch)
     ]
-    return {"batch": batch, "rows": found}
+    return {"batch": batch, "rows": rows}
 
 
-def _page(found: dict[str, Any]) -> Iterator[str]:
-    for each in found["stages"]:
-        shares = ", ".join(f"{name} {share:.2%}" for name, share in each["shares"].items())
-        yield f"from step {each['first_step']}: {shares or 'nothing, all sources have ended'}"
-    width = max(len(each["source"]) for each in found["sources"])
-    for each in found["sources"]:
-        samples, sequences = (pluralize(each[key], key[:-1]) for key in ("samples", "sequences"))
-        yield f"{each['source']:{width}}  {samples} of {sequences}, {each['epochs']:.2f} epochs"
-    if "step" not in found:
+def _page(report: dict[str, Any]) -> Iterator[str]:
+    for stage in report["stages"]:
+        shares = ", ".join(f"{name} {share:.2%}" for name, share in stage["shares"].items())
+        yield f"from step {stage['first_step']}: {shares or 'nothing, all sources have ended'}"
+    width = max(len(source["source"]) for source in report["sources"])
+    for source in report["sources"]:
+        samples, sequences = (pluralize(source[key], key[:-1]) for key in ("samples", "sequences"))
+        yield f"{source['source']:{width}}  {samples} of {sequences}, {source['epochs']:.2f} epochs"
+    if "step" not in report:
         return
-    step = found["step"]
+    step = report["step"]
     numbers = Counter(row["source"] for row in step["rows"])
     parts = ", ".join(f"{name} {numbers[name]}" for name in sorted(numbers))
     yield f"step {step['step']}: batch {step['batch']}, sequences by source: {parts or 'none'}"
@@ -178,15 +175,14 @@ def _prepare(options: argparse.Namespace) -> int:
     progress = ProgressBar()
     try:
         with wrap_section_errors(name):
-            done = prepare(plan, progress.report)
+            summary = prepare(plan, progress.report)
     finally:
         progress.close()
-    print(redact.redact_for_terminal(done))
+    print(redact.redact_for_terminal(summary))
     return ExitCode.DONE
 
 
 def _source_to_prepare(data: DataConfig, given: str | None) -> str:
-    """Return the name of the source to prepare, or "" if there is no mixture."""
     from maxpipe.config.sections.data import validation_sets
 
     names = [*sorted(data.mixture), *validation_sets(data)]
@@ -209,15 +205,15 @@ def _verify(options: argparse.Namespace) -> int:
 
     progress = ProgressBar(" MiB")
     try:
-        found = verify(options.folder, progress.report)
+        result = verify(options.folder, progress.report)
     finally:
         progress.close()
-    for line in found.damage[:_MOST_DAMAGE]:
+    for line in result.damage[:_MOST_DAMAGE]:
         print(redact.redact_for_terminal(line), file=sys.stderr)
-    if (more := len(found.damage) - _MOST_DAMAGE) > 0:
+    if (more := len(result.damage) - _MOST_DAMAGE) > 0:
         print(f"and {pluralize(more, 'more damaged file')}", file=sys.stderr)
-    print(redact.redact_for_terminal(found.summary))
-    return ExitCode.STORAGE if found.damage else ExitCode.DONE
+    print(redact.redact_for_terminal(result.summary))
+    return ExitCode.STORAGE if result.damage else ExitCode.DONE
 
 
 def add(commands: Commands) -> None:
@@ -249,9 +245,7 @@ def _add_prepare(actions: Commands) -> None:
     add_inputs(prepare, DATA_PREFIX, DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
-        "--source",
-        metavar="NAME",
-        help="source of data.mixture to prepare, or validation.NAME",
+        "--source", metavar="NAME", help="source of data.mixture to prepare, or validation.NAME"
     )
     prepare.add_argument(
         "--workers", type=count, default=None, metavar="N", help="processes (default: one per core)"

@@ -58,22 +58,22 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the files have different types, or the inputs also name a source.
     """
-    paths = [each for each in inputs if _is_data(each)]
+    paths = [path for path in inputs if _is_data(path)]
     if not paths:
         return list(inputs)
-    others = [each for each in inputs if each not in paths]
-    keys = {each.partition("=")[0] for each in others}
+    others = [other for other in inputs if other not in paths]
+    keys = {other.partition("=")[0] for other in others}
     where = f"command line: {paths[0]}"
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
             rule = f"names the documents to read, but {key} also names documents."
             raise ConfigError.one(where, None, rule, "Remove one of the two.")
     inferred = _source(paths)
-    has_config = any("=" not in each for each in others)
+    has_config = any("=" not in other for other in others)
     if inferred["data.source"] == "tokens" and not has_config:
         inferred |= _tokenizer(paths[0])
     elif not keys & {"data.text_field", "data.template", "data.chat"}:
-        with_template = has_config or any(each.startswith(_OF_TEMPLATES) for each in keys)
+        with_template = has_config or any(key.startswith(_OF_TEMPLATES) for key in keys)
         inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
         # A single document is enough for inspection.
@@ -107,7 +107,7 @@ def overrides(keys: Mapping[str, Any]) -> list[str]:
     from maxpipe.config.yaml_values import to_yaml_line
 
     texts = {
-        key: each if isinstance(each, str) else to_yaml_line(each) for key, each in keys.items()
+        key: value if isinstance(value, str) else to_yaml_line(value) for key, value in keys.items()
     }
     return [f"{key}={text}" for key, text in texts.items()]
 
@@ -124,7 +124,6 @@ def is_config(argument: str) -> bool:
 
 
 def _is_data(argument: str) -> bool:
-    """Return whether an input is a data path, and not a config, run or model."""
     from maxpipe.config.bundled_configs import CONFIG_FILE
 
     if not argument or is_config(argument):
@@ -135,14 +134,15 @@ def _is_data(argument: str) -> bool:
     if os.path.isdir(path):
         others = (CONFIG_FILE, "config.json")
         return not any(os.path.isfile(os.path.join(path, name)) for name in others)
-    return os.path.isfile(path) or (any(each in path for each in "*?[") and bool(glob.glob(path)))
+    return os.path.isfile(path) or (
+        any(letter in path for letter in "*?[") and bool(glob.glob(path))
+    )
 
 
 def _names_data(path: str) -> bool:
-    """Return whether a path looks like data by its name, even if the file does not exist."""
     from maxpipe.data.sources import ENDINGS
 
-    return any(each in os.path.basename(path) for each in (*ENDINGS, ".txt"))
+    return any(end in os.path.basename(path) for end in (*ENDINGS, ".txt"))
 
 
 def _source(paths: Sequence[str]) -> dict[str, Any]:
@@ -164,13 +164,12 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def _tokenizer(folder: str) -> dict[str, Any]:
-    """Return the config keys for the tokenizer that produced a prepared folder."""
     from maxpipe.data.prepared.manifest import read_manifest
 
-    found = read_manifest(os.path.expanduser(folder))["tokenizer"]
-    if found["kind"] == "bytes":
+    tokenizer = read_manifest(os.path.expanduser(folder))["tokenizer"]
+    if tokenizer["kind"] == "bytes":
         return {}
-    return {"tokenizer.kind": found["kind"], "tokenizer.path": found["path"]}
+    return {"tokenizer.kind": tokenizer["kind"], "tokenizer.path": tokenizer["path"]}
 
 
 def _conversation(
@@ -196,16 +195,16 @@ def _conversation(
     record = source.record(0) if len(source) else ""
     if isinstance(record, str) or isinstance(record.get("text"), str):
         return {}
-    found = chat_keys(record, with_template=with_template)
+    chat = chat_keys(record, with_template=with_template)
     template = "" if with_template else text_template(record)
-    if template and found.get("data.chat") == "prompt":
-        settings = settings_text(drop_default_keys(found))
+    if template and chat.get("data.chat") == "prompt":
+        settings = settings_text(drop_default_keys(chat))
         line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
         print(redact.redact_for_terminal(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
         return {"data.template": template}
-    if with_defaults or found.get("data.messages_field") == "conversations":
-        return found
-    return drop_default_keys(found)
+    if with_defaults or chat.get("data.messages_field") == "conversations":
+        return chat
+    return drop_default_keys(chat)
 
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
@@ -244,13 +243,13 @@ def open_datasets(config: Config, folder: str) -> Datasets:
 
     progress = ProgressBar()
     try:
-        found = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
+        datasets = build_datasets(config, lambda: progress.report("reading documents", 0, 0))
     finally:
         progress.close()
     dealt = mixture_of(folder) if folder and config.data.mixture else None
-    if dealt is not None and dealt[0] == found.train.sources:
-        found.train.set_mixture(Mixture.from_metadata(dealt[1], config.run.seed))
-    return found
+    if dealt is not None and dealt[0] == datasets.train.sources:
+        datasets.train.set_mixture(Mixture.from_metadata(dealt[1], config.run.seed))
+    return datasets
 
 
 def batch_of_step(folder: str, step: int) -> int:
@@ -280,8 +279,8 @@ def _show(options: argparse.Namespace) -> int:
         number = options.n or (3 if options.row is None else 1)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for at, row in _iter_sequences(loader, batch, options.row or 0, number):
-            found = inspect_sequence(loader, datasets.tokenizer, at, row)
-            print("\n".join(_page(found, options.step + at - batch, coloured)), flush=True)
+            sequence = inspect_sequence(loader, datasets.tokenizer, at, row)
+            print("\n".join(_page(sequence, options.step + at - batch, coloured)), flush=True)
     finally:
         datasets.close()
     return ExitCode.DONE
@@ -296,46 +295,41 @@ def _split(datasets: Datasets, name: str) -> Loader:
     if name in datasets.validation_sets:
         return datasets.validation_sets[name]
     if datasets.validation is None:
-        raise ConfigError.one(
-            "command line: --split",
-            name,
-            "has no documents: data.validation_fraction is 0.",
-            "Add data.validation_fraction=0.05.",
-        )
+        rule = "has no documents: data.validation_fraction is 0."
+        action = "Add data.validation_fraction=0.05."
+        raise ConfigError.one("command line: --split", name, rule, action)
     return datasets.validation
 
 
 def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
     """Yield (batch, row) for up to `number` sequences, starting at `row`, until the data ends."""
-    for given in range(number):
+    for number_shown in range(number):
         yield batch, row
         row += 1
         if row < len(loader.sequence_origins(batch)):
             continue
         batch, row = batch + 1, 0
-        if given + 1 < number and not loader.sequence_origins(batch):
+        if number_shown + 1 < number and not loader.sequence_origins(batch):
             return
 
 
-def _page(found: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
-    tokens = sum(each.num_tokens for each in found.segments)
-    trained = sum(each.num_trained for each in found.segments)
-    source = f" of {found.source}" if found.source else ""
+def _page(inspected: InspectedSequence, step: int, coloured: bool) -> Iterator[str]:
+    tokens = sum(segment.num_tokens for segment in inspected.segments)
+    trained = sum(segment.num_trained for segment in inspected.segments)
+    halves = sum(1 for segment in inspected.segments if segment.half)
+    source = f" of {inspected.source}" if inspected.source else ""
     parts = [
-        f"step {step} row {found.row}: sequence {found.sequence}{source}",
-        _count_documents(found.segments),
+        f"step {step} row {inspected.row}: sequence {inspected.sequence}{source}",
+        pluralize(halves // 2, "pair")
+        if halves
+        else pluralize(len(inspected.segments), "document"),
         f"{trained} of {pluralize(tokens, 'token')} trained",
     ]
-    parts += [f"{found.num_padding} of padding"] if found.num_padding else []
+    parts += [f"{inspected.num_padding} of padding"] if inspected.num_padding else []
     yield _styled(f"=== {', '.join(parts)}", _HEAD, coloured)
-    for each in found.segments:
-        yield _styled(f"--- {_segment_header(each)}", _HEAD, coloured)
-        yield "".join(_mark_trained(piece, coloured) for piece in each.pieces)
-
-
-def _count_documents(segments: Sequence[Segment]) -> str:
-    halves = sum(1 for each in segments if each.half)
-    return pluralize(halves // 2, "pair") if halves else pluralize(len(segments), "document")
+    for segment in inspected.segments:
+        yield _styled(f"--- {_segment_header(segment)}", _HEAD, coloured)
+        yield "".join(_mark_trained(piece, coloured) for piece in segment.pieces)
 
 
 def _segment_header(segment: Segment) -> str:
@@ -350,24 +344,21 @@ def _segment_header(segment: Segment) -> str:
 
 
 def _to_single_line(line: str) -> str:
-    """Return the text as one line, with newlines in file names escaped."""
     return redact.redact_for_terminal(line).replace("\n", "\\n")
 
 
 def _mark_trained(piece: TextSpan, coloured: bool) -> str:
-    """Return the terminal-safe text of a span, with a mark if the span is not trained."""
     text = "".join(
-        each if each in "\n\t" or each.isprintable() else _escape(each) for each in piece.text
+        letter
+        if letter in "\n\t" or letter.isprintable()
+        else letter.encode("unicode_escape").decode()
+        for letter in piece.text
     )
     if not coloured:
         return text if piece.is_trained else f"⟦{text}⟧"
     if piece.is_trained and not piece.is_control:
         return text
     return _styled(text, _CONTROL if piece.is_trained else _GREY, coloured)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _styled(text: str, style: str, coloured: bool) -> str:
@@ -391,11 +382,11 @@ def _find(options: argparse.Namespace) -> int:
         return ExitCode.DONE
     sequence = f"sequence {found['sequence']}" + f" of {found['source']}" * bool(found["source"])
     print(f"step {options.step} row {options.row}: batch {batch}, {sequence}")
-    for each in found["documents"]:
-        first, last = each["first"], each["first"] + each["tokens"] - 1
-        half = f" {each['half']}" if "half" in each else ""
-        line = f"document {each['document']}{half}, tokens {first} to {last} of the row: "
-        line += each["where"]
+    for document in found["documents"]:
+        first, last = document["first"], document["first"] + document["tokens"] - 1
+        half = f" {document['half']}" if "half" in document else ""
+        line = f"document {document['document']}{half}, tokens {first} to {last} of the row: "
+        line += document["where"]
         print(_to_single_line(line))
     return ExitCode.DONE
 
@@ -403,19 +394,19 @@ def _find(options: argparse.Namespace) -> int:
 def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
     from maxpipe.data.inspect_batch import inspect_sequence
 
-    found = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
+    inspected = inspect_sequence(datasets.train, datasets.tokenizer, batch, row)
     documents = [
         {
-            "document": each.document,
-            "where": each.where,
-            "first": each.first,
-            "tokens": each.num_tokens,
-            "trained": each.num_trained,
-            **({"half": each.half} if each.half else {}),
+            "document": segment.document,
+            "where": segment.where,
+            "first": segment.first,
+            "tokens": segment.num_tokens,
+            "trained": segment.num_trained,
+            **({"half": segment.half} if segment.half else {}),
         }
-        for each in found.segments
+        for segment in inspected.segments
     ]
-    place = {"batch": batch, "row": row, "source": found.source, "sequence": found.sequence}
+    place = {"batch": batch, "row": row, "source": inspected.source, "sequence": inspected.sequence}
     return {**place, "documents": documents}
 
 
@@ -423,37 +414,30 @@ def _documents(datasets: Datasets, batch: int, row: int) -> dict[str, Any]:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    if options.out is not None:
-        _check_form(options.out)
-    inputs, _ = resolve_run_inputs(options.inputs)
-    config = read_data_config(expand_data_files(inputs)).config
     from maxpipe.data import statistics
 
-    found = list(_compute_statistics(config))
+    if options.out is not None and Path(options.out).suffix not in statistics.PICTURE_SUFFIXES:
+        rule = f"must end in {' or '.join(statistics.PICTURE_SUFFIXES)}."
+        action = "Write --out stats.html."
+        raise ConfigError.one("command line: --out", options.out, rule, action)
+    inputs, _ = resolve_run_inputs(options.inputs)
+    config = read_data_config(expand_data_files(inputs)).config
+    statistics_of = list(_compute_statistics(config))
     if options.out is not None:
-        write_file(options.out, "--out", lambda path: statistics.draw(found, path))
+        write_file(options.out, "--out", lambda path: statistics.draw(statistics_of, path))
     if options.json:
-        facts: Any = [each.to_dict() for each in found]
+        facts: Any = [part.to_dict() for part in statistics_of]
         if config.data.mixture:
             facts = {"sources": dict(zip(sorted(config.data.mixture), facts, strict=True))}
         else:
             [facts] = facts
         print(json.dumps(facts, indent=2))
     else:
-        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, found))))
+        print(redact.redact_for_terminal("\n\n".join(map(statistics.text, statistics_of))))
     return ExitCode.DONE
 
 
-def _check_form(path: str) -> None:
-    from maxpipe.data.statistics import PICTURE_SUFFIXES
-
-    if Path(path).suffix not in PICTURE_SUFFIXES:
-        rule = f"must end in {' or '.join(PICTURE_SUFFIXES)}."
-        raise ConfigError.one("command line: --out", path, rule, "Write --out stats.html.")
-
-
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
-    """Yield the statistics of every source, sorted by name."""
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import wrap_section_errors
@@ -462,12 +446,12 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
     progress = ProgressBar()
     try:
         tokenizer = open_tokenizer(config.tokenizer)
-        for name, each in all_sources(config.data).items():
+        for name, source in all_sources(config.data).items():
             with wrap_section_errors(name):
                 seed = seed_of(name, config.run.seed)
-                found = _source_statistics(config, each, seed, tokenizer, progress)
-            found.name = f"{name}: {found.name}" if name else found.name
-            yield found
+                statistics = _source_statistics(config, source, seed, tokenizer, progress)
+            statistics.name = f"{name}: {statistics.name}" if name else statistics.name
+            yield statistics
     finally:
         progress.close()
 
@@ -478,9 +462,9 @@ def _source_statistics(
     from maxpipe.data import statistics, unread_keys
     from maxpipe.data.chat import expand_trained_messages
     from maxpipe.data.corpus import build_chat_encoder, packing_of
+    from maxpipe.data.packing import Packer
     from maxpipe.data.prepared.megatron import IDS, open_documents
     from maxpipe.data.prepared.reader import PreparedDocuments
-    from maxpipe.data.sequences import Packer
     from maxpipe.data.sources import open_source
 
     threads, tokens = config.data.threads, config.train.sequence_length
@@ -490,14 +474,15 @@ def _source_statistics(
         files = open_documents(source, tokenizer)
         talks = files.has_conversations
         packer = Packer(packing_of(source, has_conversations=talks), tokens)
-        count = files.num_documents
+        count, chat = files.num_documents, _chat_of(source) if talks else {}
         documents = statistics.measure_encoded(files.__getitem__, count, tokenizer, threads)
-        parts = source.source, documents, count, packer, progress.report
-        found = statistics.compute_statistics(*parts, **_chat_of(source) if talks else {})
+        counts = statistics.compute_statistics(
+            source.source, documents, count, packer, progress.report, **chat
+        )
         if isinstance(files, PreparedDocuments):
-            found.unread.update(files.unread)
-            found.marks.update(files.marks)
-        return dataclasses.replace(found, unreadable=files.unreadable)
+            counts.unread.update(files.unread)
+            counts.marks.update(files.marks)
+        return dataclasses.replace(counts, unreadable=files.unreadable)
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )
@@ -509,13 +494,13 @@ def _source_statistics(
         cache_dir=cache_dir,
     )
     opened = expand_trained_messages(opened, source, cache_dir, keep=True)
-    if (found := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
+    count, chat = len(opened), _chat_of(source) if source.chat != "off" else {}
+    if (encoder := build_chat_encoder(opened, tokenizer, source, tokens)) is None:
         documents = statistics.measure_texts(opened, tokenizer)
     else:
-        documents = statistics.measure_encoded(found.encode, len(opened), tokenizer, threads)
-    parts = opened.name, documents, len(opened), packer, progress.report
+        documents = statistics.measure_encoded(encoder.encode, count, tokenizer, threads)
     counts = statistics.compute_statistics(
-        *parts, **_chat_of(source) if source.chat != "off" else {}
+        opened.name, documents, count, packer, progress.report, **chat
     )
     counts.advice = unread_keys.suggest_settings(counts.unread, opened, source)
     counts.columns = unread_keys.columns_not_read(opened, source)
@@ -523,7 +508,6 @@ def _source_statistics(
 
 
 def _chat_of(source: SourceConfig) -> dict[str, Any]:
-    """Return the `compute_statistics` arguments for conversations and pairs."""
     if source.chat == "pairs":
         return {"chat": "pair"}
     return {"chat": "conversation", "policy": source.long_conversations}
@@ -606,15 +590,14 @@ def step_number(text: str) -> int:
     """Parse a step number from the command line."""
     from maxpipe.config.sections.train import MAX_STEPS
 
-    found = count(text)
-    if found > MAX_STEPS:
+    number = count(text)
+    if number > MAX_STEPS:
         raise argparse.ArgumentTypeError(f"{text} is not at most {MAX_STEPS}")
-    return found
+    return number
 
 
 def _natural(text: str) -> int:
-    """Parse an integer that must be at least 0."""
-    found = integer(text)
-    if found < 0:
+    number = integer(text)
+    if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0")
-    return found
+    return number

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,9 +25,7 @@ import numpy as np
 from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.config.sections.data import DataConfig, all_sources
 from maxpipe.config.sections.source import SourceConfig, parse_template_kwargs
-from maxpipe.data import disk_cache
 from maxpipe.data.chat_records import conversation_of
-from maxpipe.data.disk_cache import CacheMessages, load_or_compute
 from maxpipe.data.documents import (
     DocumentIndex,
     EncodedDocument,
@@ -38,19 +35,21 @@ from maxpipe.data.documents import (
     mask_digest,
     verify_unchanged,
 )
+from maxpipe.data.formats.disk_cache import Arrays, CacheMessages, load_or_compute
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.record_text import BadRecord
+from maxpipe.data.formats.source import place_of
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.data.tokenizers.offsets import mask_of_spans
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 
 _ANSWERS_VERSION = 1
-_CACHE_MESSAGES = disk_cache.CacheMessages(
+_CACHE_MESSAGES = CacheMessages(
     "counting trained messages",
     "counting trained messages again",
     "the next start counts trained messages again",
@@ -69,9 +68,7 @@ class TrainedMessageSource:
     """Source with one document for each trained message in another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """Create the source. `counts` int64 [records] is the number of trained messages per
-        record.
-        """
+        """Create the source. `counts` int64 [records]: number of trained messages per record."""
         self._source = source
         self.ends = np.cumsum(counts)
         """int64 [records]: end index (exclusive) of the documents of each record."""
@@ -87,22 +84,15 @@ class TrainedMessageSource:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def _place(self, document: int) -> tuple[int, int]:
-        """Return the index of a document's record, and the index of the trained message in the
-        record.
-        """
-        record = int(np.searchsorted(self.ends, document, side="right"))
-        return record, document - (int(self.ends[record - 1]) if record else 0)
-
     def __getitem__(self, index: int) -> str:
-        return self._source[self._place(index)[0]]
+        return self._source[place_of(self.ends, index)[0]]
 
     def record(self, index: int) -> Any:
-        record, number = self._place(index)
+        record, number = place_of(self.ends, index)
         return TrainedMessage(self._source.record(record), number)
 
     def where(self, index: int) -> str:
-        record, number = self._place(index)
+        record, number = place_of(self.ends, index)
         return f"{self._source.where(record)}, trained message {number + 1}"
 
     def fingerprint(self) -> str:
@@ -125,35 +115,27 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source. With `each_turn`, return a source whose documents are the trained
-    messages.
-
-    Raises:
-        ConfigError: a record contains no conversation.
-    """
+    """Return the source, or with `each_turn` a source of its trained messages."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
-    def make(moved: Heartbeat | None) -> _MessageCounts:
+    def make(moved: Heartbeat | None) -> np.ndarray:
         counts = np.zeros(len(source), np.int64)
         progress = Progress(f"counting trained messages of {source.name}", len(source), moved)
         for number in range(len(source)):
-            try:
+            with wrap_record_errors(source, number):
                 counts[number] = len(conversation_of(source.record(number), config).trained)
-            except BadRecord as error:
-                problem = Problem(source.where(number), error.value, error.rule, error.action)
-                raise UnreadableRecord([problem]) from error
             progress.update(number + 1)
         source.check_unchanged(moved)
-        return _MessageCounts(counts)
+        return counts
 
-    def of(arrays: disk_cache.Arrays) -> _MessageCounts:
+    def of(arrays: Arrays) -> np.ndarray:
         if arrays["counts"].shape != (len(source),):
             raise ValueError("an array with an unexpected shape")
-        return _MessageCounts(arrays["counts"])
+        return arrays["counts"]
 
     if cache_dir is None:
-        found = make(moved)
+        counts = make(moved)
     else:
         fields = [config.messages_field, config.prompt_field, config.response_field]
         content = sorted(source.content(moved).items())
@@ -162,14 +144,16 @@ def expand_trained_messages(
         key += [config.system_field] if config.system_field else []
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = os.path.join(os.path.expanduser(cache_dir), f"answers-{name}.npz")
-        found = disk_cache.load_or_compute(
-            path, of, make, lambda made: made._asdict(), _CACHE_MESSAGES, keep=keep, moved=moved
+        counts = load_or_compute(
+            path,
+            of,
+            make,
+            lambda counts: {"counts": counts},
+            _CACHE_MESSAGES,
+            keep=keep,
+            moved=moved,
         )
-    return TrainedMessageSource(source, found.counts) if found.counts.any() else source
-
-
-class _MessageCounts(NamedTuple):
-    counts: np.ndarray
+    return TrainedMessageSource(source, counts) if counts.any() else source
 
 
 _MAX_TEMPLATE_BYTES = 1 << 24
@@ -177,9 +161,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Mark of a conversation in which some messages are not trained, because the template rewrites
-these messages when later messages follow.
-"""
+"""Mark of a conversation with messages that are not trained, because the template rewrites them."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -199,13 +181,10 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
             raise ConfigError.one("data.chat_template", path, rule, action) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
-        raise ConfigError.one(
-            "data.chat",
-            config.chat,
-            "requires a chat template, and the tokenizer folder has none.",
-            "Set data.chat_template to a Jinja file, or put chat_template.jinja into the folder of "
-            "tokenizer.path.",
-        )
+        rule = "requires a chat template, and the tokenizer folder has none."
+        action = "Set data.chat_template to a Jinja file, or put chat_template.jinja into the "
+        action += "folder of tokenizer.path."
+        raise ConfigError.one("data.chat", config.chat, rule, action)
     return tokenizer.chat.with_settings(settings)
 
 
@@ -221,7 +200,7 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
     Raises:
         ConfigError: the template file cannot be read.
     """
-    chats = [each for each in all_sources(data).values() if each.chat != "off"]
+    chats = [source for source in all_sources(data).values() if source.chat != "off"]
     if chats:
         return load_chat_template(chats[0], tokenizer)
     settings = parse_template_kwargs(data.chat_template_kwargs)
@@ -229,9 +208,7 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """Return the date of a run's first start, which is stored in `cache_dir`. `run` is the run
-    folder.
-    """
+    """Return the date of the first start of the run folder `run`, stored in `cache_dir`."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
@@ -280,18 +257,14 @@ class CountedConversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Encoder for the conversations of a source. Thread-safe, because each thread uses a separate
-    process.
-    """
+    """Encoder for conversations. Thread-safe, because each thread uses a separate process."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, config: SourceConfig):
         self.source = source
         self.tokenizer = tokenizer
         self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
-        """Date that the template renders for all records; empty if the template does not render a
-        date.
-        """
+        """Date that the template renders for all records; empty if it renders no date."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
@@ -304,8 +277,8 @@ class ConversationEncoder:
         with wrap_record_errors(self.source, document):
             record = self.source.record(document)
             if isinstance(record, TrainedMessage):
-                found = conversation_of(record.record, self._config)
-                return self.encode_conversation(found.up_to(found.trained[record.number]))
+                chat = conversation_of(record.record, self._config)
+                return self.encode_conversation(chat.up_to(chat.trained[record.number]))
             return self.encode_conversation(conversation_of(record, self._config))
 
     def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
@@ -320,26 +293,24 @@ class ConversationEncoder:
         )
         with self._process() as process:
             try:
-                found = process.render(conversation, masking=masking, day=self.day)
+                rendered = process.render(conversation, masking=masking, day=self.day)
             except RenderError as error:
                 raise self._render_error(error) from error
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that are valid JSON: {error}."
                 raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
-        ids, offsets = self.tokenizer.encode_chat_offsets(found.text)
+        ids, offsets = self.tokenizer.encode_chat_offsets(rendered.text)
         if not len(ids):
             rule = f"must render to text: {self.template.path} renders nothing."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
-        marks = REWRITTEN if found.rewritten else 0
-        unread = (*conversation.unread, *found.unread)
-        return EncodedDocument(ids, mask_of_spans(offsets, found.spans), marks=marks, unread=unread)
+        marks = REWRITTEN if rendered.rewritten else 0
+        unread = (*conversation.unread, *rendered.unread)
+        return EncodedDocument(
+            ids, _mask_of_spans(offsets, rendered.spans), marks=marks, unread=unread
+        )
 
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one token is trained.
-
-        Raises:
-            ConfigError: no tokens are trained.
-        """
+        """Raise ConfigError if no tokens are trained."""
         if index.trained is None or index.trained.any():
             return
         raise no_trained_tokens_error(self.template.path, len(self.source))
@@ -361,35 +332,40 @@ class ConversationEncoder:
         if error.kind != "prefix":
             rule = f"must be messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
-        return BadRecord(
-            "",
-            f"must render message by message, to locate the trained text: {path} renders the "
-            f"first messages differently when later messages follow; {error}.",
-            "Set data.rewritten_history=last or each_turn. Or mark the trained text with "
-            "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
-            "data.chat_template to the copy and data.trained_roles=[assistant].",
-        )
+        rule = f"must render message by message, to locate the trained text: {path} renders the "
+        rule += f"first messages differently when later messages follow; {error}."
+        action = "Set data.rewritten_history=last or each_turn. Or mark the trained text with {% "
+        action += "generation %} ... {% endgeneration %} in a copy of the template, and set "
+        action += "data.chat_template to the copy and data.trained_roles=[assistant]."
+        return BadRecord("", rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, together with the source and the tokenizer,
-        determine the ids and masks.
-        """
+        """Return a digest of the settings that determine the ids and masks."""
         config = self._config
         fields = [config.messages_field]
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
-        parts = [config.chat, fields, *self.masking_metadata()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return digest([config.chat, fields, *self.masking_metadata()])
 
     def masking_metadata(self) -> list[Any]:
-        """Return the settings that determine the ids and the mask of a conversation, as JSON
-        values.
-        """
+        """Return the settings that determine the ids and the mask, as JSON values."""
         config, template = self._config, self.template
-        found = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
-        found += [config.tools_field, sorted(template.settings.items())]
-        found += [["system", config.system_field]] if config.system_field else []
-        return [*found, template.template, sorted(template.tokens.items())]
+        facts = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
+        facts += [config.tools_field, sorted(template.settings.items())]
+        facts += [["system", config.system_field]] if config.system_field else []
+        return [*facts, template.template, sorted(template.tokens.items())]
+
+
+def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """bool [tokens]: tokens that overlap a span, including tokens without characters inside it."""
+    # The library may report arbitrary positions for tokens without characters.
+    begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
+    ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
+    mask = np.zeros(len(offsets), bool)
+    for begin, end in spans:
+        first, last = np.searchsorted(ends, begin, "right"), np.searchsorted(begins, end, "left")
+        mask[first:last] = True
+    return mask
 
 
 class ChatEncoder(Protocol):
@@ -426,13 +402,13 @@ class ChatDocuments(EncodedDocuments):
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:
-        found = self._conversations.encode(document)
-        assert found.trained is not None and self._masks is not None
-        if ids_digest(found.ids) != self._digests[document]:
+        encoded = self._conversations.encode(document)
+        assert encoded.trained is not None and self._masks is not None
+        if ids_digest(encoded.ids) != self._digests[document]:
             raise self._changed_error(document)
-        if mask_digest(found.trained) != self._masks[document]:
+        if mask_digest(encoded.trained) != self._masks[document]:
             raise self._changed_error(document)
-        return found
+        return encoded
 
 
 def build_chat_index(
@@ -486,33 +462,26 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     """Return the error for conversations that have no trained tokens."""
-    return ConfigError.one(
-        template,
-        None,
-        f"must mark trained text: {pluralize(count, 'conversation')} without a trained token.",
-        "Set data.trained_roles to roles in the conversations, or correct `weight` and `train` of "
-        "the messages or the template's {% generation %} blocks.",
-    )
+    rule = f"must mark trained text: {pluralize(count, 'conversation')} without a trained token."
+    action = "Set data.trained_roles to roles in the conversations, or correct `weight` and "
+    action += "`train` of the messages or the template's {% generation %} blocks."
+    return ConfigError.one(template, None, rule, action)
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return the ids, the mask and the statistics of one record. Raises the same errors as
-    `encode`.
-    """
+    """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
     with track_read(partial(conversations.source.where, document)):
-        found = conversations.encode(document)
-    assert found.trained is not None
-    text = conversations.tokenizer.decode(found.ids[found.trained].tolist())
-    digest = ids_digest(found.ids)
+        encoded = conversations.encode(document)
+    assert encoded.trained is not None
+    text = conversations.tokenizer.decode(encoded.ids[encoded.trained].tolist())
+    digest = ids_digest(encoded.ids)
     return CountedConversation(
-        found.ids, found.trained, text.encode(), digest, found.marks, found.unread
+        encoded.ids, encoded.trained, text.encode(), digest, encoded.marks, encoded.unread
     )
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token that has a preceding token; 0 if no trained token
-    has one. `trained` is the loss mask, bool [tokens].
-    """
+    """Return the index of the first trained token that has a preceding token; 0 without one."""
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 
@@ -534,14 +503,14 @@ def _index_conversations(
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
         for first in range(0, len(source), _PASS_RECORDS):
             numbers = range(first, min(first + _PASS_RECORDS, len(source)))
-            read = pool.map(partial(encode_and_count, conversations), numbers)
-            for document, found in zip(numbers, read, strict=True):
-                lengths[document], trained[document] = len(found.ids), int(found.trained.sum())
-                digests[document], marks[document] = found.digest, found.marks
-                masks[document] = mask_digest(found.trained)
-                firsts[document] = first_target(found.trained)
-                unread.update(found.unread)
-                byte_counts += np.bincount(np.frombuffer(found.raw, np.uint8), minlength=256)
+            chats = pool.map(partial(encode_and_count, conversations), numbers)
+            for document, chat in zip(numbers, chats, strict=True):
+                lengths[document], trained[document] = len(chat.ids), int(chat.trained.sum())
+                digests[document], marks[document] = chat.digest, chat.marks
+                masks[document] = mask_digest(chat.trained)
+                firsts[document] = first_target(chat.trained)
+                unread.update(chat.unread)
+                byte_counts += np.bincount(np.frombuffer(chat.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
     found_marks = marks if marks.any() else None
     return DocumentIndex(
@@ -553,6 +522,6 @@ def _index_conversations(
         masks=masks,
         first_targets=firsts,
         unread_keys=np.array(sorted(unread), np.str_),
-        unread_counts=np.array([unread[each] for each in sorted(unread)], np.int64),
+        unread_counts=np.array([unread[key] for key in sorted(unread)], np.int64),
         days=np.array([conversations.day] if conversations.day else [], np.str_),
     )

@@ -31,9 +31,7 @@ from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
 _MESSAGES, _SHAREGPT = "messages", "conversations"
-"""Default value of `data.messages_field`, and the name of the messages field in ShareGPT
-records.
-"""
+"""Default of `data.messages_field`, and the messages field of ShareGPT records."""
 _SYSTEM = "system"
 """Name of the field with the system message in ShareGPT records."""
 _SHAREGPT_ROLES = {
@@ -79,14 +77,14 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         names, key = [name], "data.messages_field"
         messages = parse_messages(turns_of(read_field(fields, name, key)), key)
     else:
-        given = config.prompt_field, config.response_field
-        names = [each for name in given for each in columns_of(fields, name)]
-        messages = parse_text_or_messages(fields, given[0], "data.prompt_field", "user")
-        messages += parse_text_or_messages(fields, given[1], "data.response_field", "assistant")
+        halves = config.prompt_field, config.response_field
+        names = [column for name in halves for column in columns_of(fields, name)]
+        messages = parse_text_or_messages(fields, halves[0], "data.prompt_field", "user")
+        messages += parse_text_or_messages(fields, halves[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have at least one message.", "Remove the record.")
     # In columnar sources, arguments that only other calls use are null.
-    values = [fields.get(each) for each in names]
+    values = [fields.get(name) for name in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
     messages, names = [*first, *messages], [*names, *more]
@@ -118,7 +116,7 @@ def parse_system_message(
     """
     name = config.system_field or (_SYSTEM if is_sharegpt else "")
     names = columns_of(fields, name) if name else []
-    if not any(has_value(fields.get(each)) for each in names):
+    if not any(has_value(fields.get(name)) for name in names):
         return [], names
     value = read_field(fields, name, "data.system_field")
     if not isinstance(value, str):
@@ -142,8 +140,8 @@ def tools_and_settings(
     Raises:
         BadRecord: the tools or the settings have the wrong type.
     """
-    found = tools_of(fields, config.tools_field)
-    return found, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
+    tools = tools_of(fields, config.tools_field)
+    return tools, {**parse_template_kwargs(config.chat_template_kwargs), **settings_of(fields)}
 
 
 def unread_field_names(
@@ -151,7 +149,7 @@ def unread_field_names(
 ) -> tuple[str, ...]:
     """Return the non-empty fields of a record that are not in `names` and that no setting reads."""
     known = {*names, config.tools_field, SETTINGS}
-    return tuple(str(each) for each in fields if each not in known and has_value(fields[each]))
+    return tuple(str(name) for name in fields if name not in known and has_value(fields[name]))
 
 
 def has_value(value: Any) -> bool:
@@ -172,9 +170,7 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """Return the name of the messages field. The default name also matches the field of ShareGPT
-    records.
-    """
+    """Return the name of the messages field, which may be the field of ShareGPT records."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
@@ -186,7 +182,7 @@ def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
 
 def fields_of(name: str) -> list[str]:
     """Return the fields that a template uses, or the single field with this name."""
-    return [each for _, each in split_template(name) if each] if is_template(name) else [name]
+    return [field for _, field in split_template(name) if field] if is_template(name) else [name]
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
@@ -201,8 +197,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
         return record[name]
     if is_template(name):
         return fill_template(record, name, key)
-    names = [str(each) for each in record]
-    guesses = [each for each in names if each.lower() not in SYSTEMS or key == "data.system_field"]
+    names = [str(field) for field in record]
+    guesses = [name for name in names if name.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
     # If the config overrides the key, the message must set the key even if its value is the
@@ -211,11 +207,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
-    raise BadRecord(
-        shorten(f"fields {', '.join(names) or 'none'}"),
-        f"must have the field of {key} ({name}).",
-        f"Set {settings}.",
-    )
+    rule = f"must have the field of {key} ({name})."
+    raise BadRecord(shorten(f"fields {', '.join(names) or 'none'}"), rule, f"Set {settings}.")
 
 
 def turns_of(value: Any) -> Any:
@@ -225,19 +218,19 @@ def turns_of(value: Any) -> Any:
     """
     if not isinstance(value, list | tuple) or not value:
         return value
-    if len(value) > 1 and all(isinstance(each, str) for each in value):
-        return [message_of_text(each, _TURN_ROLES[i % 2])[0] for i, each in enumerate(value)]
-    if not all(isinstance(each, Mapping) for each in value):
+    if len(value) > 1 and all(isinstance(item, str) for item in value):
+        return [message_of_text(item, _TURN_ROLES[i % 2])[0] for i, item in enumerate(value)]
+    if not all(isinstance(item, Mapping) for item in value):
         return value
-    found = []
-    for each in value:
-        if "role" in each or "from" in each or not {*each} >= _PAIR:
+    messages = []
+    for turn in value:
+        if "role" in turn or "from" in turn or not {*turn} >= _PAIR:
             return value
-        others = {key: item for key, item in each.items() if key not in _PAIR}
-        found.append({"role": _TURN_ROLES[0], "content": each["input"]})
-        if each["output"] is not None:
-            found.append({"role": _TURN_ROLES[1], "content": each["output"], **others})
-    return found
+        others = {key: item for key, item in turn.items() if key not in _PAIR}
+        messages.append({"role": _TURN_ROLES[0], "content": turn["input"]})
+        if turn["output"] is not None:
+            messages.append({"role": _TURN_ROLES[1], "content": turn["output"], **others})
+    return messages
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
@@ -248,54 +241,46 @@ def message_of_text(text: str, role: str) -> list[Message]:
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """Return the messages of a field that contains text or messages; raise BadRecord for other
-    types.
-    """
+    """Return the messages of a text or message field; raise BadRecord for other types."""
     value = read_field(fields, name, key)
     return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """Return the messages of a field that contains a list or a single message; raise BadRecord for
-    other types.
-    """
+    """Return the messages of a list or a message; raise BadRecord for other types."""
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
-    if isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value):
-        return [message_of(each) for each in value]
-    raise BadRecord(
-        shorten(str(value)),
-        f"must have {what} of objects in {key}; the value is of type {type(value).__name__}.",
-        'Write it as [{"role": "user", "content": "..."}, ...].',
-    )
+    if isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
+        return [message_of(item) for item in value]
+    rule = f"must have {what} of objects in {key}; the value is of type {type(value).__name__}."
+    action = 'Write it as [{"role": "user", "content": "..."}, ...].'
+    raise BadRecord(shorten(str(value)), rule, action)
 
 
 def drop_nulls(value: Any) -> Any:
     """Return the value without object keys whose value is null, at any depth."""
     if isinstance(value, Mapping):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [drop_nulls(each) for each in value]
+        return [drop_nulls(item) for item in value]
     return value
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Return the names of keys in call `arguments` whose value is null and which `drop_nulls`
-    removes.
-    """
-    found: dict[str, None] = {}
+    """Return the null keys in call `arguments`, which `drop_nulls` removes."""
+    names: dict[str, None] = {}
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            if each is None and (inside or key == _ARGUMENTS):
-                found[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
+        for key, item in value.items():
+            if item is None and (inside or key == _ARGUMENTS):
+                names[f"{inside}.{key} (null)" if inside else f"{key} (null)"] = None
             elif inside or key == _ARGUMENTS:
-                found.update(dict.fromkeys(null_arguments(each, _ARGUMENTS)))
-            elif not isinstance(each, str):
-                found.update(dict.fromkeys(null_arguments(each)))
+                names.update(dict.fromkeys(null_arguments(item, _ARGUMENTS)))
+            elif not isinstance(item, str):
+                names.update(dict.fromkeys(null_arguments(item)))
     elif isinstance(value, list | tuple):
-        for each in value:
-            found.update(dict.fromkeys(null_arguments(each, inside)))
-    return tuple(found)
+        for item in value:
+            names.update(dict.fromkeys(null_arguments(item, inside)))
+    return tuple(names)
 
 
 # Messages.
@@ -321,21 +306,19 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the calls in a message with role `function_call`, whose text is one call or a list of
-    calls in JSON.
-    """
+    """Yield the calls of a `function_call` message, whose text is one call or a list in JSON."""
     rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
-        found = (
+        calls = (
             parse_json(text, _ANYTHING, most_depth=_MAX_JSON_DEPTH)
             if isinstance(text, str)
             else text
         )
-        for each in found if isinstance(found, list) else [found]:
-            if not isinstance(each, dict) or "name" not in each:
+        for call in calls if isinstance(calls, list) else [calls]:
+            if not isinstance(call, dict) or "name" not in call:
                 raise ValueError("the call has no name")
-            yield {"type": "function", "function": drop_nulls(each)}
+            yield {"type": "function", "function": drop_nulls(call)}
     except ValueError as error:
         raise BadRecord(shorten(str(text)), f"{rule}: {error}.", action) from error
 
@@ -357,8 +340,8 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
             rule = f"must have {key} 0, 1, false or true: the value is {shorten(str(value))}."
             raise BadRecord(which, rule, "Set 1 for a trained message and 0 for others.")
     if len({bool(value) for value in flags.values()}) > 1:
-        given = ", ".join(f"{key} {value}" for key, value in flags.items())
-        rule = f"must have training keys that agree: found {given}."
+        stated = ", ".join(f"{key} {value}" for key, value in flags.items())
+        rule = f"must have training keys that agree: found {stated}."
         raise BadRecord(which, rule, "Remove one of these keys.")
     by_role = message["role"] in config.trained_roles
     if "train" in flags or "training" in flags:
@@ -388,7 +371,7 @@ def check_content(message: Message, which: str) -> None:
             raise BadRecord(which, rule, "Remove the record or the part.")
     if isinstance(content, str | list) or (
         "content" not in message
-        and any(has_value(message.get(each)) for each in _CALL_AND_REASONING_KEYS)
+        and any(has_value(message.get(key)) for key in _CALL_AND_REASONING_KEYS)
     ):
         return
     raise BadRecord(
@@ -404,50 +387,36 @@ def check_content(message: Message, which: str) -> None:
 
 
 def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Return the tools of a record, which are a list of objects or the JSON text of such a list.
-
-    Raises:
-        BadRecord: the field has the wrong type.
-    """
-    found = _from_json(fields.get(name))
-    if isinstance(found, list | tuple):
-        tools = [_from_json(each) for each in found]
-        if all(isinstance(each, Mapping) for each in tools):
+    """Return the list of tools of a record, or parse its JSON; raise BadRecord for other types."""
+    entries = _from_json(fields.get(name))
+    if isinstance(entries, list | tuple):
+        tools = [_from_json(tool) for tool in entries]
+        if all(isinstance(tool, Mapping) for tool in tools):
             return [
-                tool if isinstance(each, str) else drop_nulls(tool)
-                for tool, each in zip(tools, found, strict=True)
+                tool if isinstance(value, str) else drop_nulls(tool)
+                for tool, value in zip(tools, entries, strict=True)
             ]
-    elif found is None:
+    elif entries is None:
         return None
-    raise BadRecord(
-        shorten(str(fields[name])),
-        f"must have a list of objects in {name}, or its JSON.",
-        'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].',
-    )
+    rule = f"must have a list of objects in {name}, or its JSON."
+    action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
+    raise BadRecord(shorten(str(fields[name])), rule, action)
 
 
 def settings_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template settings of a record, read from `chat_template_kwargs`.
-
-    Raises:
-        BadRecord: the field is not an object, or the name of a setting is reserved.
-    """
-    found = _from_json(fields.get(SETTINGS))
-    if found is None:
+    """Return the template settings of a record; raise BadRecord for reserved names."""
+    content = _from_json(fields.get(SETTINGS))
+    if content is None:
         return {}
-    if isinstance(found, Mapping):
-        settings = drop_nulls(found)
-        if not any(each in settings for each in _RESERVED):
+    if isinstance(content, Mapping):
+        settings = drop_nulls(content)
+        if not any(name in settings for name in _RESERVED):
             return settings
-    raise BadRecord(
-        shorten(str(fields[SETTINGS])),
-        f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}.",
-        'Write it as {"enable_thinking": false}.',
-    )
+    rule = f"must have an object in {SETTINGS}, without the keys {', '.join(_RESERVED)}."
+    raise BadRecord(shorten(str(fields[SETTINGS])), rule, 'Write it as {"enable_thinking": false}.')
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value, parsed if the value is JSON text; None for blank text."""
     if not isinstance(value, str):
         return value
     try:

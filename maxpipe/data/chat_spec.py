@@ -98,19 +98,18 @@ def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[in
 
 
 def _tail(document: EncodedDocument, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of control tokens at the end of the last trained message."""
     if document.trained is None or not document.trained.any():
         return []
     ids = document.ids.astype(int).tolist()
     end = int(np.flatnonzero(document.trained)[-1]) + 1
-    found = []
+    closing = []
     for i in reversed(ids[max(end - _TAIL, 0) : end]):
         if i in tokenizer.special_ids:
-            found.append(i)
+            closing.append(i)
         elif tokenizer.decode([i]).strip():
             break
     following = [i for i in ids[end : end + 1] if i in tokenizer.special_ids]
-    return found[::-1] or following
+    return closing[::-1] or following
 
 
 def build_chat_spec(
@@ -124,7 +123,7 @@ def build_chat_spec(
         ConfigError: the template file cannot be read.
     """
     sources = list(sources_of(data).values())
-    chats = [each for each in sources if each.chat != "off"]
+    chats = [source for source in sources if source.chat != "off"]
     masked = list(documents)
     if not chats and not masked:
         return None
@@ -135,12 +134,12 @@ def build_chat_spec(
     )
     ends = [  # the template may differ between sources
         i
-        for each in chats
-        if _has_template(each, tokenizer)
-        for i in end_of_turn_ids(load_chat_template(each, tokenizer), tokenizer, *_roles(each))
+        for source in chats
+        if _has_template(source, tokenizer)
+        for i in end_of_turn_ids(load_chat_template(source, tokenizer), tokenizer, *_roles(source))
     ]
     if not ends:
-        ends = [i for each in masked for i in infer_end_of_turn_ids(each, tokenizer)]
+        ends = [i for part in masked for i in infer_end_of_turn_ids(part, tokenizer)]
     is_all = bool(chats) and len(chats) == len(sources)
     begin = tokenizer.control.published.before if is_all else (tokenizer.begin_id,)
     return {
@@ -151,24 +150,19 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a chat template. Pairs of plain texts do not require a
-    template.
-    """
+    """Return whether the source has a template. Pairs of plain texts do not require one."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
 def _roles(config: SourceConfig) -> tuple[str, list[str]]:
-    """Return one trained role and a list of the other roles."""
     trained = config.trained_roles
     answering = "assistant" if "assistant" in trained else trained[0]
-    others = [each for each in config.chat_roles if each != answering]
+    others = [role for role in config.chat_roles if role != answering]
     return answering, sorted(others, key=lambda role: role != "user")
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """Return the chat format of a run whose prompts are rendered by `chat`; None without a
-    template.
-    """
+    """Return the chat format of prompts that `chat` renders; None without a template."""
     if chat is None:
         return None
     return {
@@ -179,19 +173,13 @@ def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Cha
 
 
 def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
-    """Return the chat format stored in the data position of a checkpoint.
-
-    Raises:
-        ValueError: the chat format entry is damaged.
-    """
-    found = position.get(KEY)
-    return None if found is None else check_type(found, ChatSpec)
+    """Return the chat format of a data position; raise ValueError if it is damaged."""
+    entry = position.get(KEY)
+    return None if entry is None else check_type(entry, ChatSpec)
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """Return a copy of the tokenizer with the BOS tokens, EOS tokens and template of the chat
-    format.
-    """
+    """Return a copy of the tokenizer with the control tokens and template of the format."""
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -203,9 +191,7 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer whose EOS tokens include the end-of-turn tokens of its
-    template.
-    """
+    """Return a copy of the tokenizer whose EOS tokens include end-of-turn tokens."""
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -259,9 +245,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count the conversations with and without remaining tokens, excluding conversations that
-        were empty before. `moved` is called for each part.
-        """
+        """Count conversations that keep or lose their tokens. `moved` is called for each part."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -274,35 +258,28 @@ class LengthLimitedDocuments:
         return trained is None or bool(trained[1:count].any())
 
     def _limited_lengths(self, lengths: np.ndarray, first: int) -> np.ndarray:
-        """Return the limited lengths of consecutive documents, starting at `first`."""
-        found = np.array(lengths)
-        for at in np.flatnonzero(found > self._max_tokens).tolist():
-            found[at] = self._limited_length(first + at)
-        return found
-
-    def _limited_length(self, document: int) -> int:
-        """Return the limited length of a conversation that is too long."""
-        is_left = self._policy == "truncate" and self._has_target(document, self._max_tokens)
-        return self._max_tokens if is_left else 0
+        limited = np.array(lengths)
+        for at in np.flatnonzero(limited > self._max_tokens).tolist():
+            is_left = self._policy == "truncate" and self._has_target(first + at, self._max_tokens)
+            limited[at] = self._max_tokens if is_left else 0
+        return limited
 
     def __getitem__(self, document: int) -> EncodedDocument:
-        found = self._documents[document]
-        if len(found.ids) <= self._max_tokens:
-            return found
-        trained = found.trained
+        encoded = self._documents[document]
+        if len(encoded.ids) <= self._max_tokens:
+            return encoded
+        trained = encoded.trained
         is_left = trained is None or bool(trained[1 : self._max_tokens].any())
         size = self._max_tokens if is_left and self._policy == "truncate" else 0
         trained = None if trained is None else trained[:size]
-        return replace(found, ids=found.ids[:size], trained=trained)
+        return replace(encoded, ids=encoded.ids[:size], trained=trained)
 
     def where(self, document: int) -> str:
         return self._documents.where(document)
 
 
 class LengthLimitedTokenFiles(LengthLimitedDocuments):
-    """Length-limited conversations in a prepared folder that is read in windows; see
-    `TokenFiles`.
-    """
+    """Length-limited conversations that are read in windows; see `TokenFiles`."""
 
     def __init__(self, documents: TokenFiles, sequence_length: int, policy: LongConversationPolicy):
         super().__init__(documents, sequence_length, policy)
@@ -310,9 +287,7 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether document lengths may be inconsistent with `span_tokens`, which are not
-        limited.
-        """
+        """Whether lengths may be inconsistent with `span_tokens`, which are not limited."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -353,23 +328,19 @@ def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence, and the index of the first such
-    document (0 if there are none).
-    """
+    """Return the number of documents longer than a sequence, and the first one's index or 0."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
-        found = find_long_documents(lengths, sequence_length)
-        if len(found) and not count:
-            first = begin + int(found[0])
-        count += len(found)
+        numbers = find_long_documents(lengths, sequence_length)
+        if len(numbers) and not count:
+            first = begin + int(numbers[0])
+        count += len(numbers)
     return count, first
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """Return the error for the policy `error`. `count` conversations are too long; `where` locates
-    the first one.
-    """
+    """Return the error for `count` conversations that are too long, the first at `where`."""
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"{pluralize(count, 'conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")
@@ -378,11 +349,7 @@ def long_conversation_error(count: int, where: str, sequence_length: int) -> Con
 def check_remaining(
     left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
 ) -> None:
-    """Check that conversations to train on are left after the policy is applied.
-
-    Raises:
-        ConfigError: no conversation is left.
-    """
+    """Raise ConfigError if no conversation is left after the policy is applied."""
     if left.with_tokens:
         return
     all_of = f"each of {pluralize(num_documents, 'conversation')}"

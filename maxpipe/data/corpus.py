@@ -47,7 +47,7 @@ from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, b
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.mixture import SourceSequences, seed_of
-from maxpipe.data.packing import Sequences, split_documents
+from maxpipe.data.packing import Packer, Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, PairEncoder
 from maxpipe.data.prepared.manifest import (
     CONTENT_KEY,
@@ -63,7 +63,6 @@ from maxpipe.data.prepared.reader import (
     needs_windows,
     split_spans,
 )
-from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Heartbeat, Source, open_source, wrap_section_errors
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.unread_keys import (
@@ -97,9 +96,7 @@ class IndexedSource:
     byte_counts: np.ndarray | None
     """int64 [256]: byte histogram of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
-    """Maps (first, stop) to the digests, uint64, of documents first to stop - 1; None if digests
-    are unknown.
-    """
+    """Maps (first, stop) to digests uint64 of documents first to stop - 1; None if unknown."""
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     packing: Packing
@@ -113,21 +110,14 @@ class IndexedSource:
     """Whether the documents are conversations or preference pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Return the sequences of a split; None if the split has no documents.
-
-        Raises:
-            ConfigError: no document in the split has a target token.
-        """
+        """Return the sequences of a split, if any; raise ConfigError if none has a target."""
         with wrap_section_errors(self.name):
-            found = self._packed(split, fraction, packer)
-            if found is not None and not len(found):
-                raise ConfigError.one(
-                    "data.path",
-                    None,
-                    f"must contain a document of two tokens or more: the split {split} has none.",
-                    "Set data.path to documents with text.",
-                )
-        return found
+            sequences = self._packed(split, fraction, packer)
+            if sequences is not None and not len(sequences):
+                rule = f"must contain a document of two tokens or more: the split {split} has none."
+                action = "Set data.path to documents with text."
+                raise ConfigError.one("data.path", None, rule, action)
+        return sequences
 
     def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         documents = self.documents
@@ -151,8 +141,8 @@ class IndexedSource:
             return
         spans = np.sort(split_spans(windowed, split, fraction, self.seed))
         edges = np.arange(0, len(windowed.span_tokens), _PART // SPAN_DOCUMENTS)[1:]
-        for each in np.split(spans, np.searchsorted(spans, edges)):
-            numbers = (each[:, None] * SPAN_DOCUMENTS + np.arange(SPAN_DOCUMENTS)).ravel()
+        for part in np.split(spans, np.searchsorted(spans, edges)):
+            numbers = (part[:, None] * SPAN_DOCUMENTS + np.arange(SPAN_DOCUMENTS)).ravel()
             yield numbers[numbers < windowed.num_documents]
 
     def _order(self, split: Split, fraction: float) -> np.ndarray:
@@ -167,13 +157,12 @@ class IndexedSource:
             records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
             starts = np.concatenate([[0], self.ends[:-1]])
             edges = np.stack([starts, self.ends], 1)[records].tolist()
-            return np.concatenate([np.zeros(0, np.int64), *(np.arange(*each) for each in edges)])
+            return np.concatenate([np.zeros(0, np.int64), *(np.arange(*edge) for edge in edges)])
 
 
 def _windowed_documents(
     documents: Documents,
 ) -> PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles | None:
-    """Return the documents if they must be shuffled in windows, otherwise None."""
     prepared = isinstance(
         documents, PreparedDocuments | MegatronDocuments | LengthLimitedTokenFiles
     )
@@ -186,9 +175,7 @@ class Corpus:
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources in the run's mixture. The sources of this corpus may be missing from
-    this list.
-    """
+    """Names of the sources in the run's mixture, which may lack sources of this corpus."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -201,38 +188,36 @@ class Corpus:
     @property
     def unigram_entropy(self) -> float | None:
         """Unigram entropy of the text in nats per byte."""
-        counts = [each.byte_counts for each in self.indexed]
-        known = [each for each in counts if each is not None]
+        counts = [source.byte_counts for source in self.indexed]
+        known = [count for count in counts if count is not None]
         return entropy(np.sum(known, axis=0)) if len(known) == len(counts) else None
 
     @property
     def unreadable(self) -> int:
         """Number of documents that are empty because their records could not be read."""
-        return sum(each.unreadable for each in self.indexed)
+        return sum(source.unreadable for source in self.indexed)
 
     @property
     def pairs(self) -> dict[str, PairDocuments]:
         """Maps source names to documents with preference pairs."""
-        named = {each.name: each.documents for each in self.indexed}
-        return {name: each for name, each in named.items() if isinstance(each, PairDocuments)}
+        named = {source.name: source.documents for source in self.indexed}
+        return {name: part for name, part in named.items() if isinstance(part, PairDocuments)}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the JSON values that determine the sequences of the corpus."""
         facts = self.indexed[0].metadata
         more: dict[str, Any] = {}
         if self.data.mixture:
-            all_facts = {each.name: each.metadata for each in self.indexed}
+            all_facts = {source.name: source.metadata for source in self.indexed}
             # Content digests are compared file by file. Fingerprints of earlier releases do not
             # contain digests.
             bare = {
-                name: {key: value for key, value in each.items() if key != CONTENT_KEY}
-                for name, each in all_facts.items()
+                name: {key: value for key, value in part.items() if key != CONTENT_KEY}
+                for name, part in all_facts.items()
             }
             digest = hashlib.sha256(json.dumps(bare, sort_keys=True).encode()).hexdigest()
-            totals = {
-                key: sum(each[key] for each in all_facts.values())
-                for key in ("documents", "tokens")
-            }
+            parts = all_facts.values()
+            totals = {key: sum(part[key] for part in parts) for key in ("documents", "tokens")}
             facts = {"source": "mixture", **totals, "source_digest": digest}
             more = {SOURCES: all_facts}
         if self.pairs:
@@ -250,9 +235,9 @@ class Corpus:
         """Return the sequences of every source that has documents in the split."""
         fraction = self.data.validation_fraction
         return [
-            SourceSequences(each.name, sequences, each.seed, each.packing)
-            for each in self.indexed
-            if (sequences := each.sequences(split, fraction, self._packer(each))) is not None
+            SourceSequences(source.name, sequences, source.seed, source.packing)
+            for source in self.indexed
+            if (sequences := source.sequences(split, fraction, self._packer(source))) is not None
         ]
 
     def _packer(self, of: IndexedSource) -> Packer:
@@ -288,19 +273,13 @@ def open_corpus(
         key = validation_key(name)
         chosen = {key: validation_sets(data)[key]}
         data = dataclasses.replace(data, mixture={}, validation_fraction=0.0)
-    opening = {"cache_dir": cache_dir, "moved": moved, "keep": keep, "row_tokens": sequence_length}
-    indexed = []
-    for each, config in chosen.items():
-        with wrap_section_errors(each), track_read(section_of(each)):
-            mine = seed_of(each, seed)
-            if config.source in IDS:
-                indexed.append(_index_token_source(each, config, tokenizer, mine, **opening))
-            else:
-                opened = _index_text_source(
-                    each, config, tokenizer, mine, threads=data.threads, **opening
-                )
-                indexed.append(opened)
-    return Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
+    indexed: list[IndexedSource] = []
+    corpus = Corpus(data, mixed, indexed, tokenizer, seed, sequence_length, cache_dir, moved, keep)
+    for source, config in chosen.items():
+        with wrap_section_errors(source), track_read(section_of(source)):
+            index = _index_token_source if config.source in IDS else _index_text_source
+            indexed.append(index(corpus, source, config))
+    return corpus
 
 
 def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
@@ -310,138 +289,117 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
     return "best_fit" if has_conversations else "cut"
 
 
-def _index_token_source(
-    name: str,
-    config: SourceConfig,
-    encoder: Tokenizer,
-    seed: int,
-    *,
-    cache_dir: str | None,
-    moved: Heartbeat | None,
-    keep: bool,
-    row_tokens: int,
-) -> IndexedSource:
+def _index_token_source(corpus: Corpus, name: str, config: SourceConfig) -> IndexedSource:
+    cache_dir, moved, keep = corpus.cache_dir, corpus.moved, corpus.keep
+    encoder, row_tokens = corpus.tokenizer, corpus.sequence_length
     documents = open_documents(config, encoder, Digests(cache_dir, keep=keep), moved)
     packing = packing_of(config, has_conversations=documents.has_conversations)
-    facts = {**documents.metadata(), **_packing_metadata(packing)}
+    is_prepared = isinstance(documents, PreparedDocuments)
+    facts = {**documents.metadata(), **_omit_default("packing", packing)}
     if needs_windows(documents):
         facts["order"] = "windows"
-    counts, unreadable = documents.byte_counts, documents.unreadable
-    if not isinstance(documents, PreparedDocuments):
-        return IndexedSource(name, documents, seed, facts, counts, None, unreadable, packing)
-    digests = documents.digests
-    if not documents.has_conversations:
-        return IndexedSource(name, documents, seed, facts, counts, digests, unreadable, packing)
+    indexed = IndexedSource(
+        name,
+        documents,
+        seed_of(name, corpus.seed),
+        facts,
+        byte_counts=documents.byte_counts,
+        digests=documents.digests if is_prepared else None,
+        unreadable=documents.unreadable,
+        packing=packing,
+    )
+    if not (is_prepared and documents.has_conversations):
+        return indexed
     policy = config.long_conversations
-    facts.update(_long_conversation_metadata(config))
+    facts.update(_omit_default("long_conversations", config.long_conversations))
     count, first = count_long_documents(documents, row_tokens)
     if count and policy == "error":
         raise long_conversation_error(count, documents.where(first), row_tokens)
-    found: Documents | LengthLimitedTokenFiles = documents
+    limited: Documents | LengthLimitedTokenFiles = documents
     long = LongConversations(policy, count)
     if count and policy != "split":
         is_large = needs_windows(documents)
-        found = (LengthLimitedTokenFiles if is_large else LengthLimitedDocuments)(
+        limited = (LengthLimitedTokenFiles if is_large else LengthLimitedDocuments)(
             documents, row_tokens, policy
         )
         key = json.dumps([facts, encoder.fingerprint()])
         packer = Packer(packing, row_tokens, cache_dir, keep if is_large else False, key, moved)
-        left = packer.load_or_compute("left", [policy], _remaining_counts_of, found.count_remaining)
+        left = packer.load_or_compute(
+            "left", [policy], _remaining_counts_of, limited.count_remaining
+        )
         check_remaining(left, documents.num_documents, row_tokens, policy)
         long = long._replace(left_out=int(left.left_out))
-    told = documents.num_documents, documents.unread, documents.marks, long, packing
-    lines = remarks("conversation", *told)
-    parts = (name, found, seed, facts, counts, digests, unreadable, packing, lines)
-    return IndexedSource(*parts, is_chat=True)
+    count = documents.num_documents
+    lines = remarks("conversation", count, documents.unread, documents.marks, long, packing)
+    return dataclasses.replace(indexed, documents=limited, remarks=lines, is_chat=True)
 
 
 def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
     left = RemainingCounts(**{name: arrays[name] for name in RemainingCounts._fields})
-    if any(each.shape for each in left):
+    if any(array.shape for array in left):
         raise ValueError("arrays with an unexpected shape")
     return left
 
 
-def _packing_metadata(packing: Packing) -> dict[str, str]:
-    """Return the fingerprint entry for packing. The entry is omitted for `cut`, as in earlier
-    releases.
-    """
-    return {} if packing == "cut" else {"packing": packing}
-
-
-def _long_conversation_metadata(config: SourceConfig) -> dict[str, str]:
-    """Return the fingerprint entry for the policy. The entry is omitted for `split`, as in earlier
-    releases.
-    """
-    policy = config.long_conversations
-    return {} if policy == "split" else {"long_conversations": policy}
-
-
-def _index_text_source(
-    name: str,
-    config: SourceConfig,
-    encoder: Tokenizer,
-    seed: int,
-    *,
-    threads: int,
-    cache_dir: str | None,
-    moved: Heartbeat | None,
-    keep: bool,
-    row_tokens: int,
-) -> IndexedSource:
-    """Open and index a source of texts, conversations or pairs."""
+def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> IndexedSource:
+    cache_dir, moved, keep = corpus.cache_dir, corpus.moved, corpus.keep
+    encoder, row_tokens = corpus.tokenizer, corpus.sequence_length
+    seed = seed_of(name, corpus.seed)
     source = open_source(config, seed, moved, cache_dir=cache_dir, keep=keep)
     source = expand_trained_messages(source, config, cache_dir, moved, keep=keep)
-    found = build_chat_encoder(source, encoder, config, row_tokens)
-    if found is None:
+    chats = build_chat_encoder(source, encoder, config, row_tokens)
+    if chats is None:
         index = build_index(source, encoder, cache_dir, moved, keep=keep)
     else:
-        index = build_chat_index(found, cache_dir, moved, threads=threads, keep=keep)
+        index = build_chat_index(chats, cache_dir, moved, threads=corpus.data.threads, keep=keep)
     if not index.byte_counts.any():
         raise empty_documents_error(", ".join(paths_of(config)), len(source), config.chat)
-    packing = packing_of(config, has_conversations=found is not None)
+    packing = packing_of(config, has_conversations=chats is not None)
     facts = {
         "source": source.name,
         "documents": len(source),
         "tokens": int(index.lengths.sum()),
         "source_digest": source.fingerprint(),
         **content_metadata(source.content(moved)),
-        **_packing_metadata(packing),
+        **_omit_default("packing", packing),
     }
-    if found is not None:
-        facts["chat"] = found.fingerprint()
+    if chats is not None:
+        facts["chat"] = chats.fingerprint()
     long = None
-    if found is None:
+    if chats is None:
         documents: Documents = EncodedDocuments(source, encoder, index)
-    elif isinstance(found, PairEncoder):
-        documents = PairDocuments(found, index)
+    elif isinstance(chats, PairEncoder):
+        documents = PairDocuments(chats, index)
     else:
-        facts.update(_long_conversation_metadata(config))
-        documents, long = _apply_long_policy(ChatDocuments(found, index), index, config, row_tokens)
-    what = "pair" if config.chat == "pairs" else "conversation"
-    action = suggest_settings(index.unread, source, config)
-    noted = (index.unread, marks_of(index.marks), long, packing if found else "", action)
+        facts.update(_omit_default("long_conversations", config.long_conversations))
+        documents, long = _apply_long_policy(ChatDocuments(chats, index), index, config, row_tokens)
+    notes = remarks(
+        "pair" if config.chat == "pairs" else "conversation",
+        len(source),
+        index.unread,
+        marks_of(index.marks),
+        long,
+        packing=packing if chats else "",
+        action=suggest_settings(index.unread, source, config),
+    )
     return IndexedSource(
         name,
         documents,
-        seed,
+        seed_of(name, corpus.seed),
         facts,
         byte_counts=index.byte_counts,
         digests=lambda first, stop: index.digests[first:stop],
         unreadable=len(index.unreadable),
         packing=packing,
-        remarks=[*columns_not_read(source, config), *remarks(what, len(source), *noted)],
+        remarks=[*columns_not_read(source, config), *notes],
         ends=source.ends if isinstance(source, TrainedMessageSource) else None,
-        is_chat=found is not None,
+        is_chat=chats is not None,
     )
 
 
 def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, LongConversations]:
-    """Apply `data.long_conversations`; return the documents and the counts of long
-    conversations.
-    """
     policy = config.long_conversations
     numbers = find_long_documents(index.lengths, sequence_length)
     if not len(numbers) or policy == "split":
@@ -450,11 +408,11 @@ def _apply_long_policy(
         raise long_conversation_error(
             len(numbers), documents.where(int(numbers[0])), sequence_length
         )
-    found = limit_lengths(documents, sequence_length, policy, index.first_targets)
-    assert isinstance(found, LengthLimitedDocuments)
-    left = found.count_remaining()
+    limited = limit_lengths(documents, sequence_length, policy, index.first_targets)
+    assert isinstance(limited, LengthLimitedDocuments)
+    left = limited.count_remaining()
     check_remaining(left, len(index.lengths), sequence_length, policy)
-    return found, LongConversations(policy, len(numbers), int(left.left_out))
+    return limited, LongConversations(policy, len(numbers), int(left.left_out))
 
 
 def build_chat_encoder(
@@ -488,7 +446,11 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
-"""Default values for entries that a fingerprint omits."""
+"""Default values, which fingerprints omit, as in earlier releases."""
+
+
+def _omit_default(name: str, value: str) -> dict[str, str]:
+    return {} if value == _FINGERPRINT_DEFAULTS[name] else {name: value}
 
 
 def compare_fingerprints(
@@ -507,20 +469,20 @@ def compare_fingerprints(
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
         # All other differences result from this difference.
-        before, now = (", ".join(each) or None for each in of_sources)
+        before, now = (", ".join(names) or None for names in of_sources)
         return [("the sources of data.mixture", before, now)]
-    found = []
+    changes = []
     for name in of_sources[0]:
-        inner = compare_fingerprints(*(each[name] for each in of_sources))
-        found += [(f"{name}: {words}", before, now) for words, before, now in inner]
-    if found:
+        inner = compare_fingerprints(*(part[name] for part in of_sources))
+        changes += [(f"{name}: {words}", before, now) for words, before, now in inner]
+    if changes:
         # Differences in these totals result from the differences above.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
-    found += [
+    changes += [
         (_FINGERPRINT_LABELS.get(name, name), short_digests(before), short_digests(now))
         for name in names
         if (before := saved.get(name, _FINGERPRINT_DEFAULTS.get(name)))
         != (now := current.get(name, _FINGERPRINT_DEFAULTS.get(name)))
     ]
-    return found + changed_files(saved.get(CONTENT_KEY), current.get(CONTENT_KEY))
+    return changes + changed_files(saved.get(CONTENT_KEY), current.get(CONTENT_KEY))

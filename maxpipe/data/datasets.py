@@ -16,12 +16,7 @@ from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import section_of
 from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.chat import load_start_date, resolve_chat_template
-from maxpipe.data.chat_spec import (
-    ChatSpec,
-    apply_chat_spec,
-    build_chat_spec,
-    chat_spec_of_prompts,
-)
+from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, build_chat_spec, chat_spec_of_prompts
 from maxpipe.data.corpus import Corpus, IndexedSource, Split
 from maxpipe.data.documents import digest_of
 from maxpipe.data.loader import Datasets, build_loaders
@@ -63,15 +58,21 @@ def find_overlaps(
     `moved` is called for each part of the data.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
-    candidates |= {name: (each, "all") for name, each in sets.items()}
-    found = {name: list(_digests(*each, large, moved)) for name, each in candidates.items()}
-    parts = [digests for each in found.values() for _, _, digests in each]
+    candidates |= {name: (corpus, "all") for name, corpus in sets.items()}
+    chunks_of = {
+        name: list(_digests(*candidate, large, moved)) for name, candidate in candidates.items()
+    }
+    parts = [digests for chunks in chunks_of.values() for _, _, digests in chunks]
     if not parts:
         return []
     trained = _TrainingDigests(np.unique(np.concatenate(parts)))
     for part in _digests(train, "train", large, moved):
         trained.add(*part)
-    return [each for name in found if (each := _overlap_of_set(name, found[name], trained)).count]
+    return [
+        part
+        for name in chunks_of
+        if (part := _overlap_of_set(name, chunks_of[name], trained)).count
+    ]
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
@@ -88,10 +89,7 @@ def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tu
 
 
 class _TrainingDigests:
-    """Lookup table from evaluation digests to training documents with the same digest."""
-
     def __init__(self, known: np.ndarray):
-        """Create a lookup table for sorted uint64 digests."""
         self._known = known
         self._sources: list[IndexedSource] = []
         self._source_of = np.full(len(known), -1, np.int32)
@@ -134,9 +132,7 @@ def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _Training
 
 
 def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
-    """Yield (source, document indices, digests) for parts of a split; empty documents are
-    skipped.
-    """
+    """Yield (source, document indices, digests) for parts of a split, without empty documents."""
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
             continue
@@ -173,7 +169,7 @@ def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
     )
     assert datasets.corpora is not None
     train, _ = datasets.corpora
-    chats = [each.documents for each in train.indexed if each.is_chat]
+    chats = [source.documents for source in train.indexed if source.is_chat]
     return _with_chat_spec(datasets, build_chat_spec(config.data, datasets.tokenizer, chats))
 
 
@@ -185,7 +181,7 @@ def _with_chat_spec(datasets: Datasets, conversation: ChatSpec | None) -> Datase
 def _build_prompt_datasets(config: Config) -> Datasets:
     tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
     template = load_run_chat_template(config, tokenizer)
-    found = build_prompts(
+    datasets = build_prompts(
         config.grpo,
         config.data,
         tokenizer,
@@ -196,7 +192,7 @@ def _build_prompt_datasets(config: Config) -> Datasets:
         reward=RewardFunction(config.grpo).fingerprint(),
         template=template,
     )
-    return _with_chat_spec(found, chat_spec_of_prompts(template, tokenizer))
+    return _with_chat_spec(datasets, chat_spec_of_prompts(template, tokenizer))
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -241,18 +237,18 @@ def check_overlap(
     train, sets = datasets.corpora
     large = how == "stop"
     problems = []
-    for each in find_overlaps(train, sets, large=large, moved=moved):
-        key = f"data.validation.{each.name}" if each.name else "data.validation_fraction"
+    for overlap in find_overlaps(train, sets, large=large, moved=moved):
+        key = f"data.validation.{overlap.name}" if overlap.name else "data.validation_fraction"
         rule = (
-            f"has {each.count} of {each.total} documents in the training data: the first is "
-            f"{each.first}, which is also {each.trained}."
+            f"has {overlap.count} of {overlap.total} documents in the training data: the first is "
+            f"{overlap.first}, which is also {overlap.trained}."
         )
         action = "Remove such documents, or set data.validation_overlap=ignore."
         problems.append(Problem(key, "", rule, action))
     if problems and how == "stop":
         raise ConfigError(problems)
-    for each in problems:
-        warn(f"{each.where}: {each.rule} {each.action}")
+    for problem in problems:
+        warn(f"{problem.where}: {problem.rule} {problem.action}")
     for section, why in uncompared_sources([train, *sets.values()], large=large):
         warn(
             f"{section}: validation documents are not compared with this source: {why}. Set "

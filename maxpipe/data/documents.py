@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -21,7 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from maxpipe.data import disk_cache
+from maxpipe.data.formats import disk_cache
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -41,9 +41,7 @@ class EncodedDocument:
     ids: np.ndarray
     """Token ids as unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: whether the loss includes the token as a target; None if it includes all
-    tokens.
-    """
+    """bool [tokens]: whether the loss includes the token as a target; None for all tokens."""
     second_half_start: int = 0
     """Index of the first token in the second half of a preference pair; 0 for other documents."""
     marks: int = 0
@@ -113,11 +111,6 @@ class DocumentIndex:
         return dict(zip(self.unread_keys.tolist(), self.unread_counts.tolist(), strict=True))
 
     @property
-    def tokens_trained(self) -> int:
-        """Total number of trained tokens across all documents."""
-        return int((self.lengths if self.trained is None else self.trained).sum())
-
-    @property
     def unigram_entropy(self) -> float:
         """Unigram entropy of all text, in nats per byte."""
         return entropy(self.byte_counts)
@@ -172,11 +165,7 @@ def build_index(
 def verify_unchanged(
     source: Source, moved: Heartbeat | None, index: DocumentIndex
 ) -> DocumentIndex:
-    """Return the index, after checking that no file changed while the documents were read.
-
-    Raises:
-        ConfigError: a file has changed.
-    """
+    """Return the index; raise ConfigError if a file changed while documents were read."""
     source.check_unchanged(moved)
     return index
 
@@ -197,23 +186,22 @@ def load_or_build_index(
     """
     if cache_dir is None:
         return read(moved)
-    name = hashlib.sha256(json.dumps(list(key)).encode()).hexdigest()[:32]
+    name = digest(key)[:32]
     return disk_cache.load_or_compute(
         os.path.join(os.path.expanduser(cache_dir), f"index-{name}.npz"),
         lambda arrays: _index_of(arrays, num_documents),
         read,
-        _arrays_of,
+        lambda index: {
+            part.name: array
+            for part in fields(index)
+            if (array := getattr(index, part.name)) is not None
+        },
         disk_cache.CacheMessages(
             task, "reading all documents again", "the next start reads all documents"
         ),
         keep=keep,
         moved=moved,
     )
-
-
-def _arrays_of(index: DocumentIndex) -> dict[str, np.ndarray]:
-    arrays = {each.name: getattr(index, each.name) for each in fields(index)}
-    return {name: each for name, each in arrays.items() if each is not None}
 
 
 def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) -> DocumentIndex:
@@ -242,12 +230,9 @@ def _index_texts(source: Source, tokenizer: Tokenizer, moved: Heartbeat | None) 
 
 
 def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentIndex:
-    """Build the index from cached arrays. Raises ValueError for unexpected shapes."""
-    trained = arrays.get("trained")
-    unreadable = arrays["unreadable"]
-    digests = arrays["digests"]
-    lengths, counts, marks = arrays["lengths"], arrays["byte_counts"], arrays.get("marks")
-    masks = arrays.get("masks")
+    lengths, counts, unreadable = (arrays[k] for k in ("lengths", "byte_counts", "unreadable"))
+    digests, trained = arrays["digests"], arrays.get("trained")
+    marks, masks = arrays.get("marks"), arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
     if "unread_keys" in arrays:  # earlier releases did not store unread keys for texts
         names = ("first_targets", "unread_keys", "unread_counts")
@@ -256,16 +241,16 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
         index = replace(index, days=arrays["days"])
         if index.day:
             datetime.date.fromisoformat(index.day)
-    shapes = {each.shape for each in (lengths, trained, digests, marks, masks) if each is not None}
+    shapes = {
+        array.shape for array in (lengths, trained, digests, marks, masks) if array is not None
+    }
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays with an unexpected shape")
     return index
 
 
 class EncodedDocuments:
-    """Token ids of documents, including BOS and EOS, with a cache of recently used documents.
-    Thread-safe.
-    """
+    """Token ids of documents, with a cache of recently used documents. Thread-safe."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, index: DocumentIndex):
         self.tokenizer = tokenizer
@@ -296,28 +281,27 @@ class EncodedDocuments:
                 return self._cached[document]
         # Encoding runs outside the lock: two threads may encode the same document, but neither
         # waits.
-        found = self._encode(document)
+        encoded = self._encode(document)
         with self._lock:
             if document not in self._cached:
-                self._cached[document] = found
-                self._cached_bytes += found.ids.nbytes
+                self._cached[document] = encoded
+                self._cached_bytes += encoded.ids.nbytes
             while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
                 self._cached_bytes -= self._cached.popitem(last=False)[1].ids.nbytes
-        return found
+        return encoded
 
     def where(self, document: int) -> str:
         return self._source.where(document)
 
     def _encode(self, document: int) -> EncodedDocument:
-        found = self._read(document)
-        if len(found.ids) != self.lengths[document]:
+        encoded = self._read(document)
+        if len(encoded.ids) != self.lengths[document]:
             raise self._changed_error(
-                document, f"{len(found.ids)} tokens, not the {self.lengths[document]} of"
+                document, f"{len(encoded.ids)} tokens, not the {self.lengths[document]} of"
             )
-        return replace(found, ids=found.ids.astype(self._dtype))
+        return replace(encoded, ids=encoded.ids.astype(self._dtype))
 
     def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
-        """Return the error for a document that has changed since it was indexed."""
         return StorageError(
             f"{self._source.where(document)}: the file has changed\n"
             f"  document {document} of {self._source.name} has {what} the indexed document, and "

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxpipe.config.bundled_configs import EVENTS_FILE
 from maxpipe.data.loader import Loader
+from maxpipe.data.packing import PAIRS
 from maxpipe.data.pairs import HALVES
-from maxpipe.data.sequences import PAIRS
 from maxpipe.data.tokenizer import Tokenizer, open_text_stream
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
@@ -85,7 +85,7 @@ def inspect_sequence(
         rule = f"must be below the {pluralize(len(rows), 'sequence')} of the batch."
         raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
-    arrays = {name: each[0] for name, each in loader.batch(batch, [row]).items()}
+    arrays = {name: array[0] for name, array in loader.batch(batch, [row]).items()}
     segments = list(_segments(loader, tokenizer, place.source, place.documents, arrays))
     padding = int((arrays["segment_ids"] == 0).sum())
     return InspectedSequence(batch, row, place.source, place.sequence, padding, segments)
@@ -123,9 +123,7 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """Yield the text of `ids` [tokens], split where the value of `trained` bool [tokens]
-    changes.
-    """
+    """Yield the text of `ids`, split where `trained` bool [tokens] changes."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)
@@ -155,26 +153,19 @@ class _BatchEvent(TypedDict):
 
 
 def batch_of(run_dir: str | Path, step: int) -> int:
-    """Return the batch index of a past or future step, according to the recorded events.
-
-    Raises:
-        StorageError: the records cannot be read.
-    """
+    """Return the batch index of a past or future step, according to the events."""
     return step - 1 + offset(_events(run_dir), step)
 
 
 def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
-    """Return the sources of a run's mixture and their sampling schedule since the latest start.
-
-    Raises:
-        StorageError: the records cannot be read.
-    """
-    found = [each for each in _events(run_dir) if each["event"] == "start" and "mixture" in each]
-    return (found[-1].get("sources", []), found[-1].get("mixture", [])) if found else None
+    """Return the sources of a run's mixture and their schedule since the latest start."""
+    starts = [
+        event for event in _events(run_dir) if event["event"] == "start" and "mixture" in event
+    ]
+    return (starts[-1].get("sources", []), starts[-1].get("mixture", [])) if starts else None
 
 
 def _events(run_dir: str | Path) -> list[_BatchEvent]:
-    """Return all records, or nothing if the run has not started."""
     path = expand_path(run_dir) / EVENTS_FILE
     try:
         return list(read_json_lines(path, _BatchEvent))
@@ -190,13 +181,13 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
 def offset(events: Iterable[_BatchEvent], step: int) -> int:
     """Return the number of batches that were skipped before a step."""
     # Pairs (step, batch offset of the following steps), sorted by step.
-    found = [(0, 0)]
-    for each in events:
-        at = each.get("step", 0)
-        if each["event"] == "start":
-            found = [(begin, left) for begin, left in found if begin < at] or [(0, 0)]
-        elif each["event"] == "roll_back":
-            to, left = each.get("to", 0), found[-1][1]
-            found = [(begin, left) for begin, left in found if begin < to]
-            found.append((to, left + at - to))
-    return next(left for begin, left in reversed(found) if begin < max(1, step))
+    offsets = [(0, 0)]
+    for event in events:
+        at = event.get("step", 0)
+        if event["event"] == "start":
+            offsets = [(begin, left) for begin, left in offsets if begin < at] or [(0, 0)]
+        elif event["event"] == "roll_back":
+            to, left = event.get("to", 0), offsets[-1][1]
+            offsets = [(begin, left) for begin, left in offsets if begin < to]
+            offsets.append((to, left + at - to))
+    return next(left for begin, left in reversed(offsets) if begin < max(1, step))

@@ -48,9 +48,7 @@ FitTokenizer = Callable[[Tokenizer], Tokenizer]
 
 
 class Batches(Iterator[Any]):
-    """Iterator over the batches of consecutive steps. Threads prefetch batches until `close` is
-    called.
-    """
+    """Iterator over the batches of consecutive steps, prefetched by threads until closed."""
 
     def __init__(
         self,
@@ -108,9 +106,7 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """End of a stream: the limit of each source, and the policy that applies when a source reaches
-    its limit.
-    """
+    """End of a stream: the limit of each source, and the policy at a limit."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
@@ -168,9 +164,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Number of steps per epoch at the full batch size. An epoch may end in the middle of a
-        step.
-        """
+        """Number of steps per epoch at the full batch size, possibly fractional."""
         return len(self.stream) / self.ramp.batch_size
 
     @property
@@ -186,16 +180,14 @@ class Loader:
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """Return the index of the first sample that would repeat a sequence, and the name of its
-        source.
-        """
+        """Return the first sample that would repeat a sequence, and the name of its source."""
         assert self.ending is not None
-        found = []
+        ends = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
             mixed = self.stream.mixture
             after = limit + 1 if mixed is None else mixed.samples_to_reach(number, limit + 1)
-            found += [(after - 1, name)] if after is not None else []
-        return min(found)
+            ends += [(after - 1, name)] if after is not None else []
+        return min(ends)
 
     def batch(self, step: int, rows: BatchIndices | np.ndarray = slice(None)) -> Batch:
         """Return the selected rows of the global batch of one step.
@@ -218,14 +210,14 @@ class Loader:
         """Return the origin of every sequence in one step's batch. Padding is skipped."""
         front, count = self.ramp.position_of(step)
         sources, sequences = self.stream.locate(front + np.arange(count, dtype=np.int64))
-        found = []
+        origins = []
         for source, sequence in zip(sources.tolist(), sequences.tolist(), strict=True):
             if sequence >= 0:
                 part = self.stream.parts[source]
-                found.append(
+                origins.append(
                     SequenceOrigin(part.name, sequence, part.sequences.documents(sequence))
                 )
-        return found
+        return origins
 
     def where(self, source: str, document: int) -> str:
         """Return the file of a document and its position in the file, for messages."""
@@ -269,24 +261,20 @@ class Loader:
         self.apply_mixture(was.switched_to(planned, position), position)
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
-    def apply_mixture(self, found: Mixture, since: int = 0) -> None:
-        """Use this mixture. With `data.end=stop`, the limits of the sources apply from sample
-        `since` on.
-        """
+    def apply_mixture(self, mixed: Mixture, since: int = 0) -> None:
+        """Use this mixture. With `data.end=stop`, limits apply from sample `since` on."""
         assert self.ending is not None
         if self.ending.policy == "stop":
-            found = found.with_limits(list(self.ending.limits.values()), since)
-        self.set_mixture(found)
+            mixed = mixed.with_limits(list(self.ending.limits.values()), since)
+        self.set_mixture(mixed)
 
-    def set_mixture(self, found: Mixture) -> None:
+    def set_mixture(self, mixed: Mixture) -> None:
         """Use this mixture without applying limits."""
-        self.stream.mixture, self.stream.end = found, found.end
-        self._fingerprint[mixture.MIXTURE_KEY] = found.metadata()
+        self.stream.mixture, self.stream.end = mixed, mixed.end
+        self._fingerprint[mixture.MIXTURE_KEY] = mixed.metadata()
 
     def mixture_metadata(self) -> dict[str, Any]:
-        """Return the mixture and the metadata of its sources as JSON values; empty without a
-        mixture.
-        """
+        """Return the mixture and its sources as JSON values; empty without a mixture."""
         if self.stream.mixture is None:
             return {}
         return {"sources": self.sources, mixture.MIXTURE_KEY: self.stream.mixture.metadata()}
@@ -336,9 +324,7 @@ class Loader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the data state to store in a checkpoint. Resume with
-        `batches(start_step=step)`.
-        """
+        """Return the data state of a checkpoint. Resume with `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
 
     def close(self) -> None:
@@ -349,19 +335,16 @@ class Loader:
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """Loaders, tokenizer and statistics of a run's data.
-
-    `unigram_entropy` is the entropy over all documents in nats per byte, or None if byte counts are
-    unknown, as for Megatron files. `unreadable` is the number of documents that are empty because
-    their records could not be read.
-    """
+    """Loaders, tokenizer and statistics of a run's data."""
 
     train: Loader
     validation: Loader | None
     """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
+    """Entropy of all documents in nats per byte; None for unknown bytes, as in Megatron files."""
     unreadable: int
+    """Number of documents that are empty because their records could not be read."""
     validation_sets: Mapping[str, Loader]
     """Maps the names of the sets in `data.validation` to their loaders."""
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
@@ -371,23 +354,18 @@ class Datasets:
 
     @property
     def _all_corpora(self) -> list[Corpus]:
-        """Training corpus and all validation corpora."""
         if self.corpora is None:
             return []
         train, sets = self.corpora
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders keyed by name. The name of the held-out documents is
-        empty.
-        """
+        """Return the evaluation loaders by name, which is empty for held-out documents."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
     def single_pass_loaders(self, rows: int) -> list[Loader]:
-        """Return single-pass loaders of all training and validation documents, with `rows`
-        sequences per batch.
-        """
+        """Return single-pass loaders of all documents, with `rows` sequences per batch."""
         loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
@@ -395,28 +373,23 @@ class Datasets:
     def remarks(self) -> list[str]:
         """Remarks about documents of any source that are changed or skipped when they are read."""
         return [
-            f"{section_of(each.name)}: {remark}"
+            f"{section_of(source.name)}: {remark}"
             for corpus in self._all_corpora
-            for each in corpus.indexed
-            for remark in each.remarks
+            for source in corpus.indexed
+            for remark in source.remarks
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal in two processes if both processes read the same
-        data.
-        """
-        sets = {name: each.fingerprint() for name, each in self.validation_sets.items()}
+        """Return JSON values that are equal in two processes that read the same data."""
+        sets = {name: loader.fingerprint() for name, loader in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
     def close(self) -> None:
-        for each in (self.train, *self.eval_loaders().values()):
-            each.close()
+        for loader in (self.train, *self.eval_loaders().values()):
+            loader.close()
 
 
 def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
-    """Return the training loader, with the mixture weights and the `data.end` policy of the
-    config.
-    """
     data, parts, mixed = corpus.data, corpus.parts("train"), None
     sizes = {part.name: len(part.sequences) for part in parts}
     ends = sizes
@@ -425,9 +398,7 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
         ends = mixture.sample_limits(data.mixture, sizes)
     end = ends[""] if data.end == "stop" and mixed is None else None
     stream = Stream(parts, repeat=True, mixture=mixed, end=end)
-    loader = _loader(
-        corpus, stream, ramp, _loader_fingerprint(corpus, ramp), StreamEnd(data.end, ends, mixed)
-    )
+    loader = _loader(corpus, stream, ramp, StreamEnd(data.end, ends, mixed))
     if mixed is not None:
         loader.apply_mixture(mixed)
     return loader
@@ -444,26 +415,18 @@ def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader
     sizes, ramp = [len(part.sequences) for part in parts], BatchRamp((), rows)
     mixed = mixture.single_pass_mixture(sizes, corpus.seed) if len(parts) > 1 else None
     stream = Stream(parts, repeat=False, mixture=mixed)
-    return _loader(corpus, stream, ramp, _loader_fingerprint(corpus, ramp))
-
-
-def _loader_fingerprint(corpus: Corpus, ramp: BatchRamp) -> dict[str, Any]:
-    return {_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.metadata()}
+    return _loader(corpus, stream, ramp)
 
 
 def _loader(
-    corpus: Corpus,
-    stream: Stream,
-    ramp: BatchRamp,
-    facts: Mapping[str, Any],
-    ending: StreamEnd | None = None,
+    corpus: Corpus, stream: Stream, ramp: BatchRamp, ending: StreamEnd | None = None
 ) -> Loader:
     return Loader(
         stream,
         ramp=ramp,
         threads=corpus.data.threads,
         prefetch_batches=corpus.data.prefetch_batches,
-        fingerprint=facts,
+        fingerprint={_ORDER: _ORDER_VERSION, **corpus.fingerprint(), **ramp.metadata()},
         mixed=corpus.mixture_names,
         ending=ending,
         pairs=corpus.pairs,
@@ -504,14 +467,16 @@ def build_loaders(
         moved=moved,
     )
     corpus, sets = opened(), {name: opened(name=name) for name in sorted(data.validation)}
-    loaders = {name: _build_single_pass_loader(each, "train", rows) for name, each in sets.items()}
+    loaders = {
+        name: _build_single_pass_loader(corpus, "train", rows) for name, corpus in sets.items()
+    }
     return Datasets(
         train=_train(corpus, ramp),
         validation=_build_single_pass_loader(corpus, "validation", rows),
         tokenizer=corpus.tokenizer,
         unigram_entropy=corpus.unigram_entropy,
         unreadable=corpus.unreadable,
-        validation_sets={name: each for name, each in loaders.items() if each is not None},
+        validation_sets={name: loader for name, loader in loaders.items() if loader is not None},
         corpora=(corpus, sets),
     )
 
@@ -552,10 +517,7 @@ def build_single_pass(
     rows = eval_batch_size or batch_size
     loader = _build_single_pass_loader(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
-        raise ConfigError.one(
-            "data.validation_fraction",
-            data.validation_fraction,
-            "leaves no documents for validation.",
-            "Evaluate on all documents with --split all, or on others with --data FILES.",
-        )
+        rule = "leaves no documents for validation."
+        action = "Evaluate on all documents with --split all, or on others with --data FILES."
+        raise ConfigError.one("data.validation_fraction", data.validation_fraction, rule, action)
     return loader, corpus.tokenizer

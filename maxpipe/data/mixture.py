@@ -53,7 +53,7 @@ class Mixture:
     """Assignment of samples to sources in stages. The first stage begins with sample 0."""
 
     def __init__(self, stages: Sequence[QuotaStage], seed: int):
-        assert stages[0].first == 0 and all(sum(each.quotas) in (0, BLOCK) for each in stages)
+        assert stages[0].first == 0 and all(sum(stage.quotas) in (0, BLOCK) for stage in stages)
         self.stages = tuple(stages)
         self.seed = seed
         self._firsts = np.array([stage.first for stage in stages], np.int64)
@@ -80,12 +80,12 @@ class Mixture:
         for stage, block in sorted(set(zip(stages.tolist(), blocks.tolist(), strict=True))):
             if not any(self.stages[stage].quotas):
                 continue
-            mine = (stages == stage) & (blocks == block)
+            here = (stages == stage) & (blocks == block)
             dealt, ranks = self._block_assignment(stage, block)
-            source = dealt[inside[mine]].astype(np.int64)
+            source = dealt[inside[here]].astype(np.int64)
             front = self._before[stage] + block * self._quotas[stage]
-            sources[mine] = source
-            samples[mine] = front[source] + ranks[inside[mine]]
+            sources[here] = source
+            samples[here] = front[source] + ranks[inside[here]]
         return sources, samples
 
     def samples_before(self, number: int) -> np.ndarray:
@@ -96,9 +96,7 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest number of samples that includes `count` samples of a source; None if
-        the count is never reached.
-        """
+        """Return the smallest number of samples that includes `count` of a source, if any."""
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -122,41 +120,38 @@ class Mixture:
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
         kept = [stage for stage in self.stages if stage.first < since]
-        found = Mixture(kept, self.seed) if kept else None
+        mixed = Mixture(kept, self.seed) if kept else None
         here = since
         for number, stage in enumerate(coming):
             stop = coming[number + 1].first if number + 1 < len(coming) else sys.maxsize
             while here < stop:
-                read = found.samples_before(here).tolist() if found else [0] * len(limits)
+                counts = mixed.samples_before(here).tolist() if mixed else [0] * len(limits)
                 left = [
                     quota if count < limit else 0
-                    for quota, count, limit in zip(stage.quotas, read, limits, strict=True)
+                    for quota, count, limit in zip(stage.quotas, counts, limits, strict=True)
                 ]
                 if not any(left):
                     break
-                found = self._append_stage(
-                    found, QuotaStage(here, compute_quotas([each / sum(left) for each in left]))
+                mixed = self._append_stage(
+                    mixed, QuotaStage(here, compute_quotas([quota / sum(left) for quota in left]))
                 )
-                here = min(stop, found._next_end(limits))
-        return self._append_stage(found, QuotaStage(here, (0,) * len(limits)))
+                here = min(stop, mixed._next_end(limits))
+        return self._append_stage(mixed, QuotaStage(here, (0,) * len(limits)))
 
-    def _append_stage(self, found: Mixture | None, stage: QuotaStage) -> Mixture:
-        """Append a stage to the mixture, unless the quotas are unchanged."""
-        if found is None:
+    def _append_stage(self, mixed: Mixture | None, stage: QuotaStage) -> Mixture:
+        if mixed is None:
             return Mixture([stage], self.seed)
-        if found.stages[-1].quotas == stage.quotas:
-            return found
-        longer = copy.copy(found)
-        longer.stages = (*found.stages, stage)
-        longer._firsts = np.append(found._firsts, stage.first)
-        longer._quotas = np.vstack([found._quotas, stage.quotas])
-        longer._before = np.vstack([found._before, found.samples_before(stage.first)])
+        if mixed.stages[-1].quotas == stage.quotas:
+            return mixed
+        longer = copy.copy(mixed)
+        longer.stages = (*mixed.stages, stage)
+        longer._firsts = np.append(mixed._firsts, stage.first)
+        longer._quotas = np.vstack([mixed._quotas, stage.quotas])
+        longer._before = np.vstack([mixed._before, mixed.samples_before(stage.first)])
         return longer
 
     def _next_end(self, limits: Sequence[int]) -> int:
-        """Return the number of samples after which a source of the last stage first reaches its
-        limit.
-        """
+        """Return the sample after which a source of the last stage first reaches its limit."""
         need, quota = np.array(limits) - self._before[-1], self._quotas[-1]
         # The exact position is needed only for sources that end in the nearest block.
         blocks = np.where(quota > 0, (need - 1) // np.maximum(quota, 1), sys.maxsize)
@@ -165,9 +160,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture that equals this mixture before sample `number`, and `to` from sample
-        `number` on.
-        """
+        """Return this mixture before sample `number`, and `to` from sample `number` on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -186,15 +179,13 @@ class Mixture:
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """Return how many of the first `count` samples of a stage come from each source, int64
-        [sources].
-        """
-        blocks, rest = divmod(count, BLOCK)
-        found = blocks * self._quotas[stage]
-        if rest and any(self.stages[stage].quotas):
+        """int64 [sources]: samples of each source among the first `count` samples of a stage."""
+        blocks, remainder = divmod(count, BLOCK)
+        samples = blocks * self._quotas[stage]
+        if remainder and any(self.stages[stage].quotas):
             dealt, _ = self._block_assignment(stage, blocks)
-            found = found + np.bincount(dealt[:rest], minlength=len(found))
-        return found
+            samples = samples + np.bincount(dealt[:remainder], minlength=len(samples))
+        return samples
 
     def _block_assignment(self, stage: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         return _assign_block(self.seed, self.stages[stage], block)
@@ -202,9 +193,7 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each sample of a block, the source (uint16) and the index among the source's
-    samples in the block (int32).
-    """
+    """Return source (uint16) and index within the source's samples (int32) of a block's samples."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -218,16 +207,14 @@ def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray,
 def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
     """Return quotas in proportion to the shares, rounded with the largest-remainder method."""
     exact = np.array(shares) * BLOCK
-    found = np.floor(exact).astype(int)
-    left = BLOCK - int(found.sum())
-    found[np.argsort(found - exact, kind="stable")[:left]] += 1
-    return tuple(found.tolist())
+    quotas = np.floor(exact).astype(int)
+    left = BLOCK - int(quotas.sum())
+    quotas[np.argsort(quotas - exact, kind="stable")[:left]] += 1
+    return tuple(quotas.tolist())
 
 
 def single_pass_mixture(sizes: Sequence[int], seed: int) -> Mixture:
-    """Return a mixture that reads each sample once, with source weights proportional to the
-    sizes.
-    """
+    """Return a mixture that reads each sample once, weighted by the source sizes."""
     total = sum(sizes)
     dealt = [max(1, quota) for quota in compute_quotas([size / total for size in sizes])]
     dealt[dealt.index(max(dealt))] -= sum(dealt) - BLOCK
@@ -238,9 +225,9 @@ def final_weights(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, float]:
     """Return the weights in the last stage of the weight schedule, for sources of these sizes."""
-    if any(each.epochs for each in mixture.values()):
+    if any(source.epochs for source in mixture.values()):
         return {name: mixture[name].epochs * size for name, size in sizes.items()}
-    if any(each.weight for each in mixture.values()):
+    if any(source.weight for source in mixture.values()):
         return {name: mixture[name].weight for name in sizes}
     return {name: float(size) for name, size in sizes.items()}
 
@@ -248,10 +235,8 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of samples after which each source ends: `epochs` epochs if any source sets
-    `epochs`, otherwise one epoch.
-    """
-    with_epochs = any(each.epochs for each in mixture.values())
+    """Return the samples after which each source ends: `epochs` epochs, or one epoch."""
+    with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
         for name, size in sizes.items()
@@ -269,17 +254,13 @@ def build_mixture(
     stages = texts.parse_mixture_stages(data.mixture_stages)
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
     weights.append(final_weights(data.mixture, sizes))
-    found: list[QuotaStage] = []
+    quota_stages: list[QuotaStage] = []
     firsts = [0, *texts.stage_ends(stages, ramp, sequence_length)]
     if firsts[-1] > _MAX_SAMPLES:
-        raise ConfigError.one(
-            "data.mixture_stages",
-            None,
-            f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}.",
-            "Make the stages shorter.",
-        )
-    for first, each in zip(firsts, weights, strict=True):
-        shares = texts.mixture_shares(each, data.mixture_temperature)
+        rule = f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}."
+        raise ConfigError.one("data.mixture_stages", None, rule, "Make the stages shorter.")
+    for first, weight in zip(firsts, weights, strict=True):
+        shares = texts.mixture_shares(weight, data.mixture_temperature)
         dealt = compute_quotas(list(shares.values()))
         for (name, share), quota in zip(shares.items(), dealt, strict=True):
             if share and not quota:
@@ -289,9 +270,9 @@ def build_mixture(
                     f"must be at least {1 / BLOCK:.2g} of all sequences: smaller ones round to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
-        if not found or found[-1].quotas != dealt:
-            found.append(QuotaStage(first, dealt))
-    return Mixture(found, seed)
+        if not quota_stages or quota_stages[-1].quotas != dealt:
+            quota_stages.append(QuotaStage(first, dealt))
+    return Mixture(quota_stages, seed)
 
 
 _SEQUENCE_ORDER = 1
@@ -315,9 +296,7 @@ class SourceSequences(NamedTuple):
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source. Sources with the same size have different seeds, and thus
-    different orders.
-    """
+    """Return the seed of a source, so that sources of the same size have different orders."""
     if not name:
         return seed
     # The seed is below 2**63, because manifests of prepared data store it as a signed integer.
@@ -345,19 +324,16 @@ class Stream:
         self.repeat = repeat
         self.mixture = mixture
         self.extra_arrays: ExtraArrays | None = None
-        """Function that returns additional arrays of a sequence, such as teacher logits. Padding
-        has sequence index -1.
-        """
+        """Additional arrays of a sequence, such as teacher logits. Padding has index -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
         """Number of samples before the stream ends; None without an end."""
 
     def part(self, name: str) -> SourceSequences:
         """Return the source with this name."""
-        return next(each for each in self.parts if each.name == name)
+        return next(part for part in self.parts if part.name == name)
 
     def __len__(self) -> int:
-        """Return the total number of sequences across all sources."""
         return self._length
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -379,29 +355,27 @@ class Stream:
             return sources, samples
         sequences = np.full_like(samples, -1)
         for source in np.unique(sources[sources >= 0]):
-            mine = sources == source
-            sequences[mine] = _shuffle_samples(self.parts[source], samples[mine])
+            here = sources == source
+            sequences[here] = _shuffle_samples(self.parts[source], samples[here])
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
         """Return the arrays of a sequence. Indices of -1 return padding."""
         part = self.parts[max(source, 0)]
         if sequence < 0:
-            found = part.sequences.padding()
+            arrays = part.sequences.padding()
         else:
             with wrap_section_errors(part.name), track_read(section_of(part.name)):
-                found = part.sequences[sequence]
+                arrays = part.sequences[sequence]
         if self.extra_arrays is None:
-            return found
-        return {**found, **self.extra_arrays(part.name, sequence, found)}
+            return arrays
+        return {**arrays, **self.extra_arrays(part.name, sequence, arrays)}
 
     def samples_before(self, number: int) -> dict[str, int]:
-        """Return how many samples before sample `number` come from each source, keyed by source
-        name.
-        """
+        """Return how many samples before sample `number` come from each source."""
         number = number if self.end is None else min(number, self.end)
-        found = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
-        return {part.name: count for part, count in zip(self.parts, found, strict=True)}
+        counts = [number] if self.mixture is None else self.mixture.samples_before(number).tolist()
+        return {part.name: count for part, count in zip(self.parts, counts, strict=True)}
 
 
 def _shuffle_samples(part: SourceSequences, samples: np.ndarray) -> np.ndarray:

@@ -8,30 +8,35 @@ A sequence has T inputs and the target of the last input, for a total of T + 1 t
 strategies that keep documents together split a document only if it has more than T + 1 tokens. The
 document is then split into chunks of T + 1 tokens. Each chunk begins with the last token of the
 previous chunk, so no target is lost. The remainder is a shorter chunk, which is packed like a
-document. Documents with fewer than two tokens have no target and are skipped. `sequences.py` reads
-the packed sequences.
+document. Documents with fewer than two tokens have no target and are skipped. Packing plans of
+large sources are cached on disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from maxpipe.config.sections.source import Packing
 from maxpipe.data.documents import Documents
+from maxpipe.data.formats import disk_cache
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import ConfigError
 
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""First word of the permutation key for documents. Different words make permutations for different
-purposes independent.
-"""
+"""First word of the key for documents. Other words make other permutations independent."""
 
 
 class Permutation:
@@ -89,13 +94,11 @@ def split_documents(
     if validation_fraction <= 0:
         return order, order[:0]
     if num_documents < 2:
-        raise ConfigError.one(
-            "data.validation_fraction",
-            validation_fraction,
-            f"requires at least 2 documents, one to train on and one to evaluate: "
-            f"data.path has {num_documents}.",
-            "Set data.validation_fraction=0 and eval.batches=0, or split the text into documents.",
-        )
+        rule = "requires at least 2 documents, one to train on and one to evaluate: data.path has "
+        rule += f"{num_documents}."
+        action = "Set data.validation_fraction=0 and eval.batches=0, or split the text into "
+        action += "documents."
+        raise ConfigError.one("data.validation_fraction", validation_fraction, rule, action)
     num_validation = min(max(round(validation_fraction * num_documents), 1), num_documents - 1)
     return order[num_validation:], order[:num_validation]
 
@@ -109,9 +112,7 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of T tokens, keyed by index and identical on every read in every thread and
-    process.
-    """
+    """Sequences of T tokens by index, identical on every read in every process."""
 
     sequence_length: int
     num_tokens: int
@@ -262,9 +263,7 @@ _PACKED_ORDER = 4
 
 
 class PackingPlan(NamedTuple):
-    """Assignment of document chunks to sequences. Chunk p starts at token `begins[p]` of
-    `documents[p]`.
-    """
+    """Chunks of documents per sequence. Chunk p starts at token `begins[p]` of `documents[p]`."""
 
     starts: np.ndarray
     """int64 [sequences + 1]: first chunk of each sequence, followed by the number of chunks."""
@@ -312,7 +311,6 @@ def _to_smallest_dtype(numbers: np.ndarray) -> np.ndarray:
 def _split_into_spans(
     lengths: np.ndarray, order: np.ndarray, sequence_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document and the first token of each chunk, in document order."""
     counts = -(-np.maximum(lengths - 1, 0) // sequence_length)
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(order, counts), numbers * sequence_length
@@ -357,19 +355,19 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     counts = np.bincount(rests)
     row_of = np.empty(len(sizes), np.int64)  # ordered as `by_size`
     opened, rows, placed = _OpenSequences(capacity), 0, 0
-    for rest in np.flatnonzero(counts).tolist():
-        size, count = capacity - rest, int(counts[rest])
+    for room_left in np.flatnonzero(counts).tolist():
+        size, count = capacity - room_left, int(counts[room_left])
         opened.set_piece_size(size)
         while count:
-            found = opened.take()
-            if found is None:
+            open_range = opened.take()
+            if open_range is None:
                 end = rows - (-count // (capacity // size))
-                found, rows = (rows, end, capacity), end
-            first, end, room = found
-            each = room // size
-            middle = first + min(end - first, count // each)
-            filled = np.repeat(np.arange(first, middle), each)
-            opened.put(first, middle, room - each * size)
+                open_range, rows = (rows, end, capacity), end
+            first, end, room = open_range
+            per_row = room // size
+            middle = first + min(end - first, count // per_row)
+            filled = np.repeat(np.arange(first, middle), per_row)
+            opened.put(first, middle, room - per_row * size)
             if middle < end:  # the remaining chunks do not fill another sequence
                 last = count - len(filled)
                 filled = np.append(filled, np.full(last, middle))
@@ -400,9 +398,7 @@ class _OpenSequences:
         self._size = size
 
     def take(self) -> tuple[int, int, int] | None:
-        """Remove a range of the fullest sequences that fit a chunk, and return (first, end, free
-        space).
-        """
+        """Remove a range of the fullest sequences that fit a chunk: (first, end, free space)."""
         if not self._rooms:
             return None
         room = self._rooms[0]
@@ -422,3 +418,184 @@ class _OpenSequences:
             if room >= self._size:
                 heapq.heappush(self._rooms, room)
         heapq.heappush(self._ranges[room], (first, end))
+
+
+_MIN_CACHED_DOCUMENTS = 1 << 17
+"""Number of documents from which plans are cached. Computing smaller plans is fast."""
+_PLAN_VERSION = 1
+
+_CACHE_MESSAGES = disk_cache.CacheMessages(
+    "packing documents into sequences", "packing them again", "the next start packs them again"
+)
+
+
+class _Tuple(Protocol):
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+TupleT = TypeVar("TupleT", bound=_Tuple)
+
+
+PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
+"""Names of the per-pair arrays of a sequence. These arrays have no token dimension."""
+
+
+class BinPackedSequences:
+    """Sequences of a packing plan, with padding at the end; see `packing.py`."""
+
+    def __init__(
+        self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
+    ):
+        """Create the sequences of a plan for the documents `order`, int64 [documents]."""
+        lengths = documents.lengths[order]
+        self.sequence_length = sequence_length
+        self.num_tokens = int(lengths.sum())
+        self.num_targets = count_targets(lengths)
+        self._documents = documents
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return len(self._plan.starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return assemble_sequence(self._documents, self._pieces(index), self.sequence_length)
+
+    def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
+        return Permutation(len(self), *key)
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return assemble_sequence(self._documents, (), self.sequence_length)
+
+    def documents(self, index: int) -> list[int]:
+        return [piece.document for piece in self._pieces(index)]
+
+    def where(self, document: int) -> str:
+        return self._documents.where(document)
+
+    def size(self, document: int) -> int:
+        return int(self._documents.lengths[document])
+
+    def _pieces(self, index: int) -> Iterator[TokenSpan]:
+        plan = self._plan
+        first, end = plan.starts[index : index + 2].tolist()
+        pieces = plan.documents[first:end].tolist(), plan.begins[first:end].tolist()
+        for document, begin in zip(*pieces, strict=True):
+            yield TokenSpan(
+                document, begin, min(begin + self.sequence_length + 1, self.size(document))
+            )
+
+
+class PairSequences(BinPackedSequences):
+    """Sequences of preference pairs. The halves of pair i are segments 2i + 1 and 2i + 2.
+
+    A sequence has three additional float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
+    `response_tokens` [2N] is the number of trained tokens in each half. `reference` [2N] is the
+    reference log-probability of each half, or 0 if unknown.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        order: np.ndarray,
+        plan: PackingPlan,
+        sequence_length: int,
+        most_pairs: int,
+    ):
+        """Create the sequences. N in the array shapes is `most_pairs`."""
+        super().__init__(documents, order, plan, sequence_length)
+        lengths = documents.lengths[order]
+        # the first token of the second half is not a target
+        self.num_targets -= int(np.count_nonzero(lengths))
+        self._max_pairs = most_pairs
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._add_pair_arrays(super().__getitem__(index), self.documents(index))
+
+    def padding(self) -> dict[str, np.ndarray]:
+        return self._add_pair_arrays(super().padding(), [])
+
+    def _add_pair_arrays(
+        self, row: dict[str, np.ndarray], documents: list[int]
+    ) -> dict[str, np.ndarray]:
+        halves = 2 * self._max_pairs
+        tokens = np.bincount(row["segment_ids"], row["loss_mask"], minlength=halves + 1)[1:]
+        pairs = (np.arange(self._max_pairs) < len(documents)).astype(np.float32)
+        reference = np.zeros(halves, np.float32)
+        known = getattr(self._documents, REFERENCE, None)
+        if known is not None:
+            reference[: 2 * len(documents)] = known[documents].ravel()
+        return {**row, PAIRS: pairs, REFERENCE: reference, RESPONSE_TOKENS: tokens.astype("f4")}
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Builder that packs documents into sequences, with the same result in every process."""
+
+    packing: Packing
+    sequence_length: int
+    cache_dir: str | None = None
+    """Folder for cached packing plans; None disables the cache."""
+    keep: bool = True
+    """Whether new results are written to the cache."""
+    key: str = ""
+    """Identifier of the documents in cache keys."""
+    moved: Heartbeat | None = None
+    """Function that is called after each part of a long computation."""
+    max_pairs: int = 0
+    """Maximum number of preference pairs per sequence; 0 for other documents."""
+
+    def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
+        """Return the sequences packed from the documents `order`, int64 [documents]."""
+        if self.packing == "cut":
+            return ConcatenatedSequences(documents, order, self.sequence_length)
+        assert self.packing != "auto", "sources resolve auto"
+        plan = self._plan(documents.lengths, order, self.packing)
+        if self.max_pairs:
+            return PairSequences(documents, order, plan, self.sequence_length, self.max_pairs)
+        return BinPackedSequences(documents, order, plan, self.sequence_length)
+
+    def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> PackingPlan:
+        def make(moved: Heartbeat | None = None) -> PackingPlan:
+            return pack_documents(lengths, order, self.sequence_length, strategy, self.max_pairs)
+
+        if len(order) < _MIN_CACHED_DOCUMENTS or strategy == "pad":
+            return make()
+        total = hashlib.sha256()
+        for part in (order, lengths[order]):
+            total.update(np.ascontiguousarray(part, "<i8").data)
+        key = [total.hexdigest(), *([self.max_pairs] if self.max_pairs else [])]
+        return self.load_or_compute("plan", key, _plan_of, make)
+
+    def load_or_compute(
+        self,
+        name: str,
+        key: Iterable[object],
+        of: Callable[[disk_cache.Arrays], TupleT],
+        make: Callable[[Heartbeat | None], TupleT],
+    ) -> TupleT:
+        """Return the value cached under a key of JSON values, or compute the value with `make`.
+
+        The cache stores only numpy arrays. `of` builds the value from the arrays, and raises
+        ValueError or KeyError for unexpected arrays.
+        """
+        if self.cache_dir is None:
+            return make(self.moved)
+        facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
+        return disk_cache.load_or_compute(
+            os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest(facts)[:32]}.npz"),
+            of,
+            make,
+            lambda made: made._asdict(),
+            _CACHE_MESSAGES,
+            keep=self.keep,
+            moved=self.moved,
+        )
+
+
+def _plan_of(arrays: disk_cache.Arrays) -> PackingPlan:
+    plan = PackingPlan(**{name: arrays[name] for name in PackingPlan._fields})
+    if not len(plan.documents) == len(plan.begins) == plan.starts[-1]:
+        raise ValueError("arrays with an unexpected shape")
+    return plan

@@ -7,9 +7,7 @@ halves in one sequence. Only response tokens are trained.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ from maxpipe.data.chat_records import (
     unread_field_names,
 )
 from maxpipe.data.documents import DocumentIndex, EncodedDocument
+from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.record_text import BadRecord, shorten
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
@@ -86,7 +85,9 @@ class PairEncoder:
         """
         with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
-            halves = [self._encode_half(pair, each) for each in (pair.chosen, pair.rejected)]
+            halves = [
+                self._encode_half(pair, response) for response in (pair.chosen, pair.rejected)
+            ]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
                     rule = f"must have two trained responses: {name} has no trained token."
@@ -95,14 +96,14 @@ class PairEncoder:
             return self._join_halves(halves)
 
     def _encode_half(self, pair: PreferencePair, response: TextOrMessages) -> EncodedDocument:
-        prompt, given = pair.prompt, pair.template_input
+        prompt, chat = pair.prompt, pair.template_input
         if isinstance(prompt, str) and isinstance(response, str):
-            asked, answered = self.tokenizer.encode_batch([_text(prompt), _text(response)])
+            prompt_ids, response_ids = self.tokenizer.encode_batch([_text(prompt), _text(response)])
             begin, end = [self.tokenizer.begin_id], [self.tokenizer.end_id]
-            ids = np.concatenate([begin, asked, answered, end]).astype(np.int32)
-            names = (self._config.tools_field if given.tools else "", *given.settings)
-            keys = (*given.unread, *filter(None, names))
-            return EncodedDocument(ids, np.arange(len(ids)) > len(asked), unread=keys)
+            ids = np.concatenate([begin, prompt_ids, response_ids, end]).astype(np.int32)
+            names = (self._config.tools_field if chat.tools else "", *chat.settings)
+            keys = (*chat.unread, *filter(None, names))
+            return EncodedDocument(ids, np.arange(len(ids)) > len(prompt_ids), unread=keys)
         if self._chat is None:
             rule = "must be texts, or have a chat template: the tokenizer folder has none."
             action = (
@@ -110,8 +111,8 @@ class PairEncoder:
                 "tokenizer.path to a model folder with a chat template."
             )
             raise BadRecord("lists of messages", rule, action)
-        first = [dict(each) for each in _messages(prompt, "user")]
-        last = [dict(each) for each in _messages(response, "assistant")]
+        first = [dict(turn) for turn in _messages(prompt, "user")]
+        last = [dict(turn) for turn in _messages(response, "assistant")]
         for number, message in enumerate(first, 1):
             is_trained(message, self._config, f"message {number} of the prompt")
         trained = [
@@ -120,50 +121,39 @@ class PairEncoder:
             if is_trained(message, self._config, f"message {number + 1}")
         ]
         return self._chat.encode_conversation(
-            given._replace(messages=[*first, *last], trained=trained)
+            chat._replace(messages=[*first, *last], trained=trained)
         )
 
     def _join_halves(self, halves: Sequence[EncodedDocument]) -> EncodedDocument:
-        """Join both halves into one document. `data.long_pairs` determines how pairs longer than a
-        sequence are shortened.
-        """
-        sizes, marks = [len(each.ids) for each in halves], halves[0].marks | halves[1].marks
+        sizes, marks = [len(half.ids) for half in halves], halves[0].marks | halves[1].marks
         unread = tuple(sorted({*halves[0].unread, *halves[1].unread}))
         if sum(sizes) > self._max_tokens:
             if self._config.long_pairs == "error":
-                raise BadRecord(
-                    f"{sizes[0]} + {sizes[1]} tokens",
-                    f"must fit in a sequence of {self._max_tokens} tokens with "
-                    "data.long_pairs=error.",
-                    "Set data.long_pairs to truncate or drop, or a larger train.sequence_length.",
-                )
+                rule = f"must fit in a sequence of {self._max_tokens} tokens with "
+                rule += "data.long_pairs=error."
+                action = "Set data.long_pairs to truncate or drop, or a larger "
+                action += "train.sequence_length."
+                raise BadRecord(f"{sizes[0]} + {sizes[1]} tokens", rule, action)
+            most = self._max_tokens
+            first = min(sizes[0], max(most - most // 2, most - sizes[1]))
+            kept_sizes = first, min(sizes[1], most - first)
             halves = [
-                _truncate_half(each, size)
-                for each, size in zip(halves, self._truncated_sizes(sizes), strict=True)
+                EncodedDocument(half.ids[:size], half.trained[:size])  # type: ignore[index]
+                for half, size in zip(halves, kept_sizes, strict=True)
             ]
             if self._config.long_pairs == "drop" or not all(map(_has_target, halves)):
                 empty = np.zeros(0, np.int32), np.zeros(0, bool)
                 return EncodedDocument(*empty, marks=DROPPED, unread=unread)
             marks |= TRUNCATED
         marks |= IDENTICAL if np.array_equal(halves[0].ids, halves[1].ids) else 0
-        ids = np.concatenate([each.ids for each in halves])
-        trained = np.concatenate([each.trained for each in halves])  # type: ignore[arg-type]
+        ids = np.concatenate([half.ids for half in halves])
+        trained = np.concatenate([half.trained for half in halves])  # type: ignore[arg-type]
         return EncodedDocument(
             ids, trained, second_half_start=len(halves[0].ids), marks=marks, unread=unread
         )
 
-    def _truncated_sizes(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number of tokens to keep in each half of a pair that is too long."""
-        half = self._max_tokens // 2
-        first = min(sizes[0], max(self._max_tokens - half, self._max_tokens - sizes[1]))
-        return first, min(sizes[1], self._max_tokens - first)
-
     def check(self, index: DocumentIndex) -> None:
-        """Check that at least one pair was not dropped.
-
-        Raises:
-            ConfigError: all pairs are too long and were dropped.
-        """
+        """Raise ConfigError if all pairs are too long and were dropped."""
         if index.lengths.any():
             return
         pairs, row = pluralize(len(self.source), "pair"), f"a sequence of {self._max_tokens} tokens"
@@ -175,9 +165,7 @@ class PairEncoder:
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that, together with the source and the tokenizer,
-        determine the ids and masks.
-        """
+        """Return a digest of the settings that determine the ids and masks."""
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
@@ -185,20 +173,16 @@ class PairEncoder:
         parts += ["stop" if config.long_pairs == "error" else config.long_pairs, self._max_tokens]
         if self._chat is not None:
             parts += self._chat.masking_metadata()
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return digest(parts)
 
 
 def pair_of(record: object, config: SourceConfig) -> PreferencePair:
-    """Return the preference pair of a record.
-
-    Raises:
-        BadRecord: a field is missing or has the wrong type.
-    """
+    """Return the pair of a record; raise BadRecord if a field is missing or wrong."""
     fields = check_mapping(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
     given = [config.chosen_field, config.rejected_field]
     values = [read_field(fields, name, key) for name, key in zip(given, keys, strict=True)]
-    names = [each for name in given for each in columns_of(fields, name)]
+    names = [column for name in given for column in columns_of(fields, name)]
     if config.prompt_field:
         name = config.prompt_field
         # ShareGPT records contain the prompt in the messages field
@@ -206,73 +190,76 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
             other = messages_field_name(fields, "messages")
             name = other if other in fields else name
         names += columns_of(fields, name)
-        prompt = _column_of_prompt(fields, name)
+        try:
+            prompt = read_field(fields, name, "data.prompt_field")
+        except BadRecord as error:
+            action = f"{error.action} Set data.prompt_field='' if both responses are full "
+            raise BadRecord(error.value, error.rule, f"{action}conversations.") from error
     else:
         prompt, values = _split_common_prefix(values)
-    found: list[Any] = [prompt, *values]
-    system, more = _system(fields, found, config)
+    parts: list[Any] = [prompt, *values]
+    system, more = _system(fields, parts, config)
     names += more
-    if system or not all(isinstance(each, str) for each in found):
+    if system or not all(isinstance(part, str) for part in parts):
         roles = ("user", "assistant", "assistant")
         keys = ("data.prompt_field", *keys)
-        found = [
+        parts = [
             message_of_text(value, role)
             if isinstance(value, str)
             else parse_messages(value, key, "a text or a list")
-            for value, role, key in zip(found, roles, keys, strict=True)
+            for value, role, key in zip(parts, roles, keys, strict=True)
         ]
-        found = _strip_repeated_prompt(found)
-        found[0] = [*system, *found[0]]
-        for name, messages in zip(("prompt", *HALVES), found, strict=True):
+        parts = _strip_repeated_prompt(parts)
+        parts[0] = [*system, *parts[0]]
+        for name, messages in zip(("prompt", *HALVES), parts, strict=True):
             for number, message in enumerate(messages, 1):
                 assert not isinstance(message, str)
                 is_trained(dict(message), config, f"message {number} of {name}")
             if not messages and name != "prompt":
                 rule = f"must have two responses: {name} has no message."
                 raise BadRecord("", rule, "Remove the record.")
-    first, second, third = found
+    first, second, third = parts
     tools, settings = tools_and_settings(fields, config)
     given = ChatInput([], tools, settings, (), unread_field_names(fields, names, config))
     return PreferencePair(first, second, third, given)
 
 
 def _system(
-    fields: Mapping[str, Any], found: Sequence[Any], config: SourceConfig
+    fields: Mapping[str, Any], parts: Sequence[Any], config: SourceConfig
 ) -> tuple[list[Message], list[str]]:
-    """Return the system message and the names of its fields; see `parse_system_message`."""
     if not config.system_field:
         return [], []
-    first: Any = next((each for each in found if not isinstance(each, str) and each), [])
+    first: Any = next((part for part in parts if not isinstance(part, str) and part), [])
     return parse_system_message(
         fields, parse_messages(first, "data.prompt_field") if first else [], config
     )
 
 
-def _strip_repeated_prompt(found: list[list[Message]]) -> list[list[Message]]:
+def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
     """Return the prompt and the responses. If both responses repeat the prompt, it is removed from
     the responses.
 
     Raises:
         BadRecord: the prompt is only a part of the prefix that both responses share.
     """
-    prompt, *responses = found
+    prompt, *responses = parts
     size = len(prompt)
-    if size and all(len(each) > size and each[:size] == prompt for each in responses):
-        return [prompt, *(each[size:] for each in responses)]
-    alike = min(_common_prefix_length(*responses), *(len(each) - 1 for each in responses))
-    if size == 1 and any(_is_same(prompt[0], each) for each in responses[0][: max(0, alike)]):
+    if size and all(len(response) > size and response[:size] == prompt for response in responses):
+        return [prompt, *(response[size:] for response in responses)]
+    alike = min(_common_prefix_length(*responses), *(len(response) - 1 for response in responses))
+    if size == 1 and any(
+        _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
+    ):
         rule = (
             "must have responses to the prompt: both are full conversations with more messages "
             "before the response than the prompt."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
-    return found
+    return parts
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages have the same role and text, ignoring leading and trailing
-    whitespace.
-    """
+    """Return whether two messages have the same role and text, ignoring outer whitespace."""
     text, another = one.get("content"), other.get("content")
     if not (isinstance(text, str) and isinstance(another, str)):
         return one == other
@@ -290,9 +277,7 @@ def _column_of_prompt(fields: Any, name: str) -> Any:
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the common prefix of two full conversations, and the remainders of both
-    conversations.
-    """
+    """Return the common prefix of two conversations, and their remainders."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
@@ -309,11 +294,10 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
         parse_messages(value, f"data.{HALVES[number]}_field") for number, value in enumerate(values)
     ]
     alike = max(0, min(_common_prefix_length(*lists), len(lists[0]) - 1, len(lists[1]) - 1))
-    return lists[0][:alike], [each[alike:] for each in lists]
+    return lists[0][:alike], [turns[alike:] for turns in lists]
 
 
 def _common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix of two sequences."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -327,13 +311,7 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def _truncate_half(half: EncodedDocument, size: int) -> EncodedDocument:
-    assert half.trained is not None
-    return EncodedDocument(half.ids[:size], half.trained[:size])
-
-
 def _has_target(half: EncodedDocument) -> bool:
-    """Return whether any trained token has a preceding token."""
     assert half.trained is not None
     return bool(half.trained[1:].any())
 
@@ -352,4 +330,4 @@ class PairDocuments(ChatDocuments):
         super().__init__(pairs, index)
         source, parts = pairs.source, [pairs.tokenizer.fingerprint(), pairs.fingerprint()]
         parts = [source.fingerprint(), source.content(), *parts]
-        self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self.digest = digest(parts)

@@ -77,9 +77,7 @@ class PromptRecord:
 
 
 class PromptSequences:
-    """Sequences that contain one prompt each, with every prompt repeated `group_size` times; see
-    `Sequences`.
-    """
+    """Sequences of one prompt, each repeated `group_size` times; see `Sequences`."""
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -88,7 +86,7 @@ class PromptSequences:
         self.group_size = group_size
         self.sequence_length = sequence_length
         self.pad_id = pad_id
-        self.lengths = np.array([len(each.ids) for each in prompts], np.int64)
+        self.lengths = np.array([len(prompt.ids) for prompt in prompts], np.int64)
         self.num_tokens = int(self.lengths.sum())
         self.num_targets = 0
 
@@ -119,8 +117,6 @@ class PromptSequences:
 
 
 class _PromptDocuments:
-    """Adapter that presents prompts as documents without trained tokens."""
-
     def __init__(self, rows: PromptSequences):
         self._rows = rows
         self.lengths, self.pad_id, self.where = rows.lengths, rows.pad_id, rows.where
@@ -190,9 +186,7 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """Return the prompt fields for the fingerprint. The result is empty if `prompt` is the only
-    field, as in earlier releases.
-    """
+    """Return the prompt fields for the fingerprint; empty for `prompt`, as in earlier releases."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 
@@ -201,17 +195,12 @@ def _content(path: str) -> bytes:
     try:
         return files.read(path, _MAX_BYTES)
     except OSError as error:
-        raise ConfigError.one(
-            _KEY,
-            path,
-            f"must be a readable file: {error.strerror or error}.",
-            'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.',
-        ) from error
+        rule = f"must be a readable file: {error.strerror or error}."
+        action = 'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
+        raise ConfigError.one(_KEY, path, rule, action) from error
 
 
 class _PromptLine(NamedTuple):
-    """Non-blank line of the prompt file."""
-
     where: str
     """File and line."""
     record: dict[str, Any]
@@ -227,52 +216,51 @@ class _PromptLine(NamedTuple):
         """Texts of the messages."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        found = [each.get("content", "") for each in self.prompt.messages]
-        return [each if isinstance(each, str) else json.dumps(each) for each in found]
+        contents = [message.get("content", "") for message in self.prompt.messages]
+        return [part if isinstance(part, str) else json.dumps(part) for part in contents]
 
 
 def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_PromptLine]:
-    found: list[_PromptLine] = []
+    lines: list[_PromptLine] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = parse_json(line, dict[str, Any])
             parsed = _PromptLine(f"{path}, line {number}", record, prompt_of(record, data))
-            for each in parsed.message_texts:
-                each.encode()  # a JSON string may contain an unpaired surrogate
+            for text in parsed.message_texts:
+                text.encode()  # a JSON string may contain an unpaired surrogate
             check(record)
         except ValueError as error:  # includes encoding errors
-            raise ConfigError.one(
-                f"{_KEY}: {path}, line {number}",
-                None,
-                f"must be an object with a prompt that the reward function accepts: {error}.",
-                "Correct or remove the line.",
-            ) from error
-        found.append(parsed)
-    if not found:
+            rule = f"must be an object with a prompt that the reward function accepts: {error}."
+            action = "Correct or remove the line."
+            raise ConfigError.one(f"{_KEY}: {path}, line {number}", None, rule, action) from error
+        lines.append(parsed)
+    if not lines:
         raise ConfigError.one(
             _KEY, path, "has no prompt: must have one on each non-blank line.", "Add prompts."
         )
-    if remark := _unread_fields_remark([each.record for each in found], data):
+    if remark := _unread_fields_remark([part.record for part in lines], data):
         _LOG.warning("%s: %s", path, remark)
-    return found
+    return lines
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """Return a remark about unread fields that usually belong to a prompt, with settings that would
-    read them.
-    """
-    read = {each for name in (data.prompt_field, data.system_field) for each in fields_of(name)}
-    names = dict.fromkeys(name for record in records for name in record if name not in read)
-    counts = {name: sum(has_value(each.get(name)) for each in records) for name in names}
+    """Return a remark about unread fields that usually belong to a prompt."""
+    fields_read = {
+        field for name in (data.prompt_field, data.system_field) for field in fields_of(name)
+    }
+    names = dict.fromkeys(name for record in records for name in record if name not in fields_read)
+    counts = {name: sum(has_value(record.get(name)) for record in records) for name in names}
     systems = [name for name in names if name.lower() in SYSTEMS and counts[name]]
     contexts = [name for name in names if name.lower() in CONTEXTS and counts[name]]
     # The field `system` of ShareGPT records is read by default.
-    if data.system_field or all("conversations" in each for each in records):
+    if data.system_field or all("conversations" in record for record in records):
         systems = []
     field = data.prompt_field or _PROMPT
-    if not all(isinstance(each.get(name), str) for each in records for name in fields_of(field)):
+    if not all(
+        isinstance(record.get(name), str) for record in records for name in fields_of(field)
+    ):
         contexts = []
     settings = {"data.system_field": systems[0]} if systems else {}
     if contexts and (more := template_of_fields(contexts)):
@@ -287,17 +275,13 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """Return the prompt of a record as text, or as a conversation parsed by `chat_of`.
-
-    Raises:
-        ValueError: the record has no prompt.
-    """
+    """Return the prompt of a record as text or conversation; raise ValueError without one."""
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
         if name != _PROMPT:
             value = read_field(record, name, "data.prompt_field")
             others = ("messages", "conversations")
-            record = {key: each for key, each in record.items() if key not in others}
+            record = {key: item for key, item in record.items() if key not in others}
             record = {**record, _PROMPT: value}
         messages = message_of_text(value, "user") if isinstance(value, str) else None
         chat = chat_of(record) if messages is None else None
@@ -314,11 +298,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """Return the conversation of a record in the `messages`, `prompt` or ShareGPT format.
-
-    Raises:
-        ValueError: the record has no conversation.
-    """
+    """Return the conversation of a prompt record; raise ValueError without one."""
     config = SourceConfig(chat="messages")
     name = messages_field_name(record, "messages")
     if "prompt" in record and record.get(name) is None:
@@ -352,40 +332,39 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
 def _encode_prompts(
     records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[PromptRecord]:
-    texts = [each.prompt for each in records if isinstance(each.prompt, str)]
+    texts = [record.prompt for record in records if isinstance(record.prompt, str)]
     # The reward function may read any other key of a record.
-    chats = [each.chat._replace(unread=()) for each in records if each.chat is not None]
+    chats = [record.chat._replace(unread=()) for record in records if record.chat is not None]
     if chats and template is None:
-        raise ConfigError.one(
-            _KEY,
-            None,
-            "has `messages`, which require the chat template of a model folder, and the tokenizer "
-            "has none.",
-            "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
-            "tokenizer.path=FOLDER.",
-        )
-    places = [each.where for each in records if each.chat is None]
+        rule = "has `messages`, which require the chat template of a model folder, and the "
+        rule += "tokenizer has none."
+        action = "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
+        action += "tokenizer.path=FOLDER."
+        raise ConfigError.one(_KEY, None, rule, action)
+    places = [record.where for record in records if record.chat is None]
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
     rendered = iter(template.render(chats) if chats and template else ())
-    found = []
-    for each in records:
-        if each.chat is None:
+    prompts = []
+    for record in records:
+        if record.chat is None:
             ids = np.append(tokenizer.begin_id, next(plain))
         else:
-            with wrap_text_errors(lambda _, where=each.where: where):
+            with wrap_text_errors(lambda _, where=record.where: where):
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages that the chat template renders to text; the text is empty."
-            raise ConfigError.one(f"{_KEY}: {each.where}", None, rule, "Correct the messages.")
-        found.append(
-            PromptRecord(each.record, each.message_texts[-1], ids.astype(np.int32), each.where)
+            raise ConfigError.one(f"{_KEY}: {record.where}", None, rule, "Correct the messages.")
+        prompts.append(
+            PromptRecord(
+                record.record, record.message_texts[-1], ids.astype(np.int32), record.where
+            )
         )
-    return found
+    return prompts
 
 
 def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:
-    longest = max(prompts, key=lambda each: len(each.ids))
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
     size = len(longest.ids)
     if size + config.max_tokens > sequence_length:
         text = longest.text

@@ -12,19 +12,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from typing import Literal
+
+import numpy as np
 
 from maxpipe.config.sections.data import section_of
 from maxpipe.config.sections.source import SourceConfig, paths_of
 from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.files import File, find_files
-from maxpipe.data.formats.folder_cache import FolderCache
+from maxpipe.data.formats.disk_cache import FolderCache
+from maxpipe.data.formats.files import File, common_folder, digest, find_files, read, stat_files
 from maxpipe.data.formats.lines import JsonLines
 from maxpipe.data.formats.parquet import ParquetRows
-from maxpipe.data.formats.record_text import TextExtractor
+from maxpipe.data.formats.record_text import TextExtractor, check_length, decode_utf8
 from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import (
     Heartbeat,
@@ -35,8 +38,8 @@ from maxpipe.data.formats.source import (
     Source,
     UnreadableRecord,
 )
-from maxpipe.data.formats.text import SyntheticRecords, TextFiles, open_stdlib_corpus
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.io.formatting import pluralize
 
 __all__ = [
     "File",
@@ -106,12 +109,9 @@ def _open_records(
         case "synthetic":
             return SyntheticRecords(seed)
         case "tokens" | "megatron":
-            raise ConfigError.one(
-                "data.source",
-                config.source,
-                "must be a source of text here: this source contains token ids.",
-                "Set data.source and data.path to the original text.",
-            )
+            rule = "must be a source of text here: this source contains token ids."
+            action = "Set data.source and data.path to the original text."
+            raise ConfigError.one("data.source", config.source, rule, action)
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
@@ -126,11 +126,7 @@ def _kind_of(name: str) -> SourceKind:
 
 
 def infer_source(path: str, where: str) -> SourceKind:
-    """Infer `data.source` from file names. `where` identifies the path in messages.
-
-    Raises:
-        ConfigError: a path matches no files, or files of several formats.
-    """
+    """Infer `data.source` from file names; raise ConfigError for no or several formats."""
     if is_saved_dataset(path):
         return "huggingface"
     if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):
@@ -141,7 +137,7 @@ def infer_source(path: str, where: str) -> SourceKind:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
         action = "Set an existing file, folder or pattern."
-        problems = [replace(each, where=where, action=action) for each in error.problems]
+        problems = [replace(problem, where=where, action=action) for problem in error.problems]
         raise ConfigError(problems) from None
     kinds: set[SourceKind] = {_kind_of(name) for name in names}
     if len(kinds) == 1:
@@ -151,7 +147,7 @@ def infer_source(path: str, where: str) -> SourceKind:
     raise ConfigError.one(where, path, rule, action)
 
 
-_KEYS = re.compile(rf"\bdata\.({'|'.join(each.name for each in fields(SourceConfig))})\b")
+_KEYS = re.compile(rf"\bdata\.({'|'.join(field.name for field in fields(SourceConfig))})\b")
 
 
 @contextlib.contextmanager
@@ -174,3 +170,98 @@ def wrap_section_errors(name: str) -> Iterator[None]:
 
 def _qualify_keys(name: str, text: str) -> str:
     return _KEYS.sub(rf"{section_of(name)}.\1", text)
+
+
+# Test folders contain invalid text on purpose, and the other folders are not part of the library.
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class TextFiles:
+    """Source with one document per text file."""
+
+    def __init__(self, name: str, files: Sequence[File], *, errors: str = "strict"):
+        self.name = name
+        self.files = [file for file in files if file.size_bytes > 0]
+        self._errors = errors
+        if not self.files:
+            rule = f"must contain text: {pluralize(len(files), 'file')} without content."
+            action = "Set data.path to a folder with text, or data.source=corpus."
+            raise ConfigError.one("data.path", common_folder(files), rule, action)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int, columns: list[str] | None = None) -> str:
+        file = self.files[index]
+        check_length(file.size_bytes)
+        return decode_utf8(read(file), self._errors)
+
+    def where(self, index: int) -> str:
+        return self.files[index].path
+
+    def fingerprint(self, chosen: str) -> str:
+        return digest((file.name, file.size_bytes) for file in self.files)
+
+
+def open_stdlib_corpus() -> TextFiles:
+    """Return the source files of the Python standard library as documents."""
+    root = sysconfig.get_path("stdlib")
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        # Files with build variables differ between machines that have the same Python version.
+        files += [
+            os.path.join(folder, name)
+            for name in names
+            if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    if not files:
+        rule = f"requires the source files of Python's standard library, and {root} has none."
+        action = "Set data.source=text and data.path to a folder with text."
+        raise ConfigError.one("data.source", "corpus", rule, action)
+    return TextFiles("corpus", stat_files(files, root), errors="replace")
+
+
+_DOCUMENTS = 8192
+_WORDS = 1024
+
+
+class SyntheticRecords:
+    """Synthetic documents for benchmarks: random words with Zipf frequencies."""
+
+    name = "synthetic"
+    files = ()
+
+    def __init__(self, seed: int, num_documents: int = _DOCUMENTS):
+        self._seed = seed % (1 << 64)
+        self._num_documents = num_documents
+        letters = _random_bits(self._seed, num_documents, 16 * _WORDS).reshape(-1, 16)
+        self._words = [
+            (row[1 : 2 + row[0] % 10] % 26 + ord("a")).astype(np.uint8).tobytes().decode()
+            for row in letters
+        ]
+        share = np.cumsum(1 / np.arange(1, _WORDS + 1))
+        self._shares = share / share[-1]
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    def read(self, index: int, columns: list[str] | None = None) -> str:
+        if not 0 <= index < self._num_documents:
+            raise IndexError(index)
+        bits = _random_bits(self._seed, index, 1024)
+        draws = bits[: 16 + int(bits[-1] % 1008)] / 2.0**64
+        words = np.minimum(np.searchsorted(self._shares, draws), _WORDS - 1)
+        return " ".join(self._words[word] for word in words)
+
+    def where(self, index: int) -> str:
+        return f"synthetic: document {index}"
+
+    def fingerprint(self, chosen: str) -> str:
+        return digest([self._seed, self._num_documents])
+
+
+def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
+    # numpy guarantees that the raw output of bit generators is stable across versions. This
+    # guarantee does not extend to distributions.
+    return np.random.PCG64([seed, stream]).random_raw(count)

@@ -23,8 +23,7 @@ import numpy as np
 from maxpipe.data.chat import first_target
 from maxpipe.data.chat_spec import LongConversationPolicy, find_long_documents, limit_lengths
 from maxpipe.data.documents import Documents, EncodedDocument, digest_of
-from maxpipe.data.packing import count_targets
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer, count_targets
 from maxpipe.data.sources import Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors
@@ -42,48 +41,48 @@ _DOCUMENTS, _TOKENS = "#4c78a8", "#f58518"
 _WIDTH, _ROW, _LEFT, _ROOM = 760, 22, 150, 210
 
 
-def lines(found: Statistics) -> list[str]:
+def lines(stats: Statistics) -> list[str]:
     """Return one line per statistic, starting with the name of the statistic."""
-    return [f"{name:<12}{text}" for name, text in summary_items(found)]
+    return [f"{name:<12}{text}" for name, text in summary_items(stats)]
 
 
-def summary_items(found: Statistics) -> list[tuple[str, str]]:
+def summary_items(stats: Statistics) -> list[tuple[str, str]]:
     """Return (name, formatted value) of every statistic."""
-    count, tokens = len(found.lengths), found.tokens
-    notes = [f"{found.empty} empty"] if found.empty else []
-    if found.num_with_replacement_character:
+    count, tokens = len(stats.lengths), stats.tokens
+    notes = [f"{stats.empty} empty"] if stats.empty else []
+    if stats.num_with_replacement_character:
         notes.append(
-            f"{found.num_with_replacement_character} with bytes that are not UTF-8, replaced by "
+            f"{stats.num_with_replacement_character} with bytes that are not UTF-8, replaced by "
             "U+FFFD"
         )
-    shown = [("source", found.name), ("documents", _append_notes(f"{count:,}", notes))]
-    if found.unreadable:
-        first = found.first_unreadable
+    shown = [("source", stats.name), ("documents", _append_notes(f"{count:,}", notes))]
+    if stats.unreadable:
+        first = stats.first_unreadable
         words = f"the first: {first.line}" if first else "written as empty documents by prepare"
-        shown.append(("unreadable", f"{found.unreadable:,}, {words}"))
-    share = f"{found.trained / tokens:.1%} trained" if tokens else ""
-    all_trained = found.trained == tokens
+        shown.append(("unreadable", f"{stats.unreadable:,}, {words}"))
+    share = f"{stats.trained / tokens:.1%} trained" if tokens else ""
+    all_trained = stats.trained == tokens
     shown.append(("tokens", _append_notes(f"{tokens:,}", [] if all_trained else [share])))
-    per_token = f"{found.num_bytes / tokens:.2f} per token" if tokens else ""
-    shown.append(("bytes", _append_notes(f"{found.num_bytes:,}", [per_token])))
+    per_token = f"{stats.num_bytes / tokens:.2f} per token" if tokens else ""
+    shown.append(("bytes", _append_notes(f"{stats.num_bytes:,}", [per_token])))
     about = (
-        f"estimated from 1 in {found.sampling_interval} documents"
-        if found.sampling_interval > 1
+        f"estimated from 1 in {stats.sampling_interval} documents"
+        if stats.sampling_interval > 1
         else ""
     )
-    repeated = _format_count(found.duplicates, "document")
-    part = f"{found.duplicate_tokens / tokens:.2%} of the tokens" if tokens else ""
+    repeated = _format_count(stats.duplicates, "document")
+    part = f"{stats.duplicate_tokens / tokens:.2%} of the tokens" if tokens else ""
     shown.append(("duplicates", _append_notes(repeated, [part, about])))
-    quantiles = ", ".join(f"{name} {each:,}" for name, each in found.quantiles().items())
+    quantiles = ", ".join(f"{name} {quantile:,}" for name, quantile in stats.quantiles().items())
     shown.append(("lengths", f"in tokens: {quantiles}" if quantiles else "none"))
-    sequences = f"{found.packing}, {_format_count(found.num_sequences, 'sequence')} of "
-    sequences += f"{found.sequence_length:,}"
-    shown.append(("packing", f"{sequences}, efficiency {found.efficiency:.2%}"))
-    if found.too_long:
+    sequences = f"{stats.packing}, {_format_count(stats.num_sequences, 'sequence')} of "
+    sequences += f"{stats.sequence_length:,}"
+    shown.append(("packing", f"{sequences}, efficiency {stats.efficiency:.2%}"))
+    if stats.too_long:
         shown.append(
-            ("too long", f"{pluralize(found.too_long, 'document')} exceeding one sequence")
+            ("too long", f"{pluralize(stats.too_long, 'document')} exceeding one sequence")
         )
-    shown += [("note", remark) for remark in found.remarks]
+    shown += [("note", remark) for remark in stats.remarks]
     return shown
 
 
@@ -92,15 +91,15 @@ def _format_count(count: int, noun: str) -> str:
 
 
 def _append_notes(text: str, notes: Sequence[str]) -> str:
-    notes = [each for each in notes if each]
+    notes = [note for note in notes if note]
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
-def text(found: Statistics) -> str:
+def text(stats: Statistics) -> str:
     """Return the statistics as text, with a histogram of document lengths."""
-    bars = found.histogram()
+    bars = stats.histogram()
     most = max((documents for _, _, documents, _ in bars), default=1)
-    shown = lines(found)
+    shown = lines(stats)
     for shortest, longest, documents, _ in bars:
         bar = "#" * -(-documents * _BAR // most)
         shown.append(f"{f'{shortest:,}-{longest:,}':>22}  {bar:<{_BAR}} {documents:,}".rstrip())
@@ -108,16 +107,14 @@ def text(found: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Draw the statistics in the format of the file suffix, which must be one of
-    `PICTURE_SUFFIXES`.
-    """
+    """Draw the statistics in the format of the suffix; see `PICTURE_SUFFIXES`."""
     whole = Canvas()
-    for found in all_of:
-        whole.append_canvas(_picture(found), whole.height)
+    for part in all_of:
+        whole.append_canvas(_picture(part), whole.height)
     if path.suffix == ".png":
         whole.png(path)
         return
-    table = "".join(_table(found) for found in all_of)
+    table = "".join(_table(part) for part in all_of)
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Documents</title>\n'
         "<style>body{font-family:Helvetica,Arial,sans-serif;margin:2em;color:#1f2933}"
@@ -127,18 +124,18 @@ def draw(all_of: Sequence[Statistics], path: Path) -> None:
     )
 
 
-def _table(found: Statistics) -> str:
+def _table(stats: Statistics) -> str:
     inside = "\n".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(redact.redact_for_terminal(each))}</td></tr>"
-        for name, each in summary_items(found)
+        f"<tr><td>{escape(name)}</td><td>{escape(redact.redact_for_terminal(text))}</td></tr>"
+        for name, text in summary_items(stats)
     )
     return f"<table>\n{inside}\n</table>\n"
 
 
-def _picture(found: Statistics) -> Canvas:
+def _picture(stats: Statistics) -> Canvas:
     """Draw two histograms over document lengths: number of documents and number of tokens."""
-    canvas, bars = Canvas(width=_WIDTH), found.histogram()
-    title = f"{found.name}: {pluralize(len(found.lengths), 'document')}, {found.tokens:,} tokens"
+    canvas, bars = Canvas(width=_WIDTH), stats.histogram()
+    title = f"{stats.name}: {pluralize(len(stats.lengths), 'document')}, {stats.tokens:,} tokens"
     canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
     for x, head, colour in (
         (_LEFT, "documents by length", _DOCUMENTS),
@@ -159,16 +156,13 @@ def _picture(found: Statistics) -> Canvas:
                 canvas.boxes.append(Box(x, y + 3, width, _ROW - 6, colour, title=f"{value:,}"))
             canvas.labels.append(Label(x + width + 6, y + 15, f"{value:,}", 11, _INK, "l"))
         y += _ROW
-    for name, each in summary_items(found)[1:]:
+    for name, text in summary_items(stats)[1:]:
         y += 18
-        line = f"{name}: {redact.redact_for_terminal(each)}"
-        canvas.labels.append(Label(16, y, _shorten(line), 11, _INK, "l"))
+        line = f"{name}: {redact.redact_for_terminal(text)}"
+        line = line if len(line) <= 120 else f"{line[:117]}..."
+        canvas.labels.append(Label(16, y, line, 11, _INK, "l"))
     canvas.height = y + 24
     return canvas
-
-
-def _shorten(line: str, most: int = 120) -> str:
-    return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
 _PASS_CHARACTERS = 1 << 20
@@ -229,9 +223,7 @@ class DuplicateCounter:
         return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the number of documents that repeat an earlier document, and their total number of
-        tokens.
-        """
+        """Return the number of repeated documents and of their tokens."""
         digests, tokens = self._arrays()
         if not len(digests):
             return 0, 0
@@ -253,9 +245,7 @@ class Statistics:
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Number of unreadable records. In prepared data, these records are empty documents; for other
-    sources, all other statistics exclude them.
-    """
+    """Unreadable records: empty documents in prepared data, otherwise not counted elsewhere."""
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
@@ -311,13 +301,11 @@ class Statistics:
         """Return the document length at each quantile of `QUANTILES`, keyed by percentage."""
         if not len(self.lengths):
             return {}
-        found = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
-        return {f"{100 * q:g}%": int(each) for q, each in zip(QUANTILES, found, strict=True)}
+        lengths = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
+        return {f"{100 * q:g}%": int(length) for q, length in zip(QUANTILES, lengths, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
-        """Return (minimum length, maximum length, documents, tokens) for length bins whose widths
-        double.
-        """
+        """Return (minimum length, maximum length, documents, tokens) of doubling length bins."""
         if not len(self.lengths):
             return []
         bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact up to 2**53
@@ -360,14 +348,12 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each text in document order, or the problem if a text cannot be
-    read.
-    """
+    """Yield the statistics of each text, or the problem if it cannot be read."""
     held: list[str | Problem] = []
     characters = 0
 
     def count(stop: int) -> list[DocumentStatistics | Problem]:
-        numbers = [i for i, each in enumerate(held, stop - len(held)) if isinstance(each, str)]
+        numbers = [i for i, text in enumerate(held, stop - len(held)) if isinstance(text, str)]
         with wrap_text_errors(lambda number: source.where(numbers[number])):
             return _measure_texts(held, tokenizer)
 
@@ -388,11 +374,11 @@ def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStat
 def _measure_texts(
     held: Sequence[str | Problem], tokenizer: Tokenizer
 ) -> list[DocumentStatistics | Problem]:
-    found: list[DocumentStatistics | Problem] = []
-    counts = iter(tokenizer.count([each for each in held if isinstance(each, str)]))
+    measured: list[DocumentStatistics | Problem] = []
+    counts = iter(tokenizer.count([text for text in held if isinstance(text, str)]))
     for text in held:
         if not isinstance(text, str):
-            found.append(text)
+            measured.append(text)
             continue
         raw, tokens = text.encode(), next(counts) + 2
         document = DocumentStatistics(
@@ -403,8 +389,8 @@ def _measure_texts(
             is_empty=not text.strip(),
             has_replacement_character="\ufffd" in text,
         )
-        found.append(document)
-    return found
+        measured.append(document)
+    return measured
 
 
 def measure_encoded(
@@ -415,10 +401,10 @@ def measure_encoded(
 
     def read(i: int) -> DocumentStatistics | Problem:
         try:
-            found = encode(i)
+            encoded = encode(i)
         except UnreadableRecord as error:
             return error.problems[0]
-        ids, mask = found.ids.astype(np.int64), found.trained
+        ids, mask = encoded.ids.astype(np.int64), encoded.trained
         text = tokenizer.decode(ids.tolist())
         return DocumentStatistics(
             digest=digest_of(ids.tobytes()),
@@ -427,8 +413,8 @@ def measure_encoded(
             num_bytes=int(widths[ids].sum()),
             is_empty=not text.strip(),
             has_replacement_character="\ufffd" in text,
-            unread=found.unread,
-            marks=found.marks,
+            unread=encoded.unread,
+            marks=encoded.marks,
             first_target=0 if mask is None else first_target(mask),
         )
 
@@ -453,40 +439,38 @@ def compute_statistics(
     See `Statistics` for `chat` and `policy`.
     """
     lengths, firsts = np.zeros(num_documents, np.int64), np.zeros(num_documents, np.int64)
-    found, number = Statistics(name, lengths, chat=chat, policy=policy), 0
-    for done, each in enumerate(documents, 1):
+    total, number = Statistics(name, lengths, chat=chat, policy=policy), 0
+    for done, document in enumerate(documents, 1):
         report(f"reading {name}", done, num_documents)
-        if isinstance(each, Problem):
-            found.unreadable += 1
-            found.first_unreadable = found.first_unreadable or each
+        if isinstance(document, Problem):
+            total.unreadable += 1
+            total.first_unreadable = total.first_unreadable or document
             continue
-        lengths[number], firsts[number] = each.tokens, each.first_target
+        lengths[number], firsts[number] = document.tokens, document.first_target
         number += 1
-        found.trained += each.trained
-        found.num_bytes += each.num_bytes
-        found.empty += each.is_empty
-        found.num_with_replacement_character += each.has_replacement_character
-        found.unread.update(each.unread)
-        found.marks.update(1 << bit for bit in range(8) if each.marks >> bit & 1)
-        found._contents.add(each.digest, each.tokens)
-    found.lengths = lengths[:number]
-    found.duplicates, found.duplicate_tokens = found._contents.repeated()
-    found.sampling_interval = 1 << found._contents.shift
-    found.packing, found.sequence_length = packer.packing, packer.sequence_length
-    documents_left: Documents = _DocumentLengths(found.lengths)
+        total.trained += document.trained
+        total.num_bytes += document.num_bytes
+        total.empty += document.is_empty
+        total.num_with_replacement_character += document.has_replacement_character
+        total.unread.update(document.unread)
+        total.marks.update(1 << bit for bit in range(8) if document.marks >> bit & 1)
+        total._contents.add(document.digest, document.tokens)
+    total.lengths = lengths[:number]
+    total.duplicates, total.duplicate_tokens = total._contents.repeated()
+    total.sampling_interval = 1 << total._contents.shift
+    total.packing, total.sequence_length = packer.packing, packer.sequence_length
+    documents_left: Documents = _DocumentLengths(total.lengths)
     if policy is not None:
         documents_left = limit_lengths(
             documents_left, packer.sequence_length, policy, firsts[:number]
         )
     whole = documents_left.lengths
-    found.left_out = int(np.count_nonzero(found.lengths)) - int(np.count_nonzero(whole))
-    found.targets, found.num_sequences = count_targets(whole), _sequences(whole, packer)
-    return found
+    total.left_out = int(np.count_nonzero(total.lengths)) - int(np.count_nonzero(whole))
+    total.targets, total.num_sequences = count_targets(whole), _sequences(whole, packer)
+    return total
 
 
 class _DocumentLengths:
-    """Documents whose lengths are known but whose content is not available."""
-
     pad_id = 0
 
     def __init__(self, lengths: np.ndarray):
@@ -500,7 +484,6 @@ class _DocumentLengths:
 
 
 def _sequences(lengths: np.ndarray, packer: Packer) -> int:
-    """Return the number of sequences per epoch for documents with these lengths."""
     return (
         len(packer(_DocumentLengths(lengths), np.arange(len(lengths)))) if lengths.sum() > 1 else 0
     )

@@ -8,18 +8,15 @@ one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, Self
 
 import numpy as np
 
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.data.tokenizers.control import ControlTokenMixin, ControlTokens, Framing
+from maxpipe.data.tokenizers.control import ControlTokens, Framing, Tokenizer, token_offsets
 from maxpipe.data.tokenizers.files import locate
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
-from maxpipe.data.tokenizers.offsets import of_widths
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxpipe.data.tokenizers.tiktoken import TiktokenTokenizer
 from maxpipe.data.tokenizers.tokenizer_class import FILE_AS_IT_IS
@@ -48,9 +45,7 @@ class TextStream:
         """Number of characters in the decoded text of `_ids` that were already returned."""
 
     def push(self, token: int) -> str:
-        """Return the text that the next id adds, or an empty string while a character is
-        incomplete.
-        """
+        """Return the text that the next id adds; empty while a character is incomplete."""
         if token in self._special_ids:
             return ""
         self._ids.append(token)
@@ -81,127 +76,6 @@ class TextStream:
                 return
         if len(self._ids) > _MAX_PENDING_IDS:
             self._ids, self._given = [], 0
-
-
-class Tokenizer(Protocol):
-    """Tokenizer with ids below `vocab_size`. The output of `encode` contains no control ids."""
-
-    control: ControlTokens
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def embedding_rows(self) -> int:
-        """Number of embedding rows of the model; without a model, an upper bound on all ids."""
-        ...
-
-    @property
-    def min_embedding_rows(self) -> int:
-        """Minimum number of embedding rows: the largest id that encoded text can contain, plus one.
-
-        BOS and EOS are included. Unused BPE ids, and control tokens that never occur in encoded
-        text, are excluded.
-        """
-        ...
-
-    @property
-    def begin_id(self) -> int: ...
-
-    @property
-    def end_id(self) -> int: ...
-
-    @property
-    def pad_id(self) -> int: ...
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """Sorted ids that end generated text: `end_id` and end-of-turn tokens of chat formats."""
-        ...
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Maps the text of each control token to its id."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """All control ids: BOS, EOS, padding, and any other ids that are not part of decoded
-        text.
-        """
-        ...
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
-        ...
-
-    @property
-    def role_texts(self) -> Mapping[str, str]:
-        """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
-        tokens.
-        """
-        ...
-
-    @property
-    def chat(self) -> ChatTemplate | None:
-        """Chat template of the model folder, or None; `encode_chat` encodes the rendered text."""
-        ...
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
-        ...
-
-    @property
-    def framing(self) -> Framing:
-        """Tokens added before and after a prompt."""
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
-        ...
-
-    def with_control(self, **changes: Any) -> Self:
-        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
-        ...
-
-    def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for an embedding with `rows` rows, whose ids are all below `rows`.
-
-        `rows` must be at least `min_embedding_rows`. Control tokens without an embedding row are
-        encoded as plain text.
-        """
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. Batches are faster than single texts."""
-        ...
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for text rendered by a chat template. Control tokens in the text
-        are encoded as their ids.
-        """
-        ...
-
-    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and int64 [tokens, 2]: the begin and end of each token
-        in characters.
-        """
-        ...
-
-    def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text. Batches are faster than single texts."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids. Control ids are skipped, and incomplete characters become
-        U+FFFD.
-
-        Ids at or above `vocab_size`, as in a padded vocabulary, have no text.
-        """
-        ...
-
-    def fingerprint(self) -> str: ...
 
 
 def open_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -241,39 +115,23 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
         return tokenizer.with_embedding_rows(rows)
     rule = f"must be at least {need}: the tokenizer encodes text as ids up to {need - 1}."
     if model:
-        raise ConfigError.one(
-            "model.vocab_size",
-            rows,
-            f"{rule[:-1]}, and the embedding of {model} has {rows} rows.",
-            "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER.",
-        )
-    raise ConfigError.one(
-        "model.vocab_size",
-        rows,
-        rule,
-        f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need}).",
-    )
+        rule = f"{rule[:-1]}, and the embedding of {model} has {rows} rows."
+        action = "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
+        raise ConfigError.one("model.vocab_size", rows, rule, action)
+    action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need})."
+    raise ConfigError.one("model.vocab_size", rows, rule, action)
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Check that the model's embedding has a row for each stored id of a document.
-
-    Raises:
-        ConfigError: an id has no embedding row. The lookup on a device would silently use the last
-            row.
-    """
+    """Raise ConfigError for a stored id without an embedding row, which devices would ignore."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return
-    raise ConfigError.one(
-        where,
-        f"id {largest}",
-        f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
-        "embedding: the "
-        f"tokenizer has {tokenizer.vocab_size} ids.",
-        f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text of "
-        "this control token.",
-    )
+    rule = f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
+    rule += f"embedding: the tokenizer has {tokenizer.vocab_size} ids."
+    action = f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text "
+    action += "of this control token."
+    raise ConfigError.one(where, f"id {largest}", rule, action)
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
@@ -294,7 +152,7 @@ def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str
 _BYTES_CONTROL = re.compile("(<begin>|<end>|<pad>)")
 
 
-class ByteTokenizer(ControlTokenMixin):
+class ByteTokenizer(Tokenizer):
     """Tokenizer whose ids are the 256 byte values followed by BOS, EOS and padding."""
 
     control = ControlTokens(
@@ -307,12 +165,8 @@ class ByteTokenizer(ControlTokenMixin):
         published=Framing((256,)),
     )
     vocab_size = min_embedding_rows = 259
-
-    @property
-    def byte_lengths(self) -> np.ndarray:
-        lengths = np.ones(self.vocab_size, np.int32)
-        lengths[256:] = 0
-        return lengths
+    byte_lengths = np.repeat(np.array([1, 0], np.int32), [256, 3])
+    _fingerprint = "bytes-1"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -320,27 +174,21 @@ class ByteTokenizer(ControlTokenMixin):
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
-
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         parts = _BYTES_CONTROL.split(text)
         special = self.control.special_tokens
-        found = [
+        encoded = [
             np.asarray([special[part]], np.int32) if number % 2 else self.encode(part)
             for number, part in enumerate(parts)
         ]
-        ids = np.concatenate(found)
+        ids = np.concatenate(encoded)
         widths = np.ones(len(ids), np.int64)
         for name, i in special.items():
             widths[ids == i] = len(name)
-        return ids, of_widths(text, widths)
+        return ids, token_offsets(text, widths)
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         return [len(text.encode()) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
-
-    def fingerprint(self) -> str:
-        return "bytes-1"

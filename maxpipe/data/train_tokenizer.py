@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import json
 import os
 import secrets
@@ -19,35 +20,25 @@ from typing import Any, Literal
 
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.sources import Source, infer_source, open_source
+from maxpipe.data.tokenizers.byte_bpe import LLAMA3
 from maxpipe.data.tokenizers.files import missing_package_error
-from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3
 from maxpipe.errors import ConfigError, StorageError
 
 VocabularyKind = Literal["bpe", "unigram"]
 MIN_VOCAB_SIZE = 256 + 3
 MAX_VOCAB_SIZE = 1 << 20
 
-_ROLES = {
-    "bos_token": "<|begin_of_text|>",
-    "eos_token": "<|end_of_text|>",
-    "pad_token": "<|pad|>",
-}
+_ROLES = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": "<|pad|>"}
 _FILE = "command line: FILE"
 _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with the name of a task, the number of processed items and the total number of items (0 if
-unknown).
-"""
+"""Called with task, number of processed items and total (0 if unknown)."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and patterns. The format is inferred from the file names.
-
-    Raises:
-        ConfigError: a path matches no files, or files of several formats.
-    """
+    """Return sources for files, folders and patterns, with the format of the file names."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths
@@ -65,13 +56,14 @@ def train(
     """
     texts = _texts(sources, report)
     stopped = threading.Event()
-    done: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def work() -> None:
         try:
-            done["text"] = _LEARN[kind](_stop_when_set(texts, stopped), vocab_size)
+            until_stopped = itertools.takewhile(lambda _: not stopped.is_set(), texts)
+            result["text"] = _LEARN[kind](until_stopped, vocab_size)
         except BaseException as error:
-            done["error"] = error
+            result["error"] = error
 
     # The training loop of the library ignores Ctrl-C, so it runs in a daemon thread.
     thread = threading.Thread(target=work, name="tokenizer", daemon=True)
@@ -82,16 +74,9 @@ def train(
             report("", 0, 0)
     finally:
         stopped.set()
-    if "error" in done:
-        raise done["error"]
-    return done["text"]
-
-
-def _stop_when_set(texts: Iterator[str], stopped: threading.Event) -> Iterator[str]:
-    for text in texts:
-        if stopped.is_set():
-            return
-        yield text
+    if "error" in result:
+        raise result["error"]
+    return result["text"]
 
 
 def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]:
@@ -109,19 +94,18 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
 
 
 def _byte_level(model: Any) -> Any:
-    """Return a tokenizer for the model that splits text into words, and words into bytes."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
-    found: Any = tokenizers.Tokenizer(model)
-    found.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer: Any = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(tokenizers.Regex(LLAMA3), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    found.decoder = decoders.ByteLevel()
-    return found
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
@@ -129,21 +113,19 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
         from tokenizers import models, pre_tokenizers, trainers
     except ImportError as error:
         raise missing_package_error("huggingface", error) from error
-    found = _byte_level(models.BPE())
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(_ROLES.values()),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    found.train_from_iterator(texts, trainer)
-    return found.to_str(pretty=True)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
-    """Train a unigram model with sentencepiece, because the trainer of `tokenizers` is not
-    deterministic.
-    """
+    """Train with sentencepiece: the unigram trainer of `tokenizers` is not deterministic."""
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:
@@ -189,9 +171,9 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
     rare = min(learned.values()) - 1
     learned |= dict.fromkeys(sorted(alphabet - learned.keys()), rare)
     control = [(text, 0.0) for text in _ROLES.values()]
-    found = _byte_level(models.Unigram([*control, *learned.items()]))
-    found.add_special_tokens(list(_ROLES.values()))
-    return found.to_str(pretty=True)
+    tokenizer = _byte_level(models.Unigram([*control, *learned.items()]))
+    tokenizer.add_special_tokens(list(_ROLES.values()))
+    return tokenizer.to_str(pretty=True)
 
 
 _LEARN: dict[VocabularyKind, Callable[[Iterator[str], int], str]] = {

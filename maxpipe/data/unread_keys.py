@@ -58,10 +58,8 @@ class Trial(NamedTuple):
 
 
 def first_records(source: Source) -> list[Fields]:
-    """Return the first records that have fields: up to `_RECORDS` records or about `_CHARACTERS`
-    characters of text.
-    """
-    found: list[Fields] = []
+    """Return the first records that have fields, within `_RECORDS` and `_CHARACTERS`."""
+    records: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
         if size > _CHARACTERS:
@@ -72,9 +70,9 @@ def first_records(source: Source) -> list[Fields]:
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):
-            found.append(record)
+            records.append(record)
             size += len(str(record))
-    return found
+    return records
 
 
 def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
@@ -82,15 +80,20 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
-    found = [
-        f"{_format_data_settings(each.settings)} to read {' and '.join(each.names)} {each.how}"
-        for each in _trials(unread, records, config)
-        if _reads_keys(each, records, config)
-    ]
+    suggestions = []
+    for trial in _trials(unread, records, config):
+        try:
+            tried = replace(config, **trial.settings)
+            chats = [_parse_record(record, tried) for record in records]
+        except (BadRecord, ValueError):
+            continue
+        if not any(name in chat.unread for chat in chats for name in trial.names):
+            settings = settings_text({f"data.{key}": v for key, v in trial.settings.items()})
+            suggestions.append(f"{settings} to read {' and '.join(trial.names)} {trial.how}")
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
-        found.append(f"{pairs} to read chosen and rejected as pairs")
-    lines = [f"Set {', and '.join(found)}."] if found else []
-    of_template = [each for each in unread if each in (config.tools_field, *_OF_TEMPLATE)]
+        suggestions.append(f"{pairs} to read chosen and rejected as pairs")
+    lines = [f"Set {', and '.join(suggestions)}."] if suggestions else []
+    of_template = [key for key in unread if key in (config.tools_field, *_OF_TEMPLATE)]
     if of_template:
         names = " and ".join(sorted(of_template))
         lines.append(f"Set data.chat_template to a template file that reads {names}.")
@@ -119,9 +122,8 @@ def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
 def _templates(
     names: Collection[str], records: Sequence[Fields], text: TextExtractor, config: SourceConfig
 ) -> Iterator[str]:
-    """Yield a template that includes unread text fields in addition to the fields already read."""
     try:
-        read = [text(record) for record in records]
+        texts = [text(record) for record in records]
     except BadRecord:
         return
     joined = [
@@ -130,7 +132,7 @@ def _templates(
         if _is_content(name, records)
         and not all(
             str(record.get(name) or "").strip() in of
-            for record, of in zip(records, read, strict=True)
+            for record, of in zip(records, texts, strict=True)
         )
     ]
     first = config.template or _as_template(config.text_field)
@@ -172,16 +174,14 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Yield the names of non-empty fields that are not read. For an object that is read only in
-    part, yield its unread keys.
-    """
+    """Yield the non-empty fields that are not read, or the unread keys of objects read in part."""
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
-        parts = [each for each in read if each.startswith(f"{name}.")]
+        parts = [path for path in read if path.startswith(f"{name}.")]
         if parts and isinstance(value, Mapping):
-            inner = [f"{name}.{each}" for each in value if has_value(value[each])]
-            yield from (each for each in inner if each not in read)
+            inner = [f"{name}.{key}" for key in value if has_value(value[key])]
+            yield from (path for path in inner if path not in read)
         else:
             yield str(name)
 
@@ -201,28 +201,28 @@ def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
 def _trials(
     unread: Collection[str], records: Sequence[Fields], config: SourceConfig
 ) -> Iterator[Trial]:
-    names = [each for each in unread if any(has_value(record.get(each)) for record in records)]
+    names = [key for key in unread if any(has_value(record.get(key)) for record in records)]
     for name in names:
         if name.lower() in SYSTEMS and not config.system_field:
             yield Trial({"system_field": name}, [name], "as the system message")
         elif name.lower() in _TOOLS and name != config.tools_field:
             yield Trial({"tools_field": name}, [name], "as tools")
-    texts = [each for each in names if each.lower() not in SYSTEMS and _is_content(each, records)]
-    texts = [each for each in texts if not _is_in_messages(each, records, config)]
+    texts = [name for name in names if name.lower() not in SYSTEMS and _is_content(name, records)]
+    texts = [text for text in texts if not _is_in_messages(text, records, config)]
     if config.chat == "messages":
-        contexts = [each for each in texts if each.lower() in CONTEXTS and not config.system_field]
+        contexts = [text for text in texts if text.lower() in CONTEXTS and not config.system_field]
         if contexts:
             yield Trial({"system_field": contexts[0]}, contexts[:1], "as the system message")
         return
-    thoughts = [each for each in texts if each.lower() in _REASONING]
-    responses = [each for each in texts if each.lower() in RESPONSES]
-    others = [each for each in texts if each not in (*thoughts, *responses)][:_MAX_JOINED]
+    thoughts = [text for text in texts if text.lower() in _REASONING]
+    responses = [text for text in texts if text.lower() in RESPONSES]
+    others = [text for text in texts if text not in (*thoughts, *responses)][:_MAX_JOINED]
     if others and config.prompt_field:
         template = rf"{_as_template(config.prompt_field)}\n{template_of_fields(others)}"
         yield Trial({"prompt_field": template}, others, "in the prompt")
     if config.chat == "prompt" and (thoughts or responses):
-        lines = [rf"<think>\n{_as_template(each)}\n</think>" for each in thoughts[:1]]
-        lines += [_as_template(each) for each in (config.response_field, *responses)]
+        lines = [rf"<think>\n{_as_template(thought)}\n</think>" for thought in thoughts[:1]]
+        lines += [_as_template(name) for name in (config.response_field, *responses)]
         names = [*thoughts[:1], *responses]
         yield Trial({"response_field": r"\n".join(lines)}, names, "in the response")
 
@@ -232,21 +232,19 @@ def _as_template(field: str) -> str:
 
 
 def _is_content(name: str, records: Sequence[Fields]) -> bool:
-    """Return whether a field contains natural-language text in the given records."""
     texts = [record[name] for record in records if has_value(record.get(name))]
-    if not texts or not all(isinstance(each, str) for each in texts):
+    if not texts or not all(isinstance(text, str) for text in texts):
         return False
     return name.lower() in (*CONTEXTS, *_REASONING) or any(map(has_words, texts))
 
 
 def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether, in every record, the messages already contain the text of the field."""
     for record in records:
         if not has_value(record.get(name)):
             continue
         try:
             text = "\n".join(
-                str(each.get("content")) for each in _parse_record(record, config).messages
+                str(message.get("content")) for message in _parse_record(record, config).messages
             )
         except BadRecord:
             return False
@@ -256,7 +254,6 @@ def _is_in_messages(name: str, records: Sequence[Fields], config: SourceConfig) 
 
 
 def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
-    """Return the messages of a record and its unread fields."""
     if config.chat != "pairs":
         return conversation_of(record, config)
     pair = pair_of(record, config)
@@ -269,25 +266,10 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
     return pair.template_input._replace(messages=messages)
 
 
-def _reads_keys(trial: Trial, records: Sequence[Fields], config: SourceConfig) -> bool:
-    """Return whether the settings read the keys of the trial in all of the given records."""
-    try:
-        found = [_parse_record(record, replace(config, **trial.settings)) for record in records]
-    except (BadRecord, ValueError):
-        return False
-    return not any(name in each.unread for each in found for name in trial.names)
-
-
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Return settings that read all records as preference pairs; empty if the records need
-    different settings.
-    """
-    found = {chat_settings(record) for record in records}
-    return found.pop() if len(found) == 1 and "data.chat=pairs" in min(found) else ""
-
-
-def _format_data_settings(settings: Mapping[str, str]) -> str:
-    return " ".join(f"data.{key}={shlex.quote(value)}" for key, value in settings.items())
+    """Return settings that read all records as pairs; empty if they need different settings."""
+    settings = {chat_settings(record) for record in records}
+    return settings.pop() if len(settings) == 1 and "data.chat=pairs" in min(settings) else ""
 
 
 _MARK_REMARKS = {
@@ -315,9 +297,7 @@ class LongConversations(NamedTuple):
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Return the number of documents with each mark. `marks` [documents] are the values of
-    `EncodedDocument.marks`.
-    """
+    """Count the documents with each mark. `marks` are values of `EncodedDocument.marks`."""
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}
@@ -332,26 +312,22 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return remarks about conversations or pairs. `what` is the noun for one document, such as
-    `conversation`.
-
-    `action` suggests settings that would read the keys of `unread`.
-    """
+    """Return remarks about documents named `what`. `action` would read the `unread` keys."""
     total = pluralize(num_documents, what)
-    found = unread_remarks(unread, total, action)
-    found += [
-        f"{marks[each]} of {total} {_MARK_REMARKS[each]}"
-        for each in _MARK_REMARKS
-        if marks.get(each)
+    lines = unread_remarks(unread, total, action)
+    lines += [
+        f"{marks[mark]} of {total} {_MARK_REMARKS[mark]}"
+        for mark in _MARK_REMARKS
+        if marks.get(mark)
     ]
     if long is not None and long.number and long.policy in _POLICY_REMARKS:
         words = f"{long.number} of {total} longer than a sequence: {_POLICY_REMARKS[long.policy]}"
         if long.left_out and long.policy != "drop":
             words += f"; {long.left_out} dropped because no trained token is left"
-        found.append(f"{words}: see data.long_conversations")
+        lines.append(f"{words}: see data.long_conversations")
     if packing == "cut":
-        found.append(
+        lines.append(
             f"data.packing=cut splits {total} across sequences, where a response may be trained "
             "without its prompt: data.packing=best_fit does not split them"
         )
-    return found
+    return lines

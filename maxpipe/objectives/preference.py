@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float
 
 from maxpipe.config.sections.preference import PreferenceConfig
-from maxpipe.data.sequences import PAIRS, REFERENCE, RESPONSE_TOKENS
+from maxpipe.data.packing import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import BatchArraySpec, Objective, Scores
 
 _CERTAIN = -1e-7

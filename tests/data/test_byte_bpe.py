@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.data import train_tokenizer
-from maxpipe.data.tokenizers.byte_bpe import ByteBpe
+from maxpipe.data.tokenizers.byte_bpe import LLAMA3, O200K, QWEN, ByteBpe
 from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
-from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
 from tests.data.texts import Texts
 
 WORDS = [

@@ -403,7 +403,7 @@ def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
     assert index.trained is not None
     masks = [np.asarray(each.trained) for each in found]
     assert index.trained.tolist() == [int(mask.sum()) for mask in masks]
-    assert index.trained[-1] == 0 < index.tokens_trained < index.lengths.sum()
+    assert index.trained[-1] == 0 < index.trained.sum() < index.lengths.sum()
     text = "".join(ByteTokenizer().decode(each.ids[each.trained]) for each in found)
     assert index.byte_counts.sum() == len(text.encode())
     # From the cache, which another template does not take.

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import folder_cache, read_tracker
-from maxpipe.data.formats.folder_cache import lock_file
+from maxpipe.data.formats import disk_cache, read_tracker
+from maxpipe.data.formats.disk_cache import lock_file
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.io.files import open_regular
 from tests.data.texts import Texts
@@ -142,9 +142,9 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says which that is."""
-    monkeypatch.setattr(folder_cache, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(folder_cache, "_HEARTBEAT_SECONDS", 0.0)
-    monkeypatch.setattr(folder_cache, "_LOG_SECONDS", 0.3)
+    monkeypatch.setattr(disk_cache, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(disk_cache, "_HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(disk_cache, "_LOG_SECONDS", 0.3)
     path, moves, got = str(tmp_path / "x.lock"), [], []
 
     def wait() -> None:
@@ -180,7 +180,7 @@ def test_a_file_system_without_locks(
     def no_lock(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(folder_cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(disk_cache.fcntl, "flock", no_lock)
     source = Texts(TEXTS)
     for _ in range(2):
         index = build_index(source, ByteTokenizer(), str(tmp_path))
@@ -200,8 +200,8 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
                 time.sleep(0.0005)
                 inside -= 1
 
-    before = folder_cache._POLL_SECONDS
-    folder_cache._POLL_SECONDS = 0.001
+    before = disk_cache._POLL_SECONDS
+    disk_cache._POLL_SECONDS = 0.001
     try:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for each in threads:
@@ -209,7 +209,7 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
         for each in threads:
             each.join()
     finally:
-        folder_cache._POLL_SECONDS = before
+        disk_cache._POLL_SECONDS = before
     assert most == [1] * 120 and not list(tmp_path.iterdir())
 
 
@@ -219,7 +219,7 @@ def test_a_lock_that_says_anything_is_shown_as_text(tmp_path: Path) -> None:
     with path.open("w+b", buffering=0) as file:
         for raw in (b"", b"\xff\x1b[31m", b"host", b"a b c d e", b"x " * 5000):
             path.write_bytes(raw)
-            words = folder_cache._holder(file)  # type: ignore[arg-type]
+            words = disk_cache._holder(file)  # type: ignore[arg-type]
             assert words.startswith("process ") and words.isprintable() and len(words) < 500
 
 
@@ -288,11 +288,11 @@ def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.Mo
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
         return open_regular(name, flags)
 
-    monkeypatch.setattr(folder_cache, "open_regular", of_another_user)
-    with pytest.raises(PermissionError), folder_cache.lock_file(path, "work", None):
+    monkeypatch.setattr(disk_cache, "open_regular", of_another_user)
+    with pytest.raises(PermissionError), disk_cache.lock_file(path, "work", None):
         pass
     (tmp_path / "x.lock").touch()
-    with folder_cache.lock_file(path, "work", None) as moved, open(path) as stream:
+    with disk_cache.lock_file(path, "work", None) as moved, open(path) as stream:
         moved()
         with pytest.raises(BlockingIOError):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,7 +15,6 @@ from maxpipe.config.load import load
 from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
 from maxpipe.config.sections.source import Packing
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.data import sequences
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Batch, Datasets, Loader, build_loaders
 from maxpipe.data.mixture import seed_of
@@ -183,7 +182,7 @@ def test_many_documents_in_windows(
     packing: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
-    monkeypatch.setattr(sequences, "_MIN_CACHED_DOCUMENTS", 100)
+    monkeypatch.setattr("maxpipe.data.packing._MIN_CACHED_DOCUMENTS", 100)
     count = 4 * SPAN_DOCUMENTS + 300
     write_records(tmp_path / "a.jsonl", [{"text": "x" * (n % 37)} for n in range(count)])
     keys = ["data.source=jsonl", f"data.path={tmp_path / 'a.jsonl'}"]

@@ -613,13 +613,13 @@ def test_verify_of_a_manifest_with_a_million_missing_files_is_short(
     from maxpipe.data.prepared import prepare as module
 
     folder = Path(shutil.copytree(tokens, tmp_path / "many"))
-    real, entry = module._entries, {"bytes": 1, "sha256": "0" * 64}
+    real, entry = module.list_files, {"bytes": 1, "sha256": "0" * 64}
 
     def many(manifest: Any) -> Any:
         yield from real(manifest)
         yield from ((f"shard-{number}.bin", entry) for number in range(10**6, 2 * 10**6))
 
-    monkeypatch.setattr(module, "_entries", many)
+    monkeypatch.setattr(module, "list_files", many)
     begin = time.process_time()
     assert main(["data", "verify", str(folder)]) == ExitCode.STORAGE
     assert time.process_time() - begin < 20

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from maxpipe.config.sections.source import Packing
 from maxpipe.data import packing as packing_module
-from maxpipe.data import sequences
 from maxpipe.data.documents import EncodedDocument
-from maxpipe.data.packing import Sequences
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer, Sequences
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 FITTED = PACKINGS[1:]
@@ -151,14 +149,14 @@ def test_nothing_to_train_on() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Few documents are many. What was planned."""
-    monkeypatch.setattr(sequences, "_MIN_CACHED_DOCUMENTS", 10)
-    planned = []
+    monkeypatch.setattr(packing_module, "_MIN_CACHED_DOCUMENTS", 10)
+    planned, pack_documents = [], packing_module.pack_documents
 
     def recorded(*arguments: Any) -> packing_module.PackingPlan:
         planned.append(arguments[3])
-        return packing_module.pack_documents(*arguments)
+        return pack_documents(*arguments)
 
-    monkeypatch.setattr(sequences, "pack_documents", recorded)
+    monkeypatch.setattr(packing_module, "pack_documents", recorded)
     return planned
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from maxpipe.config.sections.data import DataConfig
+from maxpipe.data import sources as text_module
 from maxpipe.data.formats import source as source_module
-from maxpipe.data.formats import text as text_module
 from maxpipe.data.sources import Progress, Source, open_source
 from maxpipe.errors import ConfigError
 

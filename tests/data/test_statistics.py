@@ -16,7 +16,7 @@ from maxpipe.cli import main
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.config.sections.source import Packing
 from maxpipe.data import statistics
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer
 from maxpipe.data.sources import open_source
 from maxpipe.data.statistics import DuplicateCounter, Statistics, compute_statistics, measure_texts
 from maxpipe.data.tokenizer import ByteTokenizer

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_text_stream, open_tokenizer
 from maxpipe.data.tokenizers import sentencepiece, tiktoken
+from maxpipe.data.tokenizers.byte_bpe import PRESETS
 from maxpipe.data.tokenizers.chat import ChatInput
-from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden/tokenizers"

@@ -16,10 +16,10 @@ from maxpipe.config.sections.source import Packing
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import Datasets, build_loaders
+from maxpipe.data.packing import Packer
 from maxpipe.data.prepared import reader
 from maxpipe.data.prepared.manifest import SPAN_DOCUMENTS
 from maxpipe.data.prepared.reader import WindowedSequences, split_spans
-from maxpipe.data.sequences import Packer
 from tests.data.large import DOCUMENTS, MEASURED, SHARDS, write_sparse
 from tests.data.texts import write_texts
 

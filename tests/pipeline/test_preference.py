@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.data.documents import EncodedDocument
-from maxpipe.data.sequences import Packer
+from maxpipe.data.packing import Packer
 from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.objective import CrossEntropy

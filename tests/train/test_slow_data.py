@@ -88,7 +88,7 @@ HANGS = """
 import sys
 if {rank} in sys.argv:
     import threading
-    from maxpipe.data.formats.text import TextFiles
+    from maxpipe.data.sources import TextFiles
     from maxpipe.train import data_end
     data_end._SLOW_SECONDS = 2.0
     read, count = TextFiles.read, [0]

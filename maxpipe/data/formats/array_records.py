@@ -22,14 +22,12 @@ from maxpipe.data.formats.record_text import (
     from_json,
     shorten,
 )
-from maxpipe.data.formats.source import Record
+from maxpipe.data.formats.source import Record, place_of
 from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Source with one document per record. If the first record is a JSON object, all records must
-    be JSON objects; otherwise they are UTF-8 text.
-    """
+    """Records as documents: JSON objects if the first record is one, otherwise UTF-8 text."""
 
     name = "arrayrecord"
 
@@ -38,12 +36,9 @@ class ArrayRecords:
 
         for file in files:
             if file.in_bucket:
-                raise ConfigError.one(
-                    "data.path",
-                    file.path,
-                    "must be in a file system with data.source=arrayrecord.",
-                    "Copy the files to a disk, or mount the bucket as a folder.",
-                )
+                rule = "must be in a file system with data.source=arrayrecord."
+                action = "Copy the files to a disk, or mount the bucket as a folder."
+                raise ConfigError.one("data.path", file.path, rule, action)
         self.files = files
         path = files[0].path
         try:
@@ -58,7 +53,11 @@ class ArrayRecords:
                 f"must be ArrayRecord files with records: {shorten(str(error))}.",
                 "Set data.source=text or data.source=jsonl if the files have that format.",
             ) from error
-        self._json = _is_json_object(first)
+        self._json = True
+        try:
+            from_json(first)
+        except ValueError:
+            self._json = False
 
     def __len__(self) -> int:
         return len(self._records)
@@ -72,11 +71,9 @@ class ArrayRecords:
         try:
             return from_json(raw)
         except ValueError as error:
-            raise BadRecord(
-                shorten(raw),
-                f"must be a JSON object like record 0: {error}.",
-                "Write all records as JSON objects, or all as text.",
-            ) from error
+            rule = f"must be a JSON object like record 0: {error}."
+            action = "Write all records as JSON objects, or all as text."
+            raise BadRecord(shorten(raw), rule, action) from error
 
     def where(self, index: int) -> str:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -86,9 +83,8 @@ class ArrayRecords:
             counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
         except Exception:  # the record itself may be readable
             return f"{common_folder(self.files)}: record {index}"
-        ends = np.cumsum(counts)
-        which = int(np.searchsorted(ends, index, side="right"))
-        return f"{self.files[which].path}: record {index - int(ends[which] - counts[which])}"
+        which, record = place_of(np.cumsum(counts), index)
+        return f"{self.files[which].path}: record {record}"
 
     def fingerprint(self, chosen: str) -> str:
         kind = chosen if self._json else ""
@@ -97,61 +93,41 @@ class ArrayRecords:
 
 @contextlib.contextmanager
 def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Convert errors of the ArrayRecord reader to ConfigError. The reader verifies a checksum per
-    chunk.
-
-    Raises:
-        ConfigError: the record at `where` cannot be read.
-    """
+    """Convert errors of the ArrayRecord reader, which verifies checksums, to ConfigError."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:  # the reader raises various exception classes
-        raise ConfigError.one(
-            where(),
-            None,
-            f"must be in a complete ArrayRecord file: {shorten(str(error))}.",
-            "Copy the file again from an intact source, or remove it from data.path.",
-        ) from error
-
-
-def _is_json_object(raw: bytes) -> bool:
-    try:
-        from_json(raw)
-    except ValueError:
-        return False
-    return True
+        rule = f"must be in a complete ArrayRecord file: {shorten(str(error))}."
+        action = "Copy the file again from an intact source, or remove it from data.path."
+        raise ConfigError.one(where(), None, rule, action) from error
 
 
 _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
 
 
 class TfdsExamples:
-    """Examples in the `train` split of a TFDS dataset that was prepared as ArrayRecord. TensorFlow
-    is not required.
-    """
+    """Examples in the `train` split of a TFDS dataset that was prepared as ArrayRecord."""
 
     name = "tfds"
 
     def __init__(self, dataset: str, folder: str):
         self._dataset = dataset
         if not dataset:
-            raise ConfigError.one(
-                "data.path",
-                '""',
-                "must name a dataset.",
-                "Set data.path, e.g. data.path=c4/en:3.1.0.",
-            )
+            action = "Set data.path, e.g. data.path=c4/en:3.1.0."
+            raise ConfigError.one("data.path", '""', "must name a dataset.", action)
         if not _NAME.fullmatch(dataset):
-            raise ConfigError.one(
-                "data.path",
-                dataset,
-                "must be name, name:version or name/config:version: a name with a namespace, such "
-                "as huggingface:, would load code from the network.",
-                "Set data.path, e.g. data.path=c4/en:3.1.0.",
-            )
-        tfds = _import_tfds()
+            rule = "must be name, name:version or name/config:version: a name with a namespace, "
+            rule += "such as huggingface:, would load code from the network."
+            action = "Set data.path, e.g. data.path=c4/en:3.1.0."
+            raise ConfigError.one("data.path", dataset, rule, action)
+        try:
+            import tensorflow_datasets as tfds
+        except ImportError as error:
+            rule = f"requires the package tensorflow_datasets: {error}."
+            action = "Run: pip install tensorflow-datasets"
+            raise ConfigError.one("data.source", "tfds", rule, action) from error
         try:
             self._examples: Any = tfds.data_source(
                 dataset,
@@ -209,16 +185,3 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
         "Run once: pip install tensorflow importlib_resources, then "
         f'python -c "{code}.download_and_prepare()"',
     )
-
-
-def _import_tfds() -> Any:
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise ConfigError.one(
-            "data.source",
-            "tfds",
-            f"requires the package tensorflow_datasets: {error}.",
-            "Run: pip install tensorflow-datasets",
-        ) from error
-    return tensorflow_datasets

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypedDict
 
+from maxpipe.data.formats.disk_cache import lock_file
 from maxpipe.data.formats.files import (
     SETTLED_SECONDS,
     File,
@@ -29,7 +30,6 @@ from maxpipe.data.formats.files import (
     version_of,
     wrap_read_errors,
 )
-from maxpipe.data.formats.folder_cache import lock_file
 from maxpipe.data.formats.source import Heartbeat, Progress
 from maxpipe.io import files
 from maxpipe.io.files import open_regular
@@ -45,9 +45,7 @@ _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Minimum size of large files. Large files are read only after they are settled, so that later runs
-need not read them again.
-"""
+"""Size of large files, which are read only when settled, so later runs need not read them again."""
 
 
 class _Entry(NamedTuple):
@@ -84,9 +82,7 @@ class Digests:
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
-        """Add a digest that was computed during a pass over the file. `is_settled` is the state of
-        the file before the pass.
-        """
+        """Add a digest. `is_settled` is the state of the file before the pass that computed it."""
         assert file.stat is not None
         self._known[file.path] = _Entry(file.stat, sha256, is_settled)
         self._is_stored = False
@@ -119,9 +115,7 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Return digests keyed by file name, or by group of consecutive files if the source has
-        many files.
-        """
+        """Return digests keyed by file name, or by group of files if the source has many."""
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:
@@ -140,11 +134,7 @@ class Digests:
             self._known[file.path] = entry
 
     def check(self, sources: Sequence[File], moved: Heartbeat | None = None) -> None:
-        """Check that the files have not changed since their digests were computed.
-
-        Raises:
-            ConfigError: a file has changed.
-        """
+        """Raise ConfigError if a file changed after its digest was computed."""
         with ThreadPoolExecutor(_STAT_THREADS) as pool:
             objects = [file for file in sources if file.in_bucket]
             versions = pool.map(lambda file: version_of(file.path), objects)
@@ -164,7 +154,6 @@ class Digests:
 
     @contextlib.contextmanager
     def _locked(self, local: Sequence[File], moved: Heartbeat | None) -> Iterator[Heartbeat | None]:
-        """Lock the stored digests, so that only one process reads the files."""
         with contextlib.ExitStack() as stack:
             if local and self._keep:
                 path = self._path(local)
@@ -232,11 +221,7 @@ def _read(path: str) -> dict[str, _Entry]:
 
 
 def stat_of(file: File) -> Stat:
-    """Return the stat of a local file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return the stat of a local file; raise ConfigError if it cannot be read."""
     with wrap_read_errors(file.path):
         return Stat.from_stat_result(os.stat(file.path))
 
@@ -250,28 +235,23 @@ def wait_until_settled(file: File) -> None:
 
 def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str, str]:
     size = -(-len(sources) // _MAX_NAMED_FILES)
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for first in range(0, len(sources), size or 1):
         group, parts = sources[first : first + size], digests[first : first + size]
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in found:  # files in different folders may have the same name
+        while name in by_name:  # files in different folders may have the same name
             name += "'"
-        found[name] = (
-            parts[0] if len(parts) == 1 else digest([[each.name for each in group], *parts])
+        by_name[name] = (
+            parts[0] if len(parts) == 1 else digest([[file.name for file in group], *parts])
         )
-    return found
+    return by_name
 
 
 # Hashing.
 
 
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
-    """Yield the stat and the digest of each local file in order. Several threads compute the
-    digests.
-
-    Raises:
-        ConfigError: a file cannot be read, or changes during reading.
-    """
+    """Yield the stat and the digest of each local file, computed by several threads."""
     total = sum(file.size_bytes for file in sources)
     progress = Progress("reading files for their digests (bytes)", total, moved)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -310,24 +290,21 @@ def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_En
 
 
 def _block(file: File, start: int, stat: Stat) -> bytes:
-    """Return the digest of one block of a file."""
     stop = min(start + BLOCK_BYTES, file.size_bytes)
     with wrap_read_errors(file.path), open(open_regular(file.path), "rb", buffering=0) as content:
         if Stat.from_stat_result(os.fstat(content.fileno())) != stat:
             raise file_changed_error(file)
-        found, at = hashlib.sha256(), start
+        total, at = hashlib.sha256(), start
         while at < stop and (piece := os.pread(content.fileno(), stop - at, at)):
-            found.update(piece)
+            total.update(piece)
             at += len(piece)
     if at < stop:
         raise file_changed_error(file)
-    return found.digest()
+    return total.digest()
 
 
 class ContentHasher:
-    """Hasher for the content of a file, which runs in a separate thread while a reader consumes the
-    chunks.
-    """
+    """Hasher for a file, which runs in a thread while a reader consumes the chunks."""
 
     _MAX_PENDING = 8
 
@@ -338,11 +315,7 @@ class ContentHasher:
         """Digest of the file; set after the last chunk."""
 
     def hash_pieces(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the chunks unchanged while they are hashed.
-
-        Raises:
-            ConfigError: the file changed during reading.
-        """
+        """Yield the chunks while they are hashed; raise ConfigError if the file changes."""
         waiting: deque[Future[None]] = deque()
         with ThreadPoolExecutor(1, "digest") as pool:
             for piece in pieces:

@@ -42,9 +42,7 @@ stat, so a file with a more recent write is read again by the next run.
 
 
 class Stat(NamedTuple):
-    """Inode, size and timestamps of a file. A write changes at least `ctime_ns`, which programs
-    cannot set.
-    """
+    """Stat of a file. A write changes at least `ctime_ns`, which programs cannot set."""
 
     inode: int
     size_bytes: int
@@ -94,27 +92,24 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     Raises:
         ConfigError: a path matches no files, or two paths contain the same file.
     """
-    found: list[File] = []
+    matches: list[File] = []
     for path in [paths] if isinstance(paths, str) else paths:
         if not path:
             raise ConfigError.one(
                 "data.path", '""', "must name a file, a folder or a glob pattern.", "Set data.path."
             )
-        found += (
+        matches += (
             _find_in_bucket(path, suffixes) if url_scheme(path) else _find_on_disk(path, suffixes)
         )
     seen: set[str] = set()
-    for file in found:
+    for file in matches:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
-            raise ConfigError.one(
-                "data.paths",
-                file.path,
-                "must be in one path only: its documents would be read twice.",
-                "Remove one of the paths with this file.",
-            )
+            rule = "must be in one path only: its documents would be read twice."
+            action = "Remove one of the paths with this file."
+            raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
-    return found
+    return matches
 
 
 def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
@@ -122,15 +117,15 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if os.path.isfile(expanded):
         return stat_files([expanded], os.path.dirname(expanded))
     if os.path.isdir(expanded):
-        found = [
+        paths = [
             os.path.join(folder, name)
             for folder, names in _folders(expanded)
             for name in names
             if _fits(name, suffixes)
         ]
     else:
-        found = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
-    if not found:
+        paths = [name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name)]
+    if not paths:
         is_folder = os.path.isdir(expanded)
         other = broken_link(expanded) or (
             "" if is_folder or not os.path.exists(expanded) else "not a regular file"
@@ -138,8 +133,8 @@ def _find_on_disk(path: str, suffixes: tuple[str, ...]) -> list[File]:
         but = f"the path is {other}" if other else f"0 files match in {os.getcwd()}"
         raise _no_files_error(path, but, suffixes, is_folder=is_folder)
     if os.path.isdir(expanded):
-        return stat_files(found, expanded)
-    return stat_files(found, os.path.commonpath([os.path.dirname(name) for name in found]))
+        return stat_files(paths, expanded)
+    return stat_files(paths, os.path.commonpath([os.path.dirname(name) for name in paths]))
 
 
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
@@ -151,7 +146,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
     """
     for folder, below, names in os.walk(root):
         is_own = os.path.basename(folder) == _OWN_FOLDER or any(
-            each <= {*names} for each in _MAXPIPE_FOLDER_FILES
+            own <= {*names} for own in _MAXPIPE_FOLDER_FILES
         )
         if folder != root and is_own:
             below.clear()
@@ -161,12 +156,9 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if url_scheme(path) != "gs":
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must be in a file system or in a Google Cloud Storage bucket.",
-            "Set gs://BUCKET/PATH, or copy the files to a folder.",
-        )
+        rule = "must be in a file system or in a Google Cloud Storage bucket."
+        action = "Set gs://BUCKET/PATH, or copy the files to a folder."
+        raise ConfigError.one("data.path", path, rule, action)
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
@@ -184,12 +176,10 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the objects that match a path (object, folder or pattern), keyed by name including the
-    bucket.
-    """
+    """Return the objects that match an object, folder or pattern, keyed by name with the bucket."""
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
-        found = store.glob(path, detail=True)
+        objects = store.glob(path, detail=True)
     else:
         try:
             about = store.info(path)
@@ -197,19 +187,16 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
             return {}
         if about["type"] == "file":
             return {about["name"]: about}
-        found = store.find(path, detail=True)
-        found = {
+        objects = store.find(path, detail=True)
+        objects = {
             name: about
-            for name, about in found.items()
+            for name, about in objects.items()
             if _fits(posixpath.basename(name), suffixes)
         }
-    return {name: about for name, about in found.items() if about["type"] == "file"}
+    return {name: about for name, about in objects.items() if about["type"] == "file"}
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    """Return the digest that the bucket stores for an object, or the object's generation without a
-    digest.
-    """
     for key in ("crc32c", "md5Hash", "generation"):
         if about.get(key):
             return f"{key}:{about[key]}"
@@ -217,17 +204,13 @@ def _version(about: Mapping[str, Any]) -> str:
 
 
 def version_of(path: str) -> str:
-    """Return the current `version` of a bucket object.
-
-    Raises:
-        ConfigError: the object cannot be read.
-    """
+    """Return the current `version` of a bucket object."""
     with wrap_read_errors(path):
         return _version(files.gcs_filesystem().info(path))
 
 
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
-    return not name.startswith(".") and (not suffixes or any(each in name for each in suffixes))
+    return not name.startswith(".") and (not suffixes or any(suffix in name for suffix in suffixes))
 
 
 def _no_files_error(
@@ -236,12 +219,7 @@ def _no_files_error(
     what = "a file, a folder or a glob pattern that matches files"
     if is_folder:
         what = f"a folder with {' or '.join(suffixes)} files" if suffixes else "a folder with files"
-    return ConfigError.one(
-        "data.path",
-        path,
-        f"must be {what}; {but}.",
-        _action(path, suffixes),
-    )
+    return ConfigError.one("data.path", path, f"must be {what}; {but}.", _action(path, suffixes))
 
 
 _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -249,7 +227,6 @@ _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".p
 
 
 def _action(path: str, suffixes: tuple[str, ...]) -> str:
-    """Return the suggested action for a path without readable files."""
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         ends = {os.path.splitext(name)[1] for _, names in _folders(expanded) for name in names}
@@ -279,41 +256,30 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
     files = []
     for path in paths:
         with wrap_read_errors(path):
-            found = os.stat(path)
+            stat = os.stat(path)
         name = os.path.relpath(path, root or ".")
-        files.append(File(name, path, found.st_size, stat=Stat.from_stat_result(found)))
+        files.append(File(name, path, stat.st_size, stat=Stat.from_stat_result(stat)))
     return sorted(files, key=lambda file: file.name)
 
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert any error raised while reading a file to a ConfigError.
-
-    Raises:
-        ConfigError: the file cannot be read, or the package for bucket access is not installed.
-    """
+    """Convert any error raised while reading a file to a ConfigError."""
     try:
         yield
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"requires the package gcsfs: {error}.",
-            "Run: pip install 'maxpipe[gcs]'",
-        ) from error
+        rule = f"requires the package gcsfs: {error}."
+        raise ConfigError.one("data.path", path, rule, "Run: pip install 'maxpipe[gcs]'") from error
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
         # Bucket access raises errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be readable: {said or type(error).__name__}.",
-            "Restore the file or its permissions, or change data.path.",
-        ) from error
+        rule = f"must be readable: {said or type(error).__name__}."
+        action = "Restore the file or its permissions, or change data.path."
+        raise ConfigError.one("data.path", path, rule, action) from error
 
 
 def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
@@ -339,29 +305,19 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 
 
 def check_size(file: File, size_bytes: int) -> None:
-    """Check that the size of a file has not changed since the source was opened.
-
-    Raises:
-        ConfigError: the size has changed.
-    """
+    """Raise ConfigError if the size changed after the source was opened."""
     if size_bytes != file.size_bytes:
-        raise ConfigError.one(
-            "data.path",
-            file.path,
-            f"must not change during reading: the size was {file.size_bytes} bytes and is "
-            f"now {size_bytes} bytes.",
-            "Restore the file, or restart with the changed file.",
-        )
+        rule = f"must not change during reading: the size was {file.size_bytes} bytes and is now "
+        rule += f"{size_bytes} bytes."
+        action = "Restore the file, or restart with the changed file."
+        raise ConfigError.one("data.path", file.path, rule, action)
 
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        "must not change during reading: the content differs from that at the start.",
-        "Restore the file, or restart with the changed file.",
-    )
+    rule = "must not change during reading: the content differs from that at the start."
+    action = "Restore the file, or restart with the changed file."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def open_file(file: File) -> BinaryIO:
@@ -375,18 +331,14 @@ def open_file(file: File) -> BinaryIO:
 
 
 def edges(file: File) -> str:
-    """Return a digest of the first and last bytes of a file, to distinguish files of the same
-    size.
-    """
+    """Return a digest of the first and last bytes of a file."""
     head = read(file, 0, min(_EDGE_BYTES, file.size_bytes))
     tail = read(file, max(len(head), file.size_bytes - _EDGE_BYTES))
     return hashlib.sha256(head + tail).hexdigest()
 
 
 def identities(files: Sequence[File]) -> list[tuple[str, int, str]]:
-    """Return (name, size, digest of first and last bytes) for each file, as parts of a
-    fingerprint.
-    """
+    """Return (name, size, digest of first and last bytes) for each file."""
     return [(file.name, file.size_bytes, edges(file)) for file in files]
 
 
@@ -396,9 +348,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common parent folder of all files. For bucket objects, return the path of the
-    first file.
-    """
+    """Return the common parent folder of all files, or the first file in a bucket."""
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
@@ -409,15 +359,13 @@ PIECE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""Input size in bytes per zstd step. A few bytes may expand to a block of 128 KiB, and the package
-decompresses all of its input at once.
-"""
+"""Input bytes per zstd step. A few bytes may expand to 128 KiB, all at once."""
 _WINDOW_BYTES = 1 << 27
 """Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""
 
 
 class _Gzip:
-    """Wrapper of the zlib decompressor with the interface of the bz2 and lzma decompressors."""
+    """zlib decompressor with the interface of the bz2 and lzma decompressors."""
 
     def __init__(self) -> None:
         self._zlib = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -443,9 +391,7 @@ class _Gzip:
 
 
 class _Zstd:
-    """Wrapper of the zstandard decompressor with the interface of the bz2 and lzma
-    decompressors.
-    """
+    """zstandard decompressor with the interface of the bz2 and lzma decompressors."""
 
     needs_input = True
 
@@ -477,23 +423,16 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 
 
 def decompress(file: File) -> Generator[bytes]:
-    """Yield the decompressed content of all members or frames in a file.
-
-    Raises:
-        ConfigError: the file is truncated or damaged, or cannot be read.
-    """
-    suffix = next(each for each in SUFFIXES if file.path.endswith(each))
+    """Yield the content of all members; raise ConfigError for a damaged file."""
+    suffix = next(end for end in SUFFIXES if file.path.endswith(end))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
     with wrap_read_errors(file.path), open_file(file) as packed:
         try:
             yield from _contents(_DECOMPRESSORS[suffix], packed, size)
         except ImportError as error:
-            raise ConfigError.one(
-                "data.path",
-                file.path,
-                f"requires the package zstandard: {error}.",
-                "Run: pip install 'maxpipe[zstandard]'",
-            ) from error
+            rule = f"requires the package zstandard: {error}."
+            action = "Run: pip install 'maxpipe[zstandard]'"
+            raise ConfigError.one("data.path", file.path, rule, action) from error
         except EOFError as error:
             raise _damaged_error(file, suffix, "the file is truncated") from error
         except Exception as error:
@@ -503,11 +442,10 @@ def decompress(file: File) -> Generator[bytes]:
 
 
 def _is_decompression_error(error: Exception) -> bool:
-    if isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError)):
-        return True
     # bz2 has no error class. It raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
-    return is_bz2 or type(error).__name__ == "ZstdError"
+    is_known = isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError))
+    return is_known or is_bz2 or type(error).__name__ == "ZstdError"
 
 
 def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[bytes]:
@@ -530,9 +468,6 @@ def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[b
 
 
 def _damaged_error(file: File, suffix: str, how: str) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must be a complete {suffix} file: {how}.",
-        "Copy the file again from an intact source, or remove it from data.path.",
-    )
+    rule = f"must be a complete {suffix} file: {how}."
+    action = "Copy the file again from an intact source, or remove it from data.path."
+    return ConfigError.one("data.path", file.path, rule, action)

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from maxpipe.data.formats.digests import ContentHasher, Digests, wait_until_settled
+from maxpipe.data.formats.disk_cache import FillFolder, FolderCache
 from maxpipe.data.formats.files import (
     SUFFIXES,
     File,
@@ -27,7 +28,6 @@ from maxpipe.data.formats.files import (
     read,
     wrap_read_errors,
 )
-from maxpipe.data.formats.folder_cache import FillFolder, FolderCache
 from maxpipe.data.formats.record_text import (
     MAX_RECORD_BYTES,
     BadRecord,
@@ -35,7 +35,7 @@ from maxpipe.data.formats.record_text import (
     from_json,
     shorten,
 )
-from maxpipe.data.formats.source import Heartbeat, Progress, Record
+from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import open_regular
 from maxpipe.io.files import read as read_file
@@ -43,9 +43,7 @@ from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26
-"""Minimum size in bytes of files whose line offsets are cached. Smaller files are scanned at the
-start of each run.
-"""
+"""Minimum bytes of files whose line offsets are cached. Smaller files are scanned at each start."""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)
@@ -158,9 +156,7 @@ def find_lines(
 def _load_or_index_lines(
     file: File, cache: FolderCache, digests: Digests, moved: Heartbeat | None
 ) -> Lines:
-    """Return the lines of a large file, using the cache. The cache also stores the digest of the
-    file.
-    """
+    """Return the lines of a large file from the cache, which also stores the file's digest."""
     key = [2, file.size_bytes, edges(file), file.version, file.stat]
 
     def find(folder: str, moved: Heartbeat) -> None:
@@ -198,9 +194,9 @@ def _read_and_hash(file: File, digests: Digests) -> Iterator[bytes]:
         yield from _read_pieces(file)
         return
     assert file.stat is not None
-    is_settled, found = file.stat.is_settled, ContentHasher(file)
-    yield from found.hash_pieces(_read_pieces(file))
-    digests.add(file, found.sha256, is_settled=is_settled)
+    is_settled, hasher = file.stat.is_settled, ContentHasher(file)
+    yield from hasher.hash_pieces(_read_pieces(file))
+    digests.add(file, hasher.sha256, is_settled=is_settled)
 
 
 def _read_pieces(file: File) -> Iterator[bytes]:
@@ -213,7 +209,6 @@ def _read_pieces(file: File) -> Iterator[bytes]:
 
 
 def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator[bytes]:
-    """Yield the decompressed content of a file, and write the content to a copy."""
     left = most_bytes
     for piece in _merge_small_pieces(decompress(file)):
         left -= len(piece)
@@ -224,7 +219,6 @@ def _decompress_to_copy(file: File, copy: BinaryIO, most_bytes: int) -> Iterator
 
 
 def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same content in larger chunks."""
     kept, size = [], 0
     for piece in pieces:
         kept.append(piece)
@@ -237,26 +231,19 @@ def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _too_large_error(file: File, most_bytes: int) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must have at most {most_bytes} bytes when unpacked, the remainder of "
-        "data.max_decompressed_bytes.",
-        "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or remove "
-        "the file from data.path.",
-    )
+    rule = f"must have at most {most_bytes} bytes when unpacked, the remainder of "
+    rule += "data.max_decompressed_bytes."
+    action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or "
+    action += "remove the file from data.path."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """Return `starts` and `skips` of `Lines`. A byte-order mark is excluded from the first line.
-
-    Raises:
-        ConfigError: a line exceeds the maximum record size.
-    """
+    """Return `starts` and `skips` of `Lines`; raise ConfigError if a line is too long."""
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
-    found: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     offset = begin = newlines = 0
     is_solid = skips = False
     for piece in pieces:
@@ -275,7 +262,7 @@ def _scan_lines(
         any_solid[0] |= is_solid
         kept = begins[:-1][any_solid[:-1]]
         skips |= len(kept) < len(ends)
-        found.append(kept)
+        starts.append(kept)
         newlines += len(ends)
         begin, is_solid = int(begins[-1]), bool(any_solid[-1])
         offset += len(data)
@@ -283,18 +270,15 @@ def _scan_lines(
             raise _long_line_error(file, newlines + 1)
         progress.update(min(offset, file.size_bytes))
     last = [begin] if is_solid else []
-    return np.concatenate([*found, last, [offset]]).astype(np.int64), bool(skips)
+    return np.concatenate([*starts, last, [offset]]).astype(np.int64), bool(skips)
 
 
 def _long_line_error(file: File, number: int) -> ConfigError:
     unpacked_file = " when the file is unpacked" if is_compressed(file) else ""
-    return ConfigError.one(
-        f"{file.path}:{number}",
-        None,
-        f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have at "
-        f"most {MAX_RECORD_BYTES} bytes to fit in memory.",
-        "Split the document, or remove the file from data.path.",
-    )
+    rule = f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have "
+    rule += f"at most {MAX_RECORD_BYTES} bytes to fit in memory."
+    action = "Split the document, or remove the file from data.path."
+    return ConfigError.one(f"{file.path}:{number}", None, rule, action)
 
 
 def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
@@ -353,36 +337,26 @@ class JsonLines:
             digests.compute(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
-                raise ConfigError.one(
-                    "data.path",
-                    file.path,
-                    f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}.",
-                    "Unpack the file and set data.path to the result.",
-                )
+                rule = f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}."
+                action = "Unpack the file and set data.path to the result."
+                raise ConfigError.one("data.path", file.path, rule, action)
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
         # End index (exclusive) of the documents of each file.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
-            raise ConfigError.one(
-                "data.path",
-                files[0].path,
-                "must contain JSON objects, one per line: "
-                f"{pluralize(len(files), 'file')} without lines.",
-                "Set data.path to a file with lines, or data.source=corpus.",
-            )
+            rule = f"must contain JSON objects, one per line: {pluralize(len(files), 'file')} "
+            rule += "without lines."
+            action = "Set data.path to a file with lines, or data.source=corpus."
+            raise ConfigError.one("data.path", files[0].path, rule, action)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def _place(self, index: int) -> tuple[Lines, int]:
-        """Return the file that contains a line, and the line's index among the non-blank lines of
-        the file.
-        """
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        lines = self._lines[which]
-        return lines, index - int(self._ends[which]) + len(lines)
+        which, number = place_of(self._ends, index)
+        return self._lines[which], number
 
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         lines, number = self._place(index)
@@ -392,11 +366,8 @@ class JsonLines:
         try:
             return from_json(line)
         except ValueError as error:
-            raise BadRecord(
-                shorten(line),
-                f"must be a JSON object: {error}.",
-                'Write each document as an object such as {"text": "..."}, or remove the line.',
-            ) from error
+            action = 'Write each document as an object such as {"text": "..."}, or remove the line.'
+            raise BadRecord(shorten(line), f"must be a JSON object: {error}.", action) from error
 
     def where(self, index: int) -> str:
         lines, number = self._place(index)

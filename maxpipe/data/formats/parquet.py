@@ -23,26 +23,19 @@ from maxpipe.data.formats.files import (
     wrap_read_errors,
 )
 from maxpipe.data.formats.record_text import BadRecord, check_length, shorten
-from maxpipe.data.formats.source import Heartbeat, Progress, Record
+from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
 from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 
 def import_pyarrow(source: str) -> Any:
-    """Return the pyarrow package.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Return the pyarrow package; raise ConfigError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError.one(
-            "data.source",
-            source,
-            f"requires the package pyarrow: {error}.",
-            "Run: pip install 'maxpipe[parquet]'",
-        ) from error
+        rule = f"requires the package pyarrow: {error}."
+        action = "Run: pip install 'maxpipe[parquet]'"
+        raise ConfigError.one("data.source", source, rule, action) from error
     return pyarrow
 
 
@@ -55,34 +48,28 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
     """
     if columns is None:
         return None
-    found = [each if each in names else each.partition(".")[0] for each in columns]
-    return sorted(set(found)) if set(found) <= set(names) else None
+    needed = [column if column in names else column.partition(".")[0] for column in columns]
+    return sorted(set(needed)) if set(needed) <= set(names) else None
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
-    """Return a row of an Arrow table or batch as Python values.
-
-    Raises:
-        BadRecord: the row contains invalid UTF-8 or invalid values, or is too large.
-    """
+    """Return a row as Python values; raise BadRecord for invalid or large values."""
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
-    found = table.slice(row, 1)
-    for column in found.columns:
+    row_table = table.slice(row, 1)
+    for column in row_table.columns:
         # Any other column has a single value, which is already in memory.
         if is_nested(column.type):
             chunks = column.chunks if isinstance(column, ChunkedArray) else [column]
             check_length(sum(map(_value_bytes, chunks)))
     try:
-        return found.to_pylist()[0]
+        return row_table.to_pylist()[0]
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        raise BadRecord(
-            f"byte 0x{byte:02x} at offset {error.start}",
-            "must be UTF-8 text.",
-            "Write the column again as UTF-8, or remove the record.",
-        ) from error
+        rule = "must be UTF-8 text."
+        action = "Write the column again as UTF-8, or remove the record."
+        raise BadRecord(f"byte 0x{byte:02x} at offset {error.start}", rule, action) from error
     # for example, a date outside Python's range
     except (ValueError, OverflowError, ArithmeticError) as error:
         raise BadRecord(
@@ -91,9 +78,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the size in bytes of an array's values as Python objects. Unlike the array, these
-    repeat equal texts.
-    """
+    """Estimate the bytes of the values as Python objects, which repeat equal texts."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -107,7 +92,7 @@ def _value_bytes(array: Any) -> int:
         sizes = compute.binary_length(values).take(array.indices)
         return (compute.sum(sizes).as_py() or 0) + _VALUE_BYTES * len(array)
     if types.is_struct(kind):
-        return sum(_value_bytes(each) for each in array.flatten())
+        return sum(_value_bytes(part) for part in array.flatten())
     if types.is_nested(kind) and hasattr(array, "flatten"):
         return _VALUE_BYTES * len(array) + _value_bytes(array.flatten())
     if _is_text(kind):
@@ -150,26 +135,23 @@ class ParquetRows:
         largest = 0
         progress = Progress("reading parquet metadata (files)", len(files), moved)
         for number, file in enumerate(files):
-            with self._open_file(file) as found:
-                about = found.metadata
+            with self._open_file(file) as content:
+                about = content.metadata
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
                     raise ValueError(
                         f"{sum(counts[-1])} rows do not match the {about.num_rows} of the metadata"
                     )
-                some = columns_to_read(columns, found.schema_arrow.names)
+                some = columns_to_read(columns, content.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
-                largest = max([largest, *(_size(found.schema, each, some) for each in groups)])
+                largest = max([largest, *(_size(content.schema, group, some) for group in groups)])
             progress.update(number + 1)
-        self._group_ends = [np.cumsum(each, dtype=np.int64) for each in counts]
-        self._ends = np.cumsum([sum(each) for each in counts], dtype=np.int64)
+        self._group_ends = [np.cumsum(count, dtype=np.int64) for count in counts]
+        self._ends = np.cumsum([sum(count) for count in counts], dtype=np.int64)
         if not len(self):
-            raise ConfigError.one(
-                "data.path",
-                files[0].path,
-                f"must contain rows: {pluralize(len(files), 'file')} without rows.",
-                "Set data.path to files with rows.",
-            )
+            rule = f"must contain rows: {pluralize(len(files), 'file')} without rows."
+            action = "Set data.path to files with rows."
+            raise ConfigError.one("data.path", files[0].path, rule, action)
         if largest > _SLOW_GROUP_BYTES:
             _LOG.warning(
                 "%s has row groups of %d MiB, and each document needs its full row group: "
@@ -179,7 +161,6 @@ class ParquetRows:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without cached row groups."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -188,23 +169,12 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of the file that contains a row, and the index of the row in this
-        file.
-        """
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[which - 1]) if which else 0
-        return which, index - before
-
     def read(self, index: int, columns: list[str] | None = None) -> Record:
-        which, row = self._place(index)
-        ends = self._group_ends[which]
-        group = int(np.searchsorted(ends, row, side="right"))
-        table = self._group(which, group, columns)
-        return row_of(table, row - (int(ends[group - 1]) if group else 0))
+        which, row = place_of(self._ends, index)
+        group, row = place_of(self._group_ends[which], row)
+        return row_of(self._group(which, group, columns), row)
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
-        """Return a row group as a table. Recently read row groups are cached."""
         key = (which, group, columns is None)
         # The lock ensures that several threads that need the same row group read it only once.
         with self._lock:
@@ -212,24 +182,27 @@ class ParquetRows:
                 self._cached.move_to_end(key)
                 return self._cached[key]
             table = self._cached[key] = self._read_group(self.files[which], group, columns)
-            size = sum(each.nbytes for each in self._cached.values())
+            size = sum(group.nbytes for group in self._cached.values())
             while size > _CACHED_BYTES and len(self._cached) > 1:
                 size -= self._cached.popitem(last=False)[1].nbytes
             return table
 
     def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
-        with self._open_file(file) as found:
-            about = found.metadata.row_group(group)
-            some = columns_to_read(columns, found.schema_arrow.names)
+        with self._open_file(file) as content:
+            about = content.metadata.row_group(group)
+            some = columns_to_read(columns, content.schema_arrow.names)
             where = f"{file.path}: row group {group}"
-            if (size := _size(found.schema, about, some)) > MAX_GROUP_BYTES:
+            if (size := _size(content.schema, about, some)) > MAX_GROUP_BYTES:
                 raise _too_large_error(where, about.num_rows, f"the columns need {size}")
-            texts, most_rows = _dictionaries(about, some), _rows_per_read(found.schema, about, some)
-        with self._open_file(file, where, read_dictionary=texts) as found:
+            texts, most_rows = (
+                _dictionaries(about, some),
+                _rows_per_read(content.schema, about, some),
+            )
+        with self._open_file(file, where, read_dictionary=texts) as content:
             if most_rows >= about.num_rows:
-                table = found.read_row_group(group, columns=some)
+                table = content.read_row_group(group, columns=some)
             elif most_rows:
-                table = _read_in_parts(found, where, group, some, most_rows)
+                table = _read_in_parts(content, where, group, some, most_rows)
             else:
                 how = "delta-encoded texts in lists may need more"
                 raise _too_large_error(where, about.num_rows, how)
@@ -259,7 +232,7 @@ class ParquetRows:
                 ) from error
 
     def where(self, index: int) -> str:
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         return f"{self.files[which].path}: row {row}"
 
     def fingerprint(self, chosen: str) -> str:
@@ -267,11 +240,12 @@ class ParquetRows:
 
 
 def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
-    """Yield the column chunks of a row group that belong to these columns."""
     for number in range(group.num_columns):
         chunk = group.column(number)
         path = chunk.path_in_schema
-        if columns is None or any(path == each or path.startswith(f"{each}.") for each in columns):
+        if columns is None or any(
+            path == column or path.startswith(f"{column}.") for column in columns
+        ):
             yield chunk
 
 
@@ -295,7 +269,7 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
     With delta encoding, a file stores a prefix that a text shares with the previous text only once.
     In memory, the prefix is repeated.
     """
-    found = group.num_rows
+    rows = group.num_rows
     repeats = {
         schema.column(i).path: schema.column(i).max_repetition_level > 0 for i in range(len(schema))
     }
@@ -304,35 +278,32 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
             continue
         longest = max(1, chunk.total_uncompressed_size)
         if not repeats[chunk.path_in_schema]:
-            found = min(found, max(1, MAX_GROUP_BYTES // longest))
+            rows = min(rows, max(1, MAX_GROUP_BYTES // longest))
         elif chunk.num_values * longest > MAX_GROUP_BYTES:
             return 0
-    return found
+    return rows
 
 
-def _read_in_parts(found: Any, where: str, group: int, columns: list[str] | None, rows: int) -> Any:
-    """Return a row group as a table. The row group is read `rows` rows at a time, and the total
-    size is checked.
-    """
+def _read_in_parts(
+    content: Any, where: str, group: int, columns: list[str] | None, rows: int
+) -> Any:
+    """Return a row group that is read `rows` rows at a time, checking the total size."""
     import pyarrow
 
     parts, size = [], 0
-    for part in found.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+    for part in content.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
         parts.append(part)
         size += part.nbytes
         if size > MAX_GROUP_BYTES:
-            num_rows = found.metadata.row_group(group).num_rows
+            num_rows = content.metadata.row_group(group).num_rows
             raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} need {size}")
     return pyarrow.Table.from_batches(parts)
 
 
 def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
-    return ConfigError.one(
-        where,
-        f"{num_rows} rows",
-        f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}.",
-        "Write the file again with smaller row groups (row_group_size=10000).",
-    )
+    rule = f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}."
+    action = "Write the file again with smaller row groups (row_group_size=10000)."
+    return ConfigError.one(where, f"{num_rows} rows", rule, action)
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
@@ -345,6 +316,6 @@ def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
         chunk.path_in_schema
         for chunk in _chunks(group, columns)
         if chunk.physical_type == "BYTE_ARRAY"
-        and any("DICTIONARY" in each for each in chunk.encodings)
-        and not any("DELTA" in each for each in chunk.encodings)
+        and any("DICTIONARY" in encoding for encoding in chunk.encodings)
+        and not any("DELTA" in encoding for encoding in chunk.encodings)
     ]

@@ -17,9 +17,7 @@ ReadTarget = str | Callable[[], str]
 
 
 class track_read:
-    """Context manager that records a read in this thread. A document read is nested in the source
-    read that contains it.
-    """
+    """Record a read in this thread. A source read may contain document reads."""
 
     __slots__ = ("_reads", "begun", "verb", "what")
 
@@ -63,34 +61,34 @@ class TrackedRead(NamedTuple):
 
 
 def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
-    return TrackedRead(reads[-1].begun, reads[-1].verb, tuple(each.what for each in reads))
+    return TrackedRead(reads[-1].begun, reads[-1].verb, tuple(read.what for read in reads))
 
 
 def _describe_target(what: ReadTarget) -> str:
     """Return a description of a target for messages, or an empty string after `_LOCATE_SECONDS`."""
     if isinstance(what, str):
         return what
-    found: list[str] = []
+    places: list[str] = []
 
     def look() -> None:
         with contextlib.suppress(Exception):  # access to the file may fail
-            found.append(what())
+            places.append(what())
 
     looking = threading.Thread(target=look, name="place of a read", daemon=True)
     looking.start()
     looking.join(_LOCATE_SECONDS)
-    return found[0] if found else ""
+    return places[0] if places else ""
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Return the document read that has been active for the longest time; None if no read is
-    active.
-    """
-    threads = [list(each) for each in list(_ACTIVE_READS.values())]
-    found = [
-        _innermost_read(each) for each in threads if each and not isinstance(each[-1].what, str)
+    """Return the document read that has been active for the longest time, if any."""
+    threads = [list(reads) for reads in list(_ACTIVE_READS.values())]
+    active = [
+        _innermost_read(thread)
+        for thread in threads
+        if thread and not isinstance(thread[-1].what, str)
     ]
-    return min(found, key=lambda each: each.begun, default=None)
+    return min(active, key=lambda read: read.begun, default=None)
 
 
 class ReadTimes(NamedTuple):
@@ -105,8 +103,6 @@ class ReadTimes(NamedTuple):
 
 
 class _ReadTimeSums:
-    """Statistics of the reads since the last call of `take`. Thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now = ReadTimes({}, None, 0.0)

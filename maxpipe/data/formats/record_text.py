@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,9 @@ def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[
     Without a chat template, the system message of text pairs is not read.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
-        found = _pair_keys(record, halves)
+        keys = _pair_keys(record, halves)
         is_text = all(isinstance(record[name], str) for name in halves)
-        return found | (_system(record) if with_template or not is_text else {})
+        return keys | (_system(record) if with_template or not is_text else {})
     if name := _messages_name(record):
         return {"data.chat": "messages", "data.messages_field": name} | _system(record)
     prompt = _prompt(record)
@@ -74,20 +74,16 @@ def settings_text(keys: Settings) -> str:
 
 
 def text_template(record: Mapping[str, Any]) -> str:
-    """Return a `data.template` that contains the prompt and the response of a record; empty if a
-    field is not text.
-    """
+    """Return a `data.template` with prompt and response; empty if a field is not text."""
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
-    joined = [name for each in names for name in each]
+    joined = [name for group in names for name in group]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
         return ""
     return template_of_fields([*_present_text_fields(record, SYSTEMS), *joined])
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty if templates cannot contain one of the
-    names.
-    """
+    """Return a template with one line per field; empty for names that templates cannot contain."""
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
     return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
@@ -99,26 +95,20 @@ def text_fields(record: Mapping[str, Any]) -> list[str]:
     Fields with texts of several words come first, and longer texts come before shorter texts. If
     the record has a field `text`, only `text` is returned.
     """
-    found = dict(_all_texts(record))
-    if "text" in found:
-        return ["text"]
-    return sorted(found, key=lambda name: (not has_words(found[name]), -len(found[name])))
-
-
-def _all_texts(record: Mapping[str, Any]) -> Iterator[tuple[str, str | bytes]]:
+    texts: dict[str, str | bytes] = {}
     for name, value in record.items():
-        if isinstance(value, str | bytes):
-            yield name, value
-        elif isinstance(value, Mapping):
-            for inner, text in value.items():
-                if isinstance(text, str | bytes):
-                    yield f"{name}.{inner}", text
+        inner = value if isinstance(value, Mapping) else {}
+        fields = {name: value} | {f"{name}.{key}": text for key, text in inner.items()}
+        texts |= {key: text for key, text in fields.items() if isinstance(text, str | bytes)}
+    if "text" in texts:
+        return ["text"]
+    return sorted(texts, key=lambda name: (not has_words(texts[name]), -len(texts[name])))
 
 
 def has_words(text: str | bytes) -> bool:
     """Return whether a text contains two adjacent words, unlike an id or a date."""
-    found = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-    return _WORDS.search(found) is not None
+    decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+    return _WORDS.search(decoded) is not None
 
 
 # Parts of a record.
@@ -138,28 +128,27 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
 
 
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
-    """Return whether both responses include the prompt, and no separate prompt field matches the
-    included prompt.
-    """
+    """Return whether both responses include the prompt, and no prompt field matches it."""
     values = [record[name] for name in halves]
-    if all(_are_messages(each) for each in values):
+    if all(_are_messages(value) for value in values):
         first = values[0][0]
         if first.get("role", first.get("from")) in ("assistant", "gpt"):
             return False
         said, text = record.get(prompt), first.get("content", first.get("value"))
         return said != text and not (isinstance(said, list) and said == values[0][: len(said)])
-    return all(isinstance(each, str) for each in values) and not (prompt or _messages_name(record))
+    return all(isinstance(value, str) for value in values) and not (
+        prompt or _messages_name(record)
+    )
 
 
 def _prompt(record: Mapping[str, Any]) -> str:
-    """Return the prompt field, or a template with the prompt field and its context fields."""
     prompts = [
         name for name in _present_fields(record, _PROMPTS) if _is_text_or_messages(record[name])
     ]
     if not prompts:
         return ""
     name = prompts[0]
-    contexts = [each for each in _present_text_fields(record, CONTEXTS) if each != name]
+    contexts = [field for field in _present_text_fields(record, CONTEXTS) if field != name]
     if not contexts or not isinstance(record[name], str):
         return name
     return template_of_fields([name, *contexts]) or name
@@ -171,7 +160,6 @@ def _system(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _messages_name(record: Mapping[str, Any]) -> str:
-    """Return the name of the messages field; empty if the record has no messages field."""
     for name in _MESSAGES:
         if _are_messages(record.get(name)) or (name in record and _are_turns(record[name])):
             return name
@@ -182,21 +170,19 @@ def _messages_name(record: Mapping[str, Any]) -> str:
 
 
 def _present_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Return the fields whose names match (ignoring case) and whose values are text, a list or a
-    message.
-    """
+    """Return the fields with these names (ignoring case) that are text, a list or a message."""
     lower = {str(name).lower(): name for name in reversed([*record])}
     lower |= {name: name for name in names if name in record}
-    found = [lower[name] for name in names if name in lower]
-    return [name for name in dict.fromkeys(found) if _is_text_or_list(record[name])]
+    present = [lower[name] for name in names if name in lower]
+    return [
+        name
+        for name in dict.fromkeys(present)
+        if isinstance(record[name], str | list | tuple) or _have_roles([record[name]])
+    ]
 
 
 def _present_text_fields(record: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     return [name for name in _present_fields(record, names) if isinstance(record[name], str)]
-
-
-def _is_text_or_list(value: Any) -> bool:
-    return isinstance(value, str | list | tuple) or _have_roles([value])
 
 
 def _is_text_or_messages(value: Any) -> bool:
@@ -205,18 +191,18 @@ def _is_text_or_messages(value: Any) -> bool:
 
 def _are_messages(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and bool(value)
-    return is_list and all(isinstance(each, Mapping) for each in value)
+    return is_list and all(isinstance(item, Mapping) for item in value)
 
 
 def _have_roles(value: Any) -> bool:
     if not _are_messages(value):
         return False
-    return all("role" in each or "from" in each or {*each} >= {"input", "output"} for each in value)
+    return all("role" in item or "from" in item or {*item} >= {"input", "output"} for item in value)
 
 
 def _are_turns(value: Any) -> bool:
     is_list = isinstance(value, list | tuple) and len(value) > 1
-    return is_list and all(isinstance(each, str) for each in value)
+    return is_list and all(isinstance(item, str) for item in value)
 
 
 _MAX_DEPTH = 256
@@ -224,9 +210,7 @@ _MAX_DEPTH = 256
 _ANYTHING: Any = Any
 _SHOWN = 120
 MAX_RECORD_BYTES = 1 << 28
-"""Maximum size of a record in bytes, because the text and tokens of a document must fit in
-memory.
-"""
+"""Maximum bytes of a record. Text and tokens of a document must fit in memory."""
 
 
 class BadRecord(Exception):
@@ -241,9 +225,7 @@ _MISSING = object()
 
 
 class TextExtractor:
-    """Extractor for the text of records. The text is the record itself, a column, or a filled
-    template.
-    """
+    """Extractor for text: the record itself, a column, or a filled template."""
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
@@ -261,11 +243,7 @@ class TextExtractor:
         return f"template {self._template}" if self._template else self._field
 
     def __call__(self, record: str | Mapping[str, Any]) -> str:
-        """Return the text of a record.
-
-        Raises:
-            BadRecord: the column is missing or has the wrong type.
-        """
+        """Return the text of a record; raise BadRecord without a column that contains text."""
         if isinstance(record, str):
             return record
         if self._template:
@@ -281,13 +259,12 @@ class TextExtractor:
         raise self._no_text(record, value)
 
     def _no_text(self, record: Mapping[str, Any], value: object) -> BadRecord:
-        found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-        rule = f"must have text in data.text_field ({self._field}), which {found}."
+        state = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+        rule = f"must have text in data.text_field ({self._field}), which {state}."
         return BadRecord(_fields(record), rule, _suggest_settings(record))
 
 
 def _suggest_settings(record: Mapping[str, Any]) -> str:
-    """Return the suggested action for a record without the expected text field."""
     chat, template = chat_settings(record), text_template(record)
     actions = [f"{chat} to render conversations with a chat template"] if chat else []
     if template:
@@ -337,14 +314,12 @@ def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
 
 
 def value_of(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. `a.b` refers to field `b` of column `a`, unless a column is
-    named `a.b`.
-    """
+    """Return the value of a column. `a.b` is field `b` of `a` unless a column has this name."""
     if name in record:
         return record[name]
-    first, dot, rest = name.partition(".")
+    first, dot, inner_name = name.partition(".")
     inner = record.get(first)
-    return value_of(inner, rest) if dot and isinstance(inner, Mapping) else _MISSING
+    return value_of(inner, inner_name) if dot and isinstance(inner, Mapping) else _MISSING
 
 
 def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template") -> str:
@@ -353,12 +328,9 @@ def _fill_field(record: Mapping[str, Any], name: str, key: str = "data.template"
         return _text(value)
     if isinstance(value, (bool, int, float, np.generic)):
         return str(value)
-    found = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
-    raise BadRecord(
-        _fields(record),
-        f"must have text or a number in the column {name} of {key}, which {found}.",
-        f"Correct {key}, or add the column to every record.",
-    )
+    state = "is missing" if value is _MISSING else f"is of type {type(value).__name__}"
+    rule = f"must have text or a number in the column {name} of {key}, which {state}."
+    raise BadRecord(_fields(record), rule, f"Correct {key}, or add the column to every record.")
 
 
 def _is_absent(value: object) -> bool:
@@ -378,25 +350,14 @@ def _text(value: str | bytes) -> str:
 
 
 def check_length(size_bytes: int) -> None:
-    """Check the size of a record.
-
-    Raises:
-        BadRecord: the record is too large.
-    """
+    """Raise BadRecord if a record is too large."""
     if size_bytes > MAX_RECORD_BYTES:
-        raise BadRecord(
-            f"{size_bytes} bytes",
-            f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory.",
-            "Split the document.",
-        )
+        rule = f"must be at most {MAX_RECORD_BYTES} bytes long to fit in memory."
+        raise BadRecord(f"{size_bytes} bytes", rule, "Split the document.")
 
 
 def from_json(raw: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a record.
-
-    Raises:
-        ValueError: the record is not JSON, is not an object, or is nested too deeply.
-    """
+    """Parse the JSON object of a record; raise ValueError for other or too deep values."""
     value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
         raise ValueError(f"the value is of type {type(value).__name__}")
@@ -404,11 +365,7 @@ def from_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_utf8(raw: bytes, errors: str = "strict") -> str:
-    """Return UTF-8 bytes as text.
-
-    Raises:
-        BadRecord: the bytes are not UTF-8.
-    """
+    """Return UTF-8 bytes as text; raise BadRecord if they are not UTF-8."""
     try:
         return raw.decode("utf-8", errors)
     except UnicodeDecodeError as error:

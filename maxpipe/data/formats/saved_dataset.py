@@ -17,7 +17,7 @@ import numpy as np
 from maxpipe.data.formats.files import File, digest, identities, read, stat_files, wrap_read_errors
 from maxpipe.data.formats.parquet import columns_to_read, import_pyarrow, row_of
 from maxpipe.data.formats.record_text import BadRecord, shorten
-from maxpipe.data.formats.source import Record
+from maxpipe.data.formats.source import Record, place_of
 from maxpipe.errors import ConfigError
 from maxpipe.io import files as boundary
 from maxpipe.io.files import url_scheme
@@ -67,17 +67,12 @@ class SavedDataset:
             self._batches += _batches(number, file)
         rows = [batch.num_rows for batch in self._batches]
         self._ends = np.cumsum(rows, dtype=np.int64)
-        self._batch_files = np.array([each.file for each in self._batches], np.int64)
+        self._batch_files = np.array([part.file for part in self._batches], np.int64)
         if not sum(rows):
-            raise ConfigError.one(
-                "data.path",
-                paths[0],
-                "must contain rows; the dataset is empty.",
-                "Save the dataset again.",
-            )
+            rule = "must contain rows; the dataset is empty."
+            raise ConfigError.one("data.path", paths[0], rule, "Save the dataset again.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling, without cached batches."""
         return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,17 +81,10 @@ class SavedDataset:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return the index of the batch that contains a row, and the index of the row in this
-        batch.
-        """
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return which, index - (int(self._ends[which - 1]) if which else 0)
-
     def read(self, index: int, columns: list[str] | None = None) -> Record:
         import pyarrow
 
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         batch = self._batch(which)
         if some := columns_to_read(columns, batch.schema.names):
             batch = batch.select(some)
@@ -109,20 +97,19 @@ class SavedDataset:
         return row_of(batch, row)
 
     def _batch(self, which: int) -> Any:
-        """Return a batch. Recently read batches are cached."""
         # The lock ensures that several threads that need the same batch read it only once.
         with self._lock:
             if which not in self._cached:
                 batch = self._batches[which]
                 self._cached[which] = batch.read(self.files[batch.file])
-                size = sum(self._batches[each].size_bytes for each in self._cached)
+                size = sum(self._batches[number].size_bytes for number in self._cached)
                 while size > _CACHED_BYTES and len(self._cached) > 1:
                     size -= self._batches[self._cached.popitem(last=False)[0]].size_bytes
             self._cached.move_to_end(which)
             return self._cached[which]
 
     def where(self, index: int) -> str:
-        which, row = self._place(index)
+        which, row = place_of(self._ends, index)
         number = int(self._batch_files[which])
         first = int(np.searchsorted(self._batch_files, number))
         before = int(self._ends[which - 1] if which else 0)
@@ -140,52 +127,35 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def _data_files(path: str) -> list[File]:
-    """Return the Arrow files of a saved dataset, in the order listed in the state file."""
     if url_scheme(path):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must be in a file system with data.source=huggingface.",
-            "Copy the folder to a disk, or mount the bucket as a folder.",
-        )
+        rule = "must be in a file system with data.source=huggingface."
+        action = "Copy the folder to a disk, or mount the bucket as a folder."
+        raise ConfigError.one("data.path", path, rule, action)
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, _SPLITS)):
         splits = _read(folder, _SPLITS, _Splits)["splits"]
         if _SPLIT not in splits:
             there = f" (found {', '.join(splits[:8])})" if splits else ""
-            raise ConfigError.one(
-                "data.path",
-                path,
-                f"must have a split {_SPLIT}{there}.",
-                f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}.",
-            )
+            action = f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}."
+            raise ConfigError.one("data.path", path, f"must have a split {_SPLIT}{there}.", action)
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the Hugging "
-            "Face hub is not read.",
-            "Save it once: python -c \"import datasets; datasets.load_dataset('NAME')"
-            ".save_to_disk('DIR')\", then set data.path=DIR.",
-        )
+        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the "
+        rule += "Hugging Face hub is not read."
+        action = 'Save it once: python -c "import datasets; '
+        action += "datasets.load_dataset('NAME').save_to_disk('DIR')\", then set data.path=DIR."
+        raise ConfigError.one("data.path", path, rule, action)
     state = _read(folder, _STATE, _State)
     if state.get("_indices_data_files"):
-        raise ConfigError.one(
-            "data.path",
-            path,
-            "must contain its rows, not a selection by index.",
-            "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR').",
-        )
-    names = [each["filename"] for each in state["_data_files"]]
+        rule = "must contain its rows, not a selection by index."
+        action = "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR')."
+        raise ConfigError.one("data.path", path, rule, action)
+    names = [file["filename"] for file in state["_data_files"]]
     for name in names:
         if name != os.path.basename(name) or not name.endswith(".arrow"):
-            raise ConfigError.one(
-                os.path.join(folder, _STATE),
-                shorten(name),
-                "must list Arrow files in this folder.",
-                "Save the dataset again.",
-            )
+            rule = "must list Arrow files in this folder."
+            action = "Save the dataset again."
+            raise ConfigError.one(os.path.join(folder, _STATE), shorten(name), rule, action)
     return [file for name in names for file in stat_files([os.path.join(folder, name)], folder)]
 
 
@@ -195,12 +165,8 @@ def _read(folder: str, name: str, kind: Any) -> Any:
         with wrap_read_errors(path):
             return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
-        raise ConfigError.one(
-            "data.path",
-            path,
-            f"must be a file of save_to_disk: {error}.",
-            "Save the dataset again.",
-        ) from error
+        rule = f"must be a file of save_to_disk: {error}."
+        raise ConfigError.one("data.path", path, rule, "Save the dataset again.") from error
 
 
 class _Batch(NamedTuple):
@@ -219,14 +185,10 @@ class _Batch(NamedTuple):
         return self.stop - self.start
 
     def read(self, file: File) -> Any:
-        """Return the batch.
-
-        Raises:
-            ConfigError: the batch cannot be read.
-        """
+        """Return the batch; raise ConfigError if it cannot be read."""
         import pyarrow
 
-        parts = [read(file, *each) for each in (*self.needed, (self.start, self.stop))]
+        parts = [read(file, *ends) for ends in (*self.needed, (self.start, self.stop))]
         try:
             with pyarrow.ipc.open_stream(pyarrow.py_buffer(b"".join([*parts, _END]))) as reader:
                 batch = reader.read_next_batch()
@@ -239,7 +201,6 @@ class _Batch(NamedTuple):
 
 
 def _batches(number: int, file: File) -> list[_Batch]:
-    """Return the record batches of a file."""
     import pyarrow
 
     batches: list[_Batch] = []
@@ -268,12 +229,9 @@ def _batches(number: int, file: File) -> list[_Batch]:
 
 
 def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
-    return ConfigError.one(
-        "data.path",
-        file.path,
-        f"must be a complete file of a saved dataset: {shorten(str(error))}.",
-        "Copy the file again from an intact source, or save the dataset again.",
-    )
+    rule = f"must be a complete file of a saved dataset: {shorten(str(error))}."
+    action = "Copy the file again from an intact source, or save the dataset again."
+    return ConfigError.one("data.path", file.path, rule, action)
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.record_text import BadRecord, TextExtractor
 from maxpipe.errors import ConfigError, Problem
@@ -55,9 +57,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a digest that is fast to compute, of file names, sizes, document counts, and first
-        and last bytes.
-        """
+        """Return a fast digest of file names, sizes, document counts, and first and last bytes."""
         ...
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
@@ -69,12 +69,14 @@ class Source(Protocol):
         ...
 
     def check_unchanged(self, moved: Heartbeat | None = None) -> None:
-        """Check that no file has changed since `content` was first called.
-
-        Raises:
-            ConfigError: a file has changed.
-        """
+        """Raise ConfigError if a file changed since `content` was first called."""
         ...
+
+
+def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """Return the part that contains an index, and the index in this part. `ends` are exclusive."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
 
 
 class Records(Protocol):
@@ -201,8 +203,7 @@ class RecordSource:
         if count <= _NAMED:
             # The content of a record may contain terminal control sequences.
             _LOG.warning(
-                "%s Skipped: counts as an empty document.",
-                redact.redact_for_terminal(problem.line),
+                "%s Skipped: counts as an empty document.", redact.redact_for_terminal(problem.line)
             )
         if count == _NAMED:
             _LOG.warning("%s: further skipped records are counted but not logged", self.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypedDict
 
@@ -25,12 +25,14 @@ from maxpipe.data.prepared.manifest import (
     FileEntry,
     FolderKind,
     append_journal,
+    check_sizes,
     differences,
     dtype_for,
     fsync_folder,
     read_checksummed,
     replay_journal,
     shard_name,
+    shorten_lines,
     suggest_action,
 )
 from maxpipe.data.prepared.range_reader import (
@@ -115,9 +117,7 @@ def spec_of(
 
 
 def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
-    """Return the dtype of a record: the digest of the sequence, and K token ids with
-    log-probabilities per position.
-    """
+    """Return the dtype of a record: sequence digest, and K ids with log-probabilities."""
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
     return np.dtype(fields)  # type: ignore[call-overload]
@@ -154,9 +154,7 @@ class LogitsBatch(NamedTuple):
 
 
 class LogitsWriter:
-    """Writer for a logits folder, which holds the journal lock and starts at the first missing
-    sequence.
-    """
+    """Writer for a logits folder, starting at the first missing sequence."""
 
     def __init__(self, folder: Path, journal: BinaryIO, spec: LogitsSpec):
         self._folder, self._journal, self._spec = folder, journal, spec
@@ -167,9 +165,7 @@ class LogitsWriter:
         begun = replay_journal(
             journal,
             lambda line: check_same(folder, parse_checksummed(line, LogitsSpec), spec),
-            lambda line: self._shards.append(
-                self._check_on_disk(parse_checksummed(line, LogitsShardEntry))
-            ),
+            self._resume_shard,
         )
         if not begun:
             append_journal(journal, spec)
@@ -179,13 +175,10 @@ class LogitsWriter:
         """Number of sequences in complete shards on disk."""
         return sum(shard["rows"] for shard in self._shards)
 
-    def _check_on_disk(self, shard: LogitsShardEntry) -> LogitsShardEntry:
-        """Return the shard if its files are on disk; otherwise raise OSError or ValueError."""
-        for suffix, entry in shard["files"].items():
-            path = self._folder / shard_name(len(self._shards), suffix)
-            if path.stat().st_size != entry["bytes"]:
-                raise ValueError("the file is truncated")
-        return shard
+    def _resume_shard(self, line: bytes) -> None:
+        shard = parse_checksummed(line, LogitsShardEntry)
+        check_sizes(self._folder, len(self._shards), shard["files"])
+        self._shards.append(shard)
 
     def add(self, answers: LogitsBatch) -> None:
         """Append the logits of consecutive sequences."""
@@ -231,19 +224,18 @@ class LogitsWriter:
         self._file, self._rows = None, 0
 
 
-def check_same(folder: Path, found: LogitsSpec, spec: LogitsSpec) -> None:
+def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
     """Raise ConfigError if the folder was written for another teacher or other sequences."""
-    theirs, ours = (_comparable_spec(each) for each in (found, spec))
+    theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains logits prepared with other settings: {'; '.join(lines[:4])}{more}."
+        rule = f"contains logits prepared with other settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
 def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
     """Return the spec without the teacher's name, so the parameters alone identify the teacher."""
-    found = {name: spec.get(name) for name in LogitsSpec.__annotations__}
-    return {**found, "teacher": spec["teacher"]["digest"]}
+    parts = {name: spec.get(name) for name in LogitsSpec.__annotations__}
+    return {**parts, "teacher": spec["teacher"]["digest"]}
 
 
 # Reading.
@@ -258,25 +250,22 @@ def has_manifest(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> LogitsManifest:
-    """Return the manifest in a folder or at `gs://BUCKET/PATH`. Raises the same errors as
-    `manifest.read_manifest`.
-    """
+    """Return the manifest of a folder. Raises the errors of `manifest.read_manifest`."""
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
-def _check(found: LogitsManifest) -> None:
-    """Raise ValueError if values in the manifest are inconsistent."""
-    sizes = [found[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
-    if min(sizes) < 1 or found["top_k"] > found["vocab_size"]:
+def _check(manifest: LogitsManifest) -> None:
+    sizes = [manifest[name] for name in ("top_k", "row_tokens", "shard_rows", "vocab_size")]
+    if min(sizes) < 1 or manifest["top_k"] > manifest["vocab_size"]:
         raise ValueError(f"the sizes are inconsistent: {sizes}")
-    for name, facts in found["sources"].items():
+    for name, facts in manifest["sources"].items():
         if type(count := facts.get("sequences")) is not int or count < 1:
             raise ValueError(f"source {name!r} has {count} sequences")
-    size, left = _record_dtype_of_spec(found).itemsize, num_sequences(found)
-    for number, shard in enumerate(found["shards"]):
+    size, left = _record_dtype_of_spec(manifest).itemsize, num_sequences(manifest)
+    for number, shard in enumerate(manifest["shards"]):
         if sorted(shard["files"]) != sorted((BIN, CRC_FILE)):
             raise ValueError(f"shard {number} has unexpected files")
-        rows = min(found["shard_rows"], left)
+        rows = min(manifest["shard_rows"], left)
         if shard["rows"] != rows or shard["files"][BIN]["bytes"] != rows * size:
             raise ValueError(f"shard {number} must have {rows} sequences")
         left -= rows
@@ -299,22 +288,22 @@ def open_logits(
         ConfigError: the logits were computed for other sequences or with other settings.
         StorageError: the folder is damaged or cannot be read.
     """
-    found = read_manifest(folder)
-    then = f"the value of {folder}, prepared with {found['teacher']['name']}"
+    manifest = read_manifest(folder)
+    then = f"the value of {folder}, prepared with {manifest['teacher']['name']}"
     for key, before, now in (
-        ("model.vocab_size", found["vocab_size"], vocab_size),
-        ("train.sequence_length", found["row_tokens"], row_tokens),
-        ("distill.temperature", found["temperature"], temperature),
+        ("model.vocab_size", manifest["vocab_size"], vocab_size),
+        ("train.sequence_length", manifest["row_tokens"], row_tokens),
+        ("distill.temperature", manifest["temperature"], temperature),
     ):
         if before != now:
             action = f"Set {key}={before}, or prepare a folder for this run."
             raise ConfigError.one(key, now, f"must be {before}, {then}.", action)
-    if top_k > (most := found["top_k"]):
+    if top_k > (most := manifest["top_k"]):
         rule = f"must be at most {most}, {then}."
         raise ConfigError.one("distill.top_k", top_k, rule, f"Set distill.top_k={most}.")
     lines = []
     for name, facts in sources.items():
-        before = found["sources"].get(name)
+        before = manifest["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
         lines += ["no sequences of " + named] if before is None else []
         if before is not None and CONTENT_KEY not in before:  # an earlier release wrote the folder
@@ -322,13 +311,10 @@ def open_logits(
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
         more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise ConfigError.one(
-            _LOGITS_FOLDER.key,
-            folder,
-            f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}.",
-            "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again.",
-        )
-    return LogitsReader(folder, found, top_k)
+        rule = f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}."
+        action = "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again."
+        raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
+    return LogitsReader(folder, manifest, top_k)
 
 
 class LogitsReader:
@@ -364,13 +350,10 @@ class LogitsReader:
         record = np.frombuffer(file.read(place * size, (place + 1) * size), self._record)[0]
         if int(record["digest"]) != sequence_digest(row):
             named = f" of {source}" if source else ""
-            raise ConfigError.one(
-                _LOGITS_FOLDER.key,
-                self._folder,
-                f"must contain logits of the run's documents: sequence {sequence}{named} has other "
-                "tokens than during preparation.",
-                "Restore the documents, or prepare the folder again.",
-            )
+            rule = f"must contain logits of the run's documents: sequence {sequence}{named} has "
+            rule += "other tokens than during preparation."
+            action = "Restore the documents, or prepare the folder again."
+            raise ConfigError.one(_LOGITS_FOLDER.key, self._folder, rule, action)
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
             raise damaged_error(file.path, f"sequence {place} has the id {int(ids.max())}")
@@ -385,10 +368,3 @@ class LogitsReader:
         if len(crcs) != -(-size // BLOCK_BYTES):
             raise damaged_error(crc, f"the file has {len(crcs)} CRCs for {size} bytes")
         return ChecksummedReader(open_range_reader(path), size, crcs, self._piece_cache)
-
-
-def entries(manifest: LogitsManifest) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the name and the manifest entry of each file."""
-    for number, shard in enumerate(manifest["shards"]):
-        for suffix, entry in sorted(shard["files"].items()):
-            yield shard_name(number, suffix), entry

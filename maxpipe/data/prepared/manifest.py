@@ -31,7 +31,7 @@ import re
 import signal
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, TypeVar
@@ -61,9 +61,7 @@ _FLOATS = (6, 7)
 
 @dataclass(frozen=True, slots=True)
 class IndexLayout:
-    """Id dtype and table positions of an index. `num_bounds` is the number of documents plus
-    one.
-    """
+    """Layout of an index. `num_bounds` is the number of documents plus one."""
 
     dtype: np.dtype
     num_sequences: int
@@ -92,11 +90,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 
 
 def parse(raw: bytes, size: int) -> IndexLayout:
-    """Parse the header of an index of `size` bytes and return the layout.
-
-    Raises:
-        ValueError: the file is not an index, is truncated, or has an unsupported format.
-    """
+    """Parse the header of an index of `size` bytes; raise ValueError if it is unsupported."""
     if raw.startswith(_OLD_MAGIC):
         raise ValueError("the format is TNTIDX, the predecessor of MMIDIDX")
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
@@ -108,20 +102,18 @@ def parse(raw: bytes, size: int) -> IndexLayout:
         raise ValueError(f"the ids are floats, type {code}")
     if code not in _TYPES:
         raise ValueError(f"the ids have the unknown type {code}")
-    found = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
+    layout = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
     # Multimodal indexes contain an additional byte per sequence, which is ignored.
-    if size not in (found.end, found.end + num_sequences):
+    if size not in (layout.end, layout.end + num_sequences):
         raise ValueError(
-            f"{num_sequences} sequences and {num_bounds} bounds require {found.end} "
+            f"{num_sequences} sequences and {num_bounds} bounds require {layout.end} "
             f"bytes, and the file has {size}"
         )
-    return found
+    return layout
 
 
 def encode_index(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
-    """Yield the parts of an index in which each document is one sequence. `lengths` is int64
-    [documents].
-    """
+    """Yield an index of one sequence per document. `lengths` is int64 [documents]."""
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == dtype)
     yield _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1)
     yield lengths.astype("<i4").tobytes()
@@ -134,9 +126,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raise ConfigError if the output folder exists but contains neither this manifest nor a
-    journal.
-    """
+    """Raise ConfigError unless the folder is new, or has this manifest or a journal."""
     check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return
@@ -203,9 +193,7 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP was received. The class derives from BaseException, so that the signal is
-    not handled as an ordinary error.
-    """
+    """SIGTERM or SIGHUP was received. Not an Exception, so no handler of errors catches it."""
 
 
 @contextlib.contextmanager
@@ -299,9 +287,7 @@ class FileEntry(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """Shard of consecutive documents, with its files keyed by suffix. Token counts include BOS and
-    EOS.
-    """
+    """Shard of documents, with files by suffix. Token counts include BOS and EOS."""
 
     documents: int
     unreadable: int
@@ -336,9 +322,7 @@ class SourceEntry(TypedDict):
     data: dict[str, Any]
     seed: int
     chat: NotRequired[str]
-    """Fingerprint of the settings that determine the ids and masks of conversations; see
-    `ConversationEncoder.fingerprint`.
-    """
+    """Fingerprint of the conversations; see `ConversationEncoder.fingerprint`."""
     day: NotRequired[str]
     """Date used by the chat template, if the template renders a date."""
 
@@ -379,8 +363,8 @@ def spec_of(
     `chat` is the fingerprint of the conversations; empty for texts. `day` is the date that the chat
     template renders.
     """
-    keys = {each.name: getattr(data, each.name) for each in dataclasses.fields(SourceConfig)}
-    found: SourceEntry = {
+    keys = {key.name: getattr(data, key.name) for key in dataclasses.fields(SourceConfig)}
+    entry: SourceEntry = {
         "name": source.name,
         "fingerprint": source.fingerprint(),
         "documents": len(source),
@@ -388,14 +372,14 @@ def spec_of(
         "seed": seed,
     }
     if content := source.content():
-        found["content"] = dict(content)
+        entry["content"] = dict(content)
     if chat:
-        found["chat"] = chat
+        entry["chat"] = chat
     if day:
-        found["day"] = day
+        entry["day"] = day
     return {
         "format": _CONVERSATIONS if chat else _TEXTS,
-        "source": found,
+        "source": entry,
         "tokenizer": {
             "kind": config.kind,
             "path": config.path,
@@ -434,28 +418,44 @@ _NAMED_FILES = 4
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved, current) for each file whose digest differs; empty unless both
-    fingerprints contain digests.
-    """
+    """Return (label, saved, current) for each changed file, if both have digests."""
     if not saved or not current:
         return []
-    found = [
+    changes = [
         (f"the content of {name}", short_digests(saved[name]), short_digests(digest))
         for name, digest in current.items()
         if name in saved and _differ(saved[name], digest)
     ]
     if saved.keys() != current.keys():
-        before, now = ([*each][:_NAMED_FILES] for each in (saved, current))
-        found.append(("the list of files", ", ".join(before), ", ".join(now)))
-    return found
+        before, now = ([*value][:_NAMED_FILES] for value in (saved, current))
+        changes.append(("the list of files", ", ".join(before), ", ".join(now)))
+    return changes
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether two digests differ. Digests of different types, as from a bucket and a disk,
-    are not compared.
-    """
-    kinds = [each.partition(":")[0] if ":" in each else "" for each in (saved, current)]
-    return kinds[0] == kinds[1] and saved != current
+    """Return whether digests differ. Digests of different types are not compared."""
+    one, other = (value.rpartition(":")[0] for value in (saved, current))
+    return one == other and saved != current
+
+
+def list_files(shards: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, FileEntry]]:
+    """Yield the name and the manifest entry of each file of these shards."""
+    for number, shard in enumerate(shards):
+        for suffix, entry in sorted(shard["files"].items()):
+            yield shard_name(number, suffix), entry
+
+
+def check_sizes(folder: Path, number: int, files: Mapping[str, FileEntry]) -> None:
+    """Raise OSError for a missing file of a shard, and ValueError for a wrong size."""
+    for suffix, entry in files.items():
+        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
+            raise ValueError("the file is truncated")
+
+
+def shorten_lines(lines: Sequence[str]) -> str:
+    """Return the first differences as one line."""
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return f"{'; '.join(lines[:4])}{more}"
 
 
 def short_digests(value: Any) -> Any:
@@ -514,20 +514,17 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
             path, f"the file has {file.size} bytes; at most {_LARGEST_BYTES} are allowed"
         )
     try:
-        found = parse_checksummed(file.read(0, file.size), form)
-        if (number := found["format"]) in kind.formats:  # type: ignore[index]
-            check(found)
+        manifest = parse_checksummed(file.read(0, file.size), form)
+        if (number := manifest["format"]) in kind.formats:  # type: ignore[index]
+            check(manifest)
     except ValueError as error:
         raise damaged_error(path, str(error)) from error
     if number not in kind.formats:
         known = " or ".join(map(str, kind.formats))
-        raise ConfigError.one(
-            kind.key,
-            folder,
-            f"must have format {known}: the folder has format {number}.",
-            f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again.",
-        )
-    return found
+        rule = f"must have format {known}: the folder has format {number}."
+        action = f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again."
+        raise ConfigError.one(kind.key, folder, rule, action)
+    return manifest
 
 
 def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
@@ -539,10 +536,9 @@ def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
     return ConfigError.one(kind.key, folder, rule, action)
 
 
-def _check(found: Manifest) -> None:
-    """Raise ValueError for inconsistent values."""
-    shards, masked = found["shards"], has_masks(found)
-    if masked != ("chat" in found["source"]):
+def _check(manifest: Manifest) -> None:
+    shards, masked = manifest["shards"], has_masks(manifest)
+    if masked != ("chat" in manifest["source"]):
         raise ValueError("the folder is declared both as conversations and as texts")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
@@ -553,12 +549,12 @@ def _check(found: Manifest) -> None:
         if not 0 <= shard["unreadable"] <= shard["documents"]:
             raise ValueError(f"{name} has {shard['unreadable']} unreadable documents")
         entries = shard["files"]
-        if min(each["bytes"] for each in entries.values()) < 0:
+        if min(entry["bytes"] for entry in entries.values()) < 0:
             raise ValueError(f"{name} has a file of negative size")
-        itemsize = np.dtype(found["dtype"]).itemsize if found["dtype"] in DTYPES else 0
+        itemsize = np.dtype(manifest["dtype"]).itemsize if manifest["dtype"] in DTYPES else 0
         if entries[BIN]["bytes"] != shard["tokens"] * itemsize:
             raise ValueError(
-                f"{name} has {shard['tokens']} ids of {found['dtype'][:20]}, which do "
+                f"{name} has {shard['tokens']} ids of {manifest['dtype'][:20]}, which do "
                 f"not match {entries[BIN]['bytes']} bytes"
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
@@ -568,10 +564,10 @@ def _check(found: Manifest) -> None:
         if masked and not 0 <= shard.get("trained", -1) <= shard["tokens"]:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):
-        if found[name] != sum(shard[name] for shard in shards):
+        if manifest[name] != sum(shard[name] for shard in shards):
             raise ValueError(
-                f"the number of {name} ({found[name]}) differs from the sum of the shards"
+                f"the number of {name} ({manifest[name]}) differs from the sum of the shards"
             )
-    counts = found["byte_counts"]
-    if len(counts) != 256 or min(counts) < 0 or sum(counts) != found["text_bytes"] or not shards:
+    counts = manifest["byte_counts"]
+    if len(counts) != 256 or min(counts) < 0 or sum(counts) != manifest["text_bytes"] or not shards:
         raise ValueError("the shards or the byte histogram are inconsistent")

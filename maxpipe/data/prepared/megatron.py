@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ import numpy as np
 from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.files import File, Stat, file_changed_error, stat_files
-from maxpipe.data.formats.source import Heartbeat
+from maxpipe.data.formats.files import File, Stat, digest, file_changed_error, stat_files
+from maxpipe.data.formats.source import Heartbeat, place_of
 from maxpipe.data.prepared.manifest import (
     BIN,
     HEADER_BYTES,
@@ -50,8 +49,6 @@ _ACTION = "Create the pair of files again, or exclude it from data.path with a p
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFile:
-    """Index file and the file of token ids that it describes."""
-
     index: RangeReader
     ids: RangeReader
     layout: IndexLayout
@@ -69,9 +66,7 @@ class _IndexedFile:
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return int64 [sequences]: the number of ids before each sequence. `sequences` must be
-        sorted.
-        """
+        """Return int64 [sequences]: number of ids before each of the sorted sequences."""
         first, stop = int(sequences[0]), int(sequences[-1])
         size, layout = self.layout.dtype.itemsize, self.layout
         past_end = stop == layout.num_sequences
@@ -92,9 +87,7 @@ def _table(file: RangeReader, at: int, kind: str, first: int, stop: int) -> np.n
 
 
 class _VerifiedFile:
-    """Local file whose reads fail if the content no longer matches the digest computed at the
-    start.
-    """
+    """Local file whose reads fail if the content no longer matches the first digest."""
 
     def __init__(self, ranges: RangeReader, file: File, digests: Digests):
         self.path, self.size = ranges.path, ranges.size
@@ -105,9 +98,9 @@ class _VerifiedFile:
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         for _ in range(_ATTEMPTS):
-            found, stat = self._ranges.read_with_stat(start, stop)
+            content, stat = self._ranges.read_with_stat(start, stop)
             if stat == self._digests.stat(self._file):
-                return found, stat
+                return content, stat
             # The file was written to, possibly with the same content.
             self._digests.check([self._file])
         raise file_changed_error(self._file)
@@ -161,12 +154,10 @@ class MegatronDocuments:
         self.num_tokens = int(self.span_tokens.sum())
 
     def _missing_ids(self) -> tuple[int, int]:
-        """Return the number of BOS and EOS tokens (0 or 1) to add per document. They are inferred
-        from the first documents.
-        """
-        found = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
+        """Return how many BOS and EOS tokens to add, inferred from the first documents."""
+        documents = [self._stored(number) for number in range(min(_SAMPLE, self.num_documents))]
         begin, end = self._tokenizer.begin_id, self._tokenizer.end_id
-        kept = [ids for ids in found if len(ids)]
+        kept = [ids for ids in documents if len(ids)]
         return (
             int(not any(ids[0] == begin for ids in kept)),
             int(not any(ids[-1] == end for ids in kept)),
@@ -174,9 +165,7 @@ class MegatronDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether the documents are conversations. Always false, because the files have no loss
-        masks.
-        """
+        """Always false: the files have no loss masks."""
         return False
 
     @property
@@ -223,27 +212,24 @@ class MegatronDocuments:
         return EncodedDocument(np.concatenate(parts).astype(np.int32))
 
     def _stored(self, document: int) -> np.ndarray:
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        pair, inside = self._pairs[number], document - int(self._starts[number])
+        number, inside = place_of(self._starts[1:], document)
+        pair = self._pairs[number]
         size = pair.layout.dtype.itemsize
         begin, end = pair.offsets(pair.bounds(inside, inside + 2))[[0, -1]].tolist()
         ids = np.frombuffer(pair.ids.read(begin * size, end * size), pair.layout.dtype)
         low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
-            raise ConfigError.one(
-                f"{pair.ids.path}: document {inside}",
-                None,
-                f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
-                f"tokenizer: found {low if low < 0 else high}.",
-                "Set tokenizer.* to the tokenizer of the files.",
-            )
+            rule = f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
+            rule += f"tokenizer: found {low if low < 0 else high}."
+            action = "Set tokenizer.* to the tokenizer of the files."
+            raise ConfigError.one(f"{pair.ids.path}: document {inside}", None, rule, action)
         check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
     def where(self, document: int) -> str:
         """Return the file of a document and its index in the file."""
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        return f"{self._pairs[number].ids.path}: document {document - self._starts[number]}"
+        number, inside = place_of(self._starts[1:], document)
+        return f"{self._pairs[number].ids.path}: document {inside}"
 
     unreadable = 0
 
@@ -251,9 +237,7 @@ class MegatronDocuments:
     """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return metadata that identifies the files: a digest of names, sizes, and first and last
-        bytes, and content digests if they were computed.
-        """
+        """Return digests of names, sizes and edges of the files, and of their content if known."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))
@@ -265,33 +249,30 @@ class MegatronDocuments:
             "source": "megatron",
             "documents": self.num_documents,
             "tokens": self.num_tokens,
-            "source_digest": hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
+            "source_digest": digest(parts),
             **content_metadata(self._content),
         }
 
 
 def _names(path: str) -> list[str]:
-    """Return the file pairs that match a prefix, file, folder or pattern, as paths without a
-    suffix.
-    """
-    given = path if url_scheme(path) else os.path.expanduser(path)
-    if given.endswith((BIN, IDX)) and not glob.has_magic(given):
-        given = given[: -len(IDX)]
-    if url_scheme(given) or os.path.exists(given + IDX):
-        return [given]
-    is_folder = os.path.isdir(given)
-    pattern = os.path.join(glob.escape(given), f"*{IDX}") if is_folder else given
-    found = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
-    found |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
-    if not found:
+    """Return the paths without suffix of a prefix, file, folder or pattern."""
+    prefix = path if url_scheme(path) else os.path.expanduser(path)
+    if prefix.endswith((BIN, IDX)) and not glob.has_magic(prefix):
+        prefix = prefix[: -len(IDX)]
+    if url_scheme(prefix) or os.path.exists(prefix + IDX):
+        return [prefix]
+    is_folder = os.path.isdir(prefix)
+    pattern = os.path.join(glob.escape(prefix), f"*{IDX}") if is_folder else prefix
+    names = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
+    names |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
+    if not names:
         rule = f"must be NAME of NAME{BIN} and NAME{IDX}, a folder or a pattern of such files: "
         rule += f"0 files match in {os.getcwd()}."
         raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
-    return sorted(found)
+    return sorted(names)
 
 
 def _open(name: str) -> _IndexedFile:
-    """Open a pair of files after checking that their sizes are consistent."""
     try:
         index, ids = open_range_reader(name + IDX), open_range_reader(name + BIN)
     except StorageError as error:
@@ -322,7 +303,6 @@ def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_sequences(pair: _IndexedFile) -> None:
-    """Check all entries of an index; raise ConfigError for the first invalid entry."""
     layout, path, size = pair.layout, pair.index.path, pair.layout.dtype.itemsize
     if layout.num_sequences:
         expected = 0

@@ -51,16 +51,19 @@ from maxpipe.data.prepared.manifest import (
     append_journal,
     changed_files,
     check_folder,
+    check_sizes,
     convert_signals,
     differences,
     dtype_for,
     fsync_folder,
     has_masks,
+    list_files,
     lock_journal,
     parse,
     read_manifest,
     replay_journal,
     shard_name,
+    shorten_lines,
     spec_of,
     suggest_action,
     suggest_folder,
@@ -92,9 +95,7 @@ _BATCHES_PER_WORKER = 3
 """Maximum number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with the name of a task, the number of processed items, the total number of items, and a
-remark about the rate.
-"""
+"""Called with task, number of processed items, total, and a remark about the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +116,6 @@ class PrepareJob:
 
 
 class _FinishedShards:
-    """Complete shards on disk, and their totals."""
-
     def __init__(self) -> None:
         self.shards: list[ShardEntry] = []
         self.documents = self.unreadable = self.tokens = self.text_bytes = 0
@@ -163,11 +162,11 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
         tokenizer = open_tokenizer(plan.tokenizer)
         talks = writer.build_conversation_encoder(plan.data, source, tokenizer)
         chat, day = ("", "") if talks is None else (talks.fingerprint(), talks.day)
-        parts = plan.data, plan.seed, source, plan.tokenizer, tokenizer, plan.shard_tokens
-        spec, encoder = (
-            spec_of(*parts, chat, day),
-            writer.build_shard_encoder(source, tokenizer, talks),
+        shard_tokens = plan.shard_tokens
+        spec = spec_of(
+            plan.data, plan.seed, source, plan.tokenizer, tokenizer, shard_tokens, chat, day
         )
+        encoder = writer.build_shard_encoder(source, tokenizer, talks)
         try:
             check_folder(plan.folder, MANIFEST_FILE)
             return _summary_if_complete(plan, spec) or _prepare_missing(
@@ -180,15 +179,14 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
 
 
 def _summary_if_complete(plan: PrepareJob, spec: Spec) -> str:
-    """Return a summary if the folder is complete; otherwise an empty string."""
     if not (plan.folder / MANIFEST_FILE).exists():
         return ""
-    found = read_manifest(str(plan.folder))
-    _check_same(plan.folder, found, spec)
-    skipped = sum(shard["unreadable"] for shard in found["shards"])
-    _check_skipped(plan.data, skipped, found["documents"])
+    manifest = read_manifest(str(plan.folder))
+    _check_same(plan.folder, manifest, spec)
+    skipped = sum(shard["unreadable"] for shard in manifest["shards"])
+    _check_skipped(plan.data, skipped, manifest["documents"])
     (plan.folder / JOURNAL).unlink(missing_ok=True)
-    return f"{plan.folder} is complete: {_counts(found)}"
+    return f"{plan.folder} is complete: {_counts(manifest)}"
 
 
 def _prepare_missing(
@@ -198,102 +196,97 @@ def _prepare_missing(
     spec: Spec,
     report: ProgressCallback,
 ) -> str:
-    """Write the missing shards and the manifest; see `prepare`."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     with lock_journal(plan.folder) as journal:
         # another process may have completed the folder before this process acquired the lock
-        if found := _summary_if_complete(plan, spec):
-            return found
-        done = _load_finished(plan.folder, journal, spec)
-        if done.day:  # a resumed command uses the date of the first start
-            spec = {**spec, "source": {**spec["source"], "day": done.day}}
-        _check_skipped(plan.data, done.unreadable, done.documents)
-        if not done.has_digests:
-            _check_unchanged(plan.folder, source, encoder, done)
-        start, begun = time.monotonic(), done.tokens
+        if summary := _summary_if_complete(plan, spec):
+            return summary
+        finished = _load_finished(plan.folder, journal, spec)
+        if finished.day:  # a resumed command uses the date of the first start
+            spec = {**spec, "source": {**spec["source"], "day": finished.day}}
+        _check_skipped(plan.data, finished.unreadable, finished.documents)
+        if not finished.has_digests:
+            _check_unchanged(plan.folder, source, encoder, finished)
+        start, begun = time.monotonic(), finished.tokens
         sent, day = writer.source_if_picklable(source), spec["source"].get("day", "")
-        pieces = _encode_in_processes(plan, sent, done.documents, len(source), day)
+        pieces = _encode_in_processes(plan, sent, finished.documents, len(source), day)
         with contextlib.closing(pieces):
-            _write(plan, source, pieces, done, journal, report)
-        manifest = _finish(plan.folder, spec, done)
+            _write(plan, source, pieces, finished, journal, report)
+        manifest = _finish(plan.folder, spec, finished)
     seconds = max(time.monotonic() - start, 1e-9)
-    rate = f"{(done.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
+    rate = f"{(finished.tokens - begun) / seconds / 1e6:.2f} M tokens/s"
     unread, _ = sum_shard_notes(manifest["shards"])
     action = suggest_settings(unread, source, plan.data)
     line, *noted = [*_counts(manifest, action).splitlines(), *columns_not_read(source, plan.data)]
     return "\n".join([f"wrote {plan.folder}: {line}, in {seconds:.1f} s, {rate}", *noted])
 
 
-def _counts(found: Manifest, action: str = "") -> str:
-    """Return the summary lines of a folder. `action` suggests settings that would read unread
-    keys.
-    """
-    size = sum(file["bytes"] for shard in found["shards"] for file in shard["files"].values())
-    shards = pluralize(len(found["shards"]), "shard")
-    documents = pluralize(found["documents"], "document")
-    if unreadable := sum(shard["unreadable"] for shard in found["shards"]):
+def _counts(manifest: Manifest, action: str = "") -> str:
+    size = sum(file["bytes"] for shard in manifest["shards"] for file in shard["files"].values())
+    shards = pluralize(len(manifest["shards"]), "shard")
+    documents = pluralize(manifest["documents"], "document")
+    if unreadable := sum(shard["unreadable"] for shard in manifest["shards"]):
         documents += f" ({unreadable} unreadable, written as empty)"
-    notes = sum_shard_notes(found["shards"])
-    noted = remarks("conversation", found["documents"], *notes, action=action)
-    line = f"{documents}, {pluralize(found['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
+    notes = sum_shard_notes(manifest["shards"])
+    noted = remarks("conversation", manifest["documents"], *notes, action=action)
+    line = f"{documents}, {pluralize(manifest['tokens'], 'token')}, {shards} of {size / 1e6:.1f} MB"
     return "\n".join([line, *noted])
 
 
 # Checks of the folder.
 
 
-def _check_same(folder: Path, found: Spec, spec: Spec) -> None:
-    """Raise ConfigError if the folder was prepared from other documents or with other settings."""
-    changed = changed_files(found["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
+def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
+    changed = changed_files(earlier["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains documents of other files: {'; '.join(lines[:4])}{more}."
+        rule = f"contains documents of other files: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
-        key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in found["source"]
+        key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
     )  # earlier releases did not store digests of files
     theirs, ours = (
         {
-            "format": each["format"],
+            "format": part["format"],
             # Documents and tokenizers are compared by content, not by path.
-            "source": {key: each["source"].get(key) for key in known},
-            "tokenizer": each["tokenizer"]["fingerprint"],
-            "shard_tokens": each["shard_tokens"],
+            "source": {key: part["source"].get(key) for key in known},
+            "tokenizer": part["tokenizer"]["fingerprint"],
+            "shard_tokens": part["shard_tokens"],
         }
-        for each in (found, spec)
+        for part in (earlier, spec)
     )
     if lines := differences(theirs, ours):
-        lines += differences(found["source"]["data"], spec["source"]["data"], "data")
-        more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"contains documents prepared with other settings: {'; '.join(lines[:4])}{more}."
+        lines += differences(earlier["source"]["data"], spec["source"]["data"], "data")
+        rule = f"contains documents prepared with other settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
-    """Return the finished shards that the journal lists."""
-    done = _FinishedShards()
+    finished = _FinishedShards()
 
     def check(line: bytes) -> None:
         found = parse_checksummed(line, Spec)
         _check_same(folder, found, spec)
-        done.has_digests = CONTENT_KEY in found["source"]
-        done.day = found["source"].get("day", "")
+        finished.has_digests = CONTENT_KEY in found["source"]
+        finished.day = found["source"].get("day", "")
+
+    def resume(line: bytes) -> None:
+        shard = parse_checksummed(line, FinishedShard)
+        check_sizes(folder, len(finished.shards), shard["shard"]["files"])
+        finished.add(shard)
 
     begun = replay_journal(
         journal,
         check,
-        lambda line: done.add(
-            _check_on_disk(folder, parse_checksummed(line, FinishedShard), len(done.shards))
-        ),
+        resume,
     )
     if not begun:
         append_journal(journal, spec)
-    return done
+    return finished
 
 
 def _check_unchanged(
-    folder: Path, source: Source, encoder: writer.ShardEncoder, done: _FinishedShards
+    folder: Path, source: Source, encoder: writer.ShardEncoder, finished: _FinishedShards
 ) -> None:
     """Compare a sample of the documents in finished shards with the source.
 
@@ -303,36 +296,20 @@ def _check_unchanged(
     Raises:
         ConfigError: a document has changed.
     """
-    if not done.documents:
+    if not finished.documents:
         return
-    ends = np.cumsum([shard["documents"] for shard in done.shards])
-    numbers = np.unique(np.linspace(0, done.documents - 1, _COMPARED).astype(np.int64))
+    ends = np.cumsum([shard["documents"] for shard in finished.shards])
+    numbers = np.unique(np.linspace(0, finished.documents - 1, _COMPARED).astype(np.int64))
     for shard, first in enumerate([0, *ends[:-1].tolist()]):
-        entry = done.shards[shard]
+        entry = finished.shards[shard]
         here = numbers[(numbers >= first) & (numbers < ends[shard])].tolist()
         documents = Shard(str(folder), shard, entry, None)
         for number in here:
             meta = documents.meta(number - first, number - first + 1)[0]
             if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
-                raise ConfigError.one(
-                    source.where(number),
-                    None,
-                    f"must not change while {folder} is prepared: the text has changed.",
-                    f"Restore the files, or remove {folder} and restart.",
-                )
-
-
-def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> FinishedShard:
-    """Return the shard if its files are on disk.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: the size of a file is wrong.
-    """
-    for suffix, entry in finished["shard"]["files"].items():
-        if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
-            raise ValueError("the file is truncated")
-    return finished
+                rule = f"must not change while {folder} is prepared: the text has changed."
+                action = f"Restore the files, or remove {folder} and restart."
+                raise ConfigError.one(source.where(number), None, rule, action)
 
 
 # Encoding and writing.
@@ -340,7 +317,6 @@ def _check_on_disk(folder: Path, finished: FinishedShard, number: int) -> Finish
 
 @contextlib.contextmanager
 def _block_signals() -> Iterator[None]:
-    """Block signals in this process and in the processes it starts."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     )
@@ -353,9 +329,7 @@ def _block_signals() -> Iterator[None]:
 def _encode_in_processes(
     plan: PrepareJob, source: Source | None, first: int, total: int, day: str
 ) -> Generator[DocumentBatch, None, None]:
-    """Yield encoded documents in order, starting at `first`. Worker processes encode the documents;
-    chat templates use the date `day`.
-    """
+    """Yield documents from `first` on, in order. Chat templates use the date `day`."""
     workers = plan.workers or len(os.sched_getaffinity(0))
     # Creating the pool starts Python's semaphore tracker, which SIGHUP would terminate.
     with _block_signals():
@@ -381,17 +355,17 @@ def _encode_in_processes(
                 first = end
             if not waiting:
                 return
-            asked, future = waiting.popleft()
-            found = future.result()
-            if not isinstance(found, DocumentBatch):
-                raise ConfigError(found)
-            count = len(found.lengths)
-            if count < len(asked):
-                waiting.appendleft(submit(asked.start + count, asked.stop))
+            numbers, future = waiting.popleft()
+            batch = future.result()
+            if not isinstance(batch, DocumentBatch):
+                raise ConfigError(batch)
+            count = len(batch.lengths)
+            if count < len(numbers):
+                waiting.appendleft(submit(numbers.start + count, numbers.stop))
             # If documents are large, the batch size is reduced to the number of documents that a
             # process returned.
-            size = min(_PIECE, count if count < len(asked) else 2 * size)
-            yield found
+            size = min(_PIECE, count if count < len(numbers) else 2 * size)
+            yield batch
     except BrokenProcessPool as error:
         raise UnreachableError(
             f"{plan.folder}: a tokenizing process has died\n"
@@ -406,13 +380,13 @@ def _write(
     plan: PrepareJob,
     source: Source,
     pieces: Iterator[DocumentBatch],
-    done: _FinishedShards,
+    finished: _FinishedShards,
     journal: BinaryIO,
     report: ProgressCallback,
 ) -> None:
     """Write shards. A shard ends with the document that reaches `shard_tokens`."""
-    start, documents, tokens, text_bytes = time.monotonic(), done.documents, 0, 0
-    unreadable, total = done.unreadable, len(source)
+    start, documents, tokens, text_bytes = time.monotonic(), finished.documents, 0, 0
+    unreadable, total = finished.unreadable, len(source)
     writer: ShardWriter | None = None
     try:
         for piece in pieces:
@@ -423,7 +397,7 @@ def _write(
             text_bytes += int(piece.meta["text_bytes"].sum(dtype=np.int64))
             while len(piece.lengths):
                 if writer is None:
-                    number, has_mask = len(done.shards), piece.trained is not None
+                    number, has_mask = len(finished.shards), piece.trained is not None
                     writer = ShardWriter(plan.folder, number, piece.ids.dtype, has_mask=has_mask)
                 ends = writer.tokens + np.cumsum(piece.lengths)
                 count = min(int(np.searchsorted(ends, plan.shard_tokens)) + 1, len(ends))
@@ -432,11 +406,11 @@ def _write(
                 if writer.tokens >= plan.shard_tokens or (
                     documents == total and not len(piece.lengths)
                 ):
-                    finished = writer.close()
+                    shard = writer.close()
                     writer = None
                     _check_files_unchanged(plan.folder, source, report)
-                    append_journal(journal, finished)
-                    done.add(finished)
+                    append_journal(journal, shard)
+                    finished.add(shard)
             rate = 1e-6 / max(time.monotonic() - start, 1e-9)
             words = f"{tokens * rate:.2f} M tokens/s, {text_bytes * rate:.2f} MB/s"
             report("tokenizing documents", documents, total, words)
@@ -446,59 +420,45 @@ def _write(
 
 
 def _check_files_unchanged(folder: Path, source: Source, report: ProgressCallback) -> None:
-    """Check that no source file has changed since the documents were read.
-
-    Raises:
-        ConfigError: a file has changed.
-    """
     try:
         source.check_unchanged(lambda: report("checking modified files", 0, 0, ""))
     except ConfigError as error:
         action = "Restore the file and run the same command again, or prepare the changed file "
         action += f"into another folder, such as --out {suggest_folder(folder)}."
-        problems = [replace(each, action=action) for each in error.problems]
+        problems = [replace(problem, action=action) for problem in error.problems]
         raise ConfigError(problems) from error
 
 
 def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
-    """Raise ConfigError if the total number of records skipped by all processes is too large."""
     if data.bad_records == "stop" and unreadable:
-        raise ConfigError.one(
-            "data.bad_records",
-            data.bad_records,
-            f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be "
-            "read when "
-            "the folder was prepared.",
-            "Set data.bad_records=skip, or set --out to another folder.",
-        )
+        rule = f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be read "
+        rule += "when the folder was prepared."
+        action = "Set data.bad_records=skip, or set --out to another folder."
+        raise ConfigError.one("data.bad_records", data.bad_records, rule, action)
     if unreadable > data.max_bad_records:
-        raise ConfigError.one(
-            "data.max_bad_records",
-            data.max_bad_records,
-            f"must be at least the number of unreadable records: {unreadable} of the "
-            f"first {documents}.",
-            "Correct these records, which the log names, or set a larger limit.",
-        )
+        rule = f"must be at least the number of unreadable records: {unreadable} of the first "
+        rule += f"{documents}."
+        action = "Correct these records, which the log names, or set a larger limit."
+        raise ConfigError.one("data.max_bad_records", data.max_bad_records, rule, action)
 
 
-def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
-    """Write the span totals and the manifest."""
-    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in done.shards):
+def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:
+    if has_masks(spec) and not sum(shard.get("trained", 0) for shard in finished.shards):
         template = spec["source"]["data"]["chat_template"] or spec["tokenizer"]["path"]
-        raise no_trained_tokens_error(template, done.documents)
-    if not done.text_bytes:
+        raise no_trained_tokens_error(template, finished.documents)
+    if not finished.text_bytes:
         of = spec["source"]["data"]
-        raise empty_documents_error(of.get("path"), done.documents, of.get("chat", "off"))
+        raise empty_documents_error(of.get("path"), finished.documents, of.get("chat", "off"))
     spans = ChecksummedWriter(folder / SPANS)
-    spans.write(_span_starts(folder, done).astype("<i8").tobytes())
+    spans.write(_span_starts(folder, finished).astype("<i8").tobytes())
     manifest: Manifest = {
         **spec,
         "dtype": dtype_for(spec["tokenizer"]["vocab_size"]).str,
-        "documents": done.documents,
-        "tokens": done.tokens,
-        "text_bytes": done.text_bytes,
-        "byte_counts": done.byte_counts.tolist(),
-        "shards": done.shards,
+        "documents": finished.documents,
+        "tokens": finished.tokens,
+        "text_bytes": finished.text_bytes,
+        "byte_counts": finished.byte_counts.tolist(),
+        "shards": finished.shards,
         "spans": spans.close(),
     }
     files.write(folder / MANIFEST_FILE, dump_checksummed(manifest))
@@ -508,13 +468,11 @@ def _finish(folder: Path, spec: Spec, done: _FinishedShards) -> Manifest:
     return manifest
 
 
-def _span_starts(folder: Path, done: _FinishedShards) -> np.ndarray:
-    """Return int64 [spans + 1]: the number of tokens before each span, followed by the total number
-    of tokens.
-    """
+def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
+    """int64 [spans + 1]: number of tokens before each span, followed by the total."""
     starts: list[np.ndarray] = []
     first = tokens = 0
-    for number, shard in enumerate(done.shards):
+    for number, shard in enumerate(finished.shards):
         with open(files.open_regular(folder / shard_name(number, IDX)), "rb") as file:
             layout = parse(file.read(HEADER_BYTES), shard["files"][IDX]["bytes"])
             file.seek(layout.pointers_at)
@@ -550,12 +508,17 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
         StorageError: the manifest is damaged, so the files cannot be verified.
     """
     if logits.has_manifest(folder):
-        own, entries = logits.MANIFEST, dict(logits.entries(logits.read_manifest(folder)))
+        own, entries = logits.MANIFEST, dict(list_files(logits.read_manifest(folder)["shards"]))
     else:
-        own, entries = MANIFEST_FILE, dict(_entries(read_manifest(folder)))
+        own, manifest = MANIFEST_FILE, read_manifest(folder)
+        entries = {**dict(list_files(manifest["shards"])), SPANS: manifest["spans"]}
     total = sum(entry["bytes"] for entry in entries.values())
     done, damage = 0, []
-    present = _list_folder(folder)
+
+    def report_bytes(before: int, read: int) -> None:
+        report("reading", (before + read) >> 20, total >> 20)
+
+    present = None if url_scheme(folder) else set(os.listdir(os.path.expanduser(folder)))
     for name, entry in entries.items():
         path = join_path(folder, name)
         if present is not None and name not in present:
@@ -563,7 +526,7 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
             done += entry["bytes"]
             continue
         try:
-            if words := _find_damage(path, entry, partial(_report_bytes, report, done, total)):
+            if words := _find_damage(path, entry, partial(report_bytes, done)):
                 damage.append(f"{path}: {words}")
         except StorageError as error:
             damage.append(str(error))
@@ -578,31 +541,13 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
     return VerifyResult(tuple(damage), summary)
 
 
-def _entries(manifest: Manifest) -> Iterator[tuple[str, FileEntry]]:
-    for number, shard in enumerate(manifest["shards"]):
-        for suffix, entry in sorted(shard["files"].items()):
-            yield shard_name(number, suffix), entry
-    yield SPANS, manifest["spans"]
-
-
-def _report_bytes(report: VerifyReport, before: int, total: int, read: int) -> None:
-    report("reading", (before + read) >> 20, total >> 20)
-
-
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
-    """Return a description of the damage to a file; empty if the file is intact."""
+    """Return a description of the damage to a file; empty if it is intact."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"the file has {file.size} bytes instead of {entry['bytes']}"
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for start in range(0, file.size, _PART_BYTES):
-        found.update(file.read(start, min(start + _PART_BYTES, file.size)))
+        total.update(file.read(start, min(start + _PART_BYTES, file.size)))
         report(start)
-    return "" if found.hexdigest() == entry["sha256"] else "the checksum does not match"
-
-
-def _list_folder(folder: str) -> set[str] | None:
-    """Return the file names in a folder; None for a bucket."""
-    if url_scheme(folder):
-        return None
-    return set(os.listdir(os.path.expanduser(folder)))
+    return "" if total.hexdigest() == entry["sha256"] else "the checksum does not match"

@@ -39,24 +39,16 @@ class RangeReader(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` - 1.
-
-        Raises:
-            StorageError: the file cannot be read or is too short.
-        """
+        """Return bytes `start` to `stop` - 1; raise StorageError if they cannot be read."""
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return the bytes and the stat of a local file. The stat is None for bucket objects, or if
-        the file was modified during the read.
-        """
+        """Return bytes and stat; None for bucket objects and files that change meanwhile."""
         ...
 
 
 class DiskFile:
-    """Local file. It is opened for each read, because a folder may have too many files to keep
-    open.
-    """
+    """Local file, opened for each read, because a folder may have too many files."""
 
     def __init__(self, path: str):
         self.path = path
@@ -82,8 +74,8 @@ class DiskFile:
             raise unreadable_error(self.path, error) from error
         if start < stop:
             raise _truncated_error(self.path, start)
-        found = parts[0] if len(parts) == 1 else b"".join(parts)
-        return found, after if after == before else None
+        content = parts[0] if len(parts) == 1 else b"".join(parts)
+        return content, after if after == before else None
 
 
 class BucketFile:
@@ -96,19 +88,18 @@ class BucketFile:
     def read(self, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
-        found = _retry(
+        content = _retry(
             self.path, lambda: gcs_filesystem().cat_file(self.path, start=start, end=stop)
         )
-        if len(found) != stop - start:
-            raise _truncated_error(self.path, start + len(found))
-        return found
+        if len(content) != stop - start:
+            raise _truncated_error(self.path, start + len(content))
+        return content
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
         return self.read(start, stop), None
 
 
 def _retry(path: str, call: Callable[[], Any]) -> Any:
-    """Run a bucket request with a few retries, and return the result."""
     begin = time.monotonic()
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -136,10 +127,10 @@ def open_range_reader(path: str) -> RangeReader:
         ConfigError: the URL scheme is not supported.
         StorageError: the file cannot be read.
     """
-    if not (found := url_scheme(path)):
+    if not (scheme := url_scheme(path)):
         return DiskFile(path)
-    if found != "gs":
-        rule = f"must be a folder or gs://BUCKET/PATH: {found}:// is not supported."
+    if scheme != "gs":
+        rule = f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported."
         action = "Set data.path=gs://my-bucket/tokens, or to a folder."
         raise ConfigError.one("data.path", path, rule, action)
     return BucketFile(path)
@@ -174,53 +165,49 @@ class ChecksummedReader:
             raise damaged_error(file.path, f"the file has {file.size} bytes instead of {size}")
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` - 1; see `RangeReader.read`.
-
-        Raises:
-            StorageError: the file cannot be read, or the checksum of a block does not match.
-        """
+        """Return bytes `start` to `stop` - 1; raise StorageError if a checksum differs."""
         if start >= stop:
             return b""
         if self._piece_cache is None:
             return self._read(start, stop)
         first, last = start // _PIECE_BYTES, -(-stop // _PIECE_BYTES)
         pieces = [self._cached_piece(number, self._piece_cache) for number in range(first, last)]
-        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         begin = first * _PIECE_BYTES
-        return found[start - begin : stop - begin]
+        return content[start - begin : stop - begin]
 
     def _cached_piece(self, number: int, kept: PieceCache) -> bytes:
-        found = kept.get((self.path, number))
-        if found is None:
+        piece = kept.get((self.path, number))
+        if piece is None:
             begin = number * _PIECE_BYTES
             end = min(begin + _PIECE_BYTES, self.size)
-            found, _ = self._read_and_verify(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-            kept.put((self.path, number), found)
-        return found
+            piece, _ = self._read_and_verify(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+            kept.put((self.path, number), piece)
+        return piece
 
     def _read(self, start: int, stop: int) -> bytes:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         state = self._state  # another thread may replace the state after a write
         if state.seen[first:last].all():
-            found, stat = self._file.read_with_stat(start, stop)
+            content, stat = self._file.read_with_stat(start, stop)
             if stat == state.stat:
-                return found
-        found, stat = self._read_and_verify(first, last)
+                return content
+        content, stat = self._read_and_verify(first, last)
         # If one write follows another within a short time, the second may not change the stat.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
                 state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))
             state.seen[first:last] = True
-        return found[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
+        return content[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
     def _read_and_verify(self, first: int, last: int) -> tuple[bytes, Stat | None]:
         begin = first * BLOCK_BYTES
-        found, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
+        content, stat = self._file.read_with_stat(begin, min(last * BLOCK_BYTES, self.size))
         if stat is not None and stat.size_bytes != self.size:
             raise damaged_error(
                 self.path, f"the file has {stat.size_bytes} bytes instead of {self.size}"
             )
-        view = memoryview(found)
+        view = memoryview(content)
         for number in range(first, last):
             at = number * BLOCK_BYTES - begin
             if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number]:
@@ -228,7 +215,7 @@ class ChecksummedReader:
                 raise damaged_error(
                     self.path, f"the checksum of bytes {begin + at} to {end} does not match"
                 )
-        return found, stat
+        return content, stat
 
 
 class PieceCache:

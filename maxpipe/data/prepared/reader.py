@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.documents import EncodedDocument
-from maxpipe.data.packing import DOCUMENT_ORDER, Permutation, Sequences
+from maxpipe.data.formats.source import place_of
+from maxpipe.data.packing import DOCUMENT_ORDER, Packer, Permutation, Sequences
 from maxpipe.data.prepared.manifest import (
     BIN,
     CONTENT_KEY,
@@ -53,7 +54,6 @@ from maxpipe.data.prepared.range_reader import (
     join_path,
     open_range_reader,
 )
-from maxpipe.data.sequences import Packer
 from maxpipe.data.sources import Heartbeat, Progress
 from maxpipe.data.tokenizer import Tokenizer, check_token_ids, suggest_tokenizer_action
 from maxpipe.errors import ConfigError
@@ -95,14 +95,14 @@ class Shard:
         """Layout of the index, checked against the manifest."""
         index = self.files[IDX]
         try:
-            found = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
+            layout = parse(index.read(0, min(HEADER_BYTES, index.size)), index.size)
         except ValueError as error:
             raise damaged_error(index.path, str(error)) from error
-        if found.num_sequences != self.entry["documents"]:
-            raise damaged_error(index.path, f"the index has {found.num_sequences} documents")
-        if self.entry["tokens"] * found.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
-            raise damaged_error(index.path, f"the index has ids of {found.dtype.itemsize} bytes")
-        return found
+        if layout.num_sequences != self.entry["documents"]:
+            raise damaged_error(index.path, f"the index has {layout.num_sequences} documents")
+        if self.entry["tokens"] * layout.dtype.itemsize != self.entry["files"][BIN]["bytes"]:
+            raise damaged_error(index.path, f"the index has ids of {layout.dtype.itemsize} bytes")
+        return layout
 
     def lengths(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -124,7 +124,6 @@ class Shard:
         return EncodedDocument(ids, bits[at : at + len(ids)].astype(bool))
 
     def _place(self, document: int) -> tuple[int, int]:
-        """Return the byte range of a document in the file of token ids."""
         at = self.layout.pointers_at + 8 * document
         is_last = document + 1 == self.entry["documents"]
         raw = self.files[IDX].read(at, at + (8 if is_last else 16))
@@ -144,11 +143,7 @@ class Shard:
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """Return the content of a small file, after verifying its digest.
-
-    Raises:
-        StorageError: the digest does not match, or the file cannot be read.
-    """
+    """Return a small file; raise StorageError if its digest does not match."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         raise damaged_error(path, f"the file has {file.size} bytes instead of {entry['bytes']}")
@@ -171,8 +166,8 @@ class PreparedDocuments:
         self._folder = folder
         kept = PieceCache() if url_scheme(folder) else None
         shards = self.manifest["shards"]
-        self._shards = [Shard(folder, number, each, kept) for number, each in enumerate(shards)]
-        self._starts = np.cumsum([0, *(each["documents"] for each in shards)])
+        self._shards = [Shard(folder, number, shard, kept) for number, shard in enumerate(shards)]
+        self._starts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         self.span_tokens = self._read_spans()
 
     def _read_spans(self) -> np.ndarray:
@@ -189,9 +184,7 @@ class PreparedDocuments:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [documents]: number of tokens per document. Accessing this property reads all
-        indexes.
-        """
+        """int64 [documents]: number of tokens per document. Reads all indexes."""
         return self._lengths
 
     @functools.cached_property
@@ -223,21 +216,20 @@ class PreparedDocuments:
     def __getitem__(self, document: int) -> EncodedDocument:
         if not 0 <= document < self.num_documents:
             raise IndexError(document)
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
-        inside = document - int(self._starts[number])
-        found = self._shards[number].read(inside)
-        low, high = int(found.ids.min(initial=0)), int(found.ids.max(initial=0))
+        number, inside = place_of(self._starts[1:], document)
+        encoded = self._shards[number].read(inside)
+        low, high = int(encoded.ids.min(initial=0)), int(encoded.ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
             path = join_path(self._folder, shard_name(number, BIN))
             raise damaged_error(path, f"document {inside} has the id {low if low < 0 else high}")
         if high >= self._tokenizer.embedding_rows:
             path = join_path(self._folder, shard_name(number, BIN))
-            check_token_ids(f"{path}: document {inside}", found.ids, self._tokenizer)
-        return found
+            check_token_ids(f"{path}: document {inside}", encoded.ids, self._tokenizer)
+        return encoded
 
     def where(self, document: int) -> str:
         """Return the shard of a document and its index in the source."""
-        number = int(np.searchsorted(self._starts, document, side="right")) - 1
+        number, _ = place_of(self._starts[1:], document)
         path = join_path(self._folder, shard_name(number, BIN))
         return f"{path}: document {document} of {self.manifest['source']['name']}"
 
@@ -273,9 +265,7 @@ class PreparedDocuments:
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return the metadata of the original source, so that a run can switch from text to
-        prepared data.
-        """
+        """Return metadata of the original source: a run may switch to prepared data."""
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
@@ -299,21 +289,20 @@ def sum_shard_notes(shards: Iterable[ShardEntry]) -> tuple[dict[str, int], dict[
 
 
 def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if the folder was prepared with another tokenizer."""
-    made = manifest["tokenizer"]
-    if made["fingerprint"] == tokenizer.fingerprint():
+    stored = manifest["tokenizer"]
+    if stored["fingerprint"] == tokenizer.fingerprint():
         return
-    path = f" tokenizer.path={made['path']}" if made["path"] else ""
-    named = f"tokenizer.kind={made['kind']}{path}"
+    path = f" tokenizer.path={stored['path']}" if stored["path"] else ""
+    named = f"tokenizer.kind={stored['kind']}{path}"
     raise ConfigError.one(
         "data.path",
         folder,
         f"contains ids of a tokenizer other than tokenizer.*: {named} with "
-        f"{made['vocab_size']} ids and fingerprint {made['fingerprint'][:12]}; tokenizer.* has "
+        f"{stored['vocab_size']} ids and fingerprint {stored['fingerprint'][:12]}; tokenizer.* has "
         f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(
             tokenizer,
-            made["fingerprint"],
+            stored["fingerprint"],
             f"Set {named}, or prepare the documents again with this tokenizer.",
         ),
     )
@@ -369,8 +358,6 @@ def split_spans(
 
 
 class _DocumentWindow:
-    """Documents covered by the given spans, reindexed from 0."""
-
     def __init__(self, documents: TokenFiles, spans: np.ndarray):
         self._documents = documents
         self.pad_id = documents.pad_id
@@ -378,8 +365,8 @@ class _DocumentWindow:
             (SPAN_DOCUMENTS * s, min(SPAN_DOCUMENTS * (s + 1), documents.num_documents))
             for s in spans.tolist()
         ]
-        self.numbers = np.concatenate([np.arange(*each) for each in edges])
-        self.lengths = np.concatenate([documents.lengths_between(*each) for each in edges])
+        self.numbers = np.concatenate([np.arange(*edge) for edge in edges])
+        self.lengths = np.concatenate([documents.lengths_between(*edge) for edge in edges])
 
     def __getitem__(self, document: int) -> EncodedDocument:
         return self._documents[int(self.numbers[document])]
@@ -398,16 +385,7 @@ class _WindowCounts(NamedTuple):
 class WindowedSequences:
     """Sequences that are shuffled and packed per window of documents; see `Sequences`."""
 
-    def __init__(
-        self,
-        documents: TokenFiles,
-        spans: np.ndarray,
-        packer: Packer,
-        seed: int | None,
-    ):
-        """Create the sequences. Without a seed, the documents in a window keep their stored
-        order.
-        """
+    def __init__(self, documents: TokenFiles, spans: np.ndarray, packer: Packer, seed: int | None):
         self.sequence_length = packer.sequence_length
         self._documents, self._packer, self._seed = documents, packer, seed
         self._spans = np.split(spans, range(WINDOW_SPANS, len(spans), WINDOW_SPANS))
@@ -422,34 +400,27 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """Compute the counts from the span totals, assuming that every document has at least one
-        token.
-        """
-        tokens = np.array([self._documents.span_tokens[each].sum() for each in self._spans])
-        documents = np.array([self._span_documents(each).sum() for each in self._spans])
+        """Compute the counts from span totals, if every document has at least one token."""
+        tokens = np.array([self._documents.span_tokens[span].sum() for span in self._spans])
+        counts = SPAN_DOCUMENTS * np.ones(len(self._documents.span_tokens), np.int64)
+        counts[-1] += self._documents.num_documents - counts.sum()
+        documents = np.array([counts[span].sum() for span in self._spans])
         sequences = -(-np.maximum(tokens - 1, 0) // self.sequence_length)
         return _WindowCounts(sequences, np.maximum(tokens - documents, 0))
 
-    def _span_documents(self, spans: np.ndarray) -> np.ndarray:
-        """Return the number of documents in each span."""
-        return (
-            np.minimum(SPAN_DOCUMENTS * (spans + 1), self._documents.num_documents)
-            - SPAN_DOCUMENTS * spans
-        )
-
     def _count_packed(self, spans: np.ndarray) -> _WindowCounts:
         def make(moved: Heartbeat | None) -> _WindowCounts:
-            found = []
+            counts = []
             progress = Progress("packing windows", len(self._spans), moved)
             for number in range(len(self._spans)):
                 window = self._window(number)[1]
-                found.append((len(window), window.num_targets))
+                counts.append((len(window), window.num_targets))
                 progress.update(number + 1)
-            return _WindowCounts(*np.array(found, np.int64).T)
+            return _WindowCounts(*np.array(counts, np.int64).T)
 
         def of(arrays: Mapping[str, np.ndarray]) -> _WindowCounts:
             counts = _WindowCounts(**{name: arrays[name] for name in _WindowCounts._fields})
-            if {each.shape for each in counts} != {(len(self._spans),)}:
+            if {count.shape for count in counts} != {(len(self._spans),)}:
                 raise ValueError("arrays with an unexpected shape")
             return counts
 
@@ -481,29 +452,26 @@ class WindowedSequences:
         return int(self._documents.lengths_between(document, document + 1)[0])
 
     def epoch_permutation(self, *key: int) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the permutation for one epoch, which shuffles the windows and the sequences within
-        each window.
-        """
+        """Return a permutation that shuffles the windows, and the sequences in each window."""
         return functools.partial(self._shuffle, key)
 
     def _shuffle(self, key: tuple[int, ...], places: np.ndarray) -> np.ndarray:
         count = len(self._counts)
         visits = Permutation(count, *key, count)(np.arange(count))
         ends = np.cumsum(self._counts[visits])
-        found = np.empty_like(places)
+        shuffled = np.empty_like(places)
         at = np.searchsorted(ends, places, side="right")
         for visit in np.unique(at):
             here, window = at == visit, int(visits[visit])
             size = int(self._counts[window])
             order = Permutation(size, *key, count, window)
-            found[here] = self._starts[window] + order(places[here] - (ends[visit] - size))
-        return found
+            shuffled[here] = self._starts[window] + order(places[here] - (ends[visit] - size))
+        return shuffled
 
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return number, index - int(self._starts[number])
+        return place_of(self._starts[1:], index)
 
     def _window(self, number: int) -> tuple[_DocumentWindow, Sequences]:
         # the lock prevents other threads that need this window from repeating the work

@@ -72,7 +72,7 @@ class DocumentBatch(NamedTuple):
         here, tokens = slice(first, stop), slice(ends[first], ends[stop])
         trained = None if self.trained is None else self.trained[tokens]
         parts = self.lengths, self.meta, self.byte_counts, self.unreadable
-        lengths, meta, counts, unreadable = (each[here] for each in parts)
+        lengths, meta, counts, unreadable = (part[here] for part in parts)
         notes = self.unread[here], self.marks[here]
         return DocumentBatch(self.ids[tokens], lengths, meta, counts, unreadable, trained, *notes)
 
@@ -86,9 +86,7 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """Writer for a new file, which computes the SHA-256 and the CRCs of the content. Links are not
-    followed.
-    """
+    """Writer for a new file with SHA-256 and CRCs of the content. Links are not followed."""
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -129,8 +127,6 @@ class ChecksummedWriter:
 
 
 class _Mask:
-    """Writer for a loss-mask file with one bit per token."""
-
     def __init__(self, file: ChecksummedWriter):
         self.file = file
         self.count = 0
@@ -243,8 +239,6 @@ class ShardEncoder(Protocol):
 
 
 class _TextShardEncoder:
-    """Encoder for texts, which adds BOS and EOS."""
-
     def __init__(self, source: Source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
 
@@ -256,9 +250,9 @@ class _TextShardEncoder:
         lengths: list[int] = []
         with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
-        for found in encoded:
-            ids += begin, found.astype(dtype), end  # `found` may have any integer dtype
-            lengths.append(len(found) + 2)
+        for token_ids in encoded:
+            ids += begin, token_ids.astype(dtype), end  # `found` may have any integer dtype
+            lengths.append(len(token_ids) + 2)
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
         unreadable = np.isin(np.arange(first, first + len(texts)), self._source.unreadable)
@@ -271,9 +265,6 @@ class _TextShardEncoder:
         return len(raw), digest_of(raw)
 
     def _read(self, first: int, stop: int) -> list[str]:
-        """Read texts, starting at `first`, until their total length reaches `_MAX_CHARACTERS`
-        characters.
-        """
         texts: list[str] = []
         characters = 0
         while characters < _MAX_CHARACTERS and first + len(texts) < stop:
@@ -283,8 +274,6 @@ class _TextShardEncoder:
 
 
 class _ConversationShardEncoder:
-    """Encoder for conversations, which also returns loss masks."""
-
     def __init__(self, conversations: ConversationEncoder):
         self._conversations = conversations
 
@@ -298,27 +287,27 @@ class _ConversationShardEncoder:
         marks: list[int] = []
         tokens = 0
         while tokens < _MAX_TOKENS and first + len(ids) < stop:
-            found = encode_and_count(self._conversations, first + len(ids))
-            ids.append(found.ids.astype(dtype))
-            masks.append(found.trained)
-            raws.append(found.raw)
-            digests.append(found.digest)
-            unread.append(found.unread)
-            marks.append(found.marks)
-            tokens += len(found.ids)
-        lengths = np.array([len(each) for each in ids])
+            chat = encode_and_count(self._conversations, first + len(ids))
+            ids.append(chat.ids.astype(dtype))
+            masks.append(chat.trained)
+            raws.append(chat.raw)
+            digests.append(chat.digest)
+            unread.append(chat.unread)
+            marks.append(chat.marks)
+            tokens += len(chat.ids)
+        lengths = np.array([len(document) for document in ids])
         meta = np.array(list(zip(map(len, raws), digests, strict=True)), META)
         unreadable = np.zeros(len(ids), bool)
         parts = lengths, meta, _histograms(raws), unreadable
         return DocumentBatch(np.concatenate(ids), *parts, np.concatenate(masks), unread, marks)
 
     def identity(self, document: int) -> tuple[int, int]:
-        found = encode_and_count(self._conversations, document)
-        return len(found.raw), found.digest
+        chat = encode_and_count(self._conversations, document)
+        return len(chat.raw), chat.digest
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """Return the byte histogram of each text, uint32 [texts, 256]."""
+    """uint32 [texts, 256]: byte histogram of each text."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -335,17 +324,11 @@ def build_shard_encoder(
 def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """Return the encoder for conversations; None if the documents are texts.
-
-    Raises:
-        ConfigError: the chat template is missing or cannot be read.
-    """
+    """Return the encoder for conversations; None if the documents are texts."""
     return None if data.chat == "off" else ConversationEncoder(source, tokenizer, data)
 
 
 class _Worker:
-    """Global state of a worker process."""
-
     encoder: ShardEncoder
 
 
@@ -372,12 +355,12 @@ def start(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the parent process handles these signals
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    found = open_tokenizer(tokenizer)
+    opened = open_tokenizer(tokenizer)
     source = expand_trained_messages(open_source(data, seed), data) if source is None else source
-    talks = build_conversation_encoder(data, source, found)
+    talks = build_conversation_encoder(data, source, opened)
     if talks is not None:
         talks.day = day
-    _Worker.encoder = build_shard_encoder(source, found, talks)
+    _Worker.encoder = build_shard_encoder(source, opened, talks)
 
 
 def _end_with_parent() -> None:
@@ -388,9 +371,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents starting at `first`, or the problems to report; see
-    `ShardEncoder.encode_batch`.
-    """
+    """Return documents from `first` on, or problems; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its problems

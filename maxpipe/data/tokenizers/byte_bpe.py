@@ -1,4 +1,8 @@
-"""Fast encoder for byte-level BPE, based on tiktoken.
+"""Byte-level BPE: published vocabularies, and a fast encoder based on tiktoken.
+
+Rank files contain neither split patterns nor control tokens. Sources of both:
+`tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies), `llama3/tokenizer.py` in
+meta-llama/llama3 (with the token names of Llama 3.1), and `tokenization_qwen.py` in Qwen/Qwen-7B.
 
 The encoder is used only if it returns the same ids as the library `tokenizers`.
 
@@ -16,20 +20,109 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from maxpipe.data.tokenizers.tiktoken_presets import LLAMA3, O200K, QWEN
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORDS = _ENDINGS + r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
+"""Pattern that splits numbers into groups of up to three digits."""
+QWEN = _WORDS + r"\p{N}" + _REST
+QWEN3_5 = (
+    _ENDINGS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Pattern that treats combining marks as parts of words."""
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Split pattern, control tokens and number of ranks of a published vocabulary."""
+
+    ranks: int
+    pattern: str
+    special: Mapping[str, int]
+
+
+def _numbered(first: int, *names: str) -> dict[str, int]:
+    return {name: first + number for number, name in enumerate(names)}
+
+
+_HARMONY_NAMED = (
+    *("<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|reserved_200001|>"),
+    *("<|return|>", "<|constrain|>", "<|reserved_200004|>", "<|channel|>", "<|start|>", "<|end|>"),
+    *("<|message|>", "<|reserved_200009|>", "<|reserved_200010|>", "<|reserved_200011|>"),
+    "<|call|>",
+)
+_HARMONY = _numbered(
+    199998, *_HARMONY_NAMED, *(f"<|reserved_{number}|>" for number in range(200013, 201088))
+)
+_HARMONY["<|endofprompt|>"] = 200018  # alternative name
+
+_LLAMA3_NAMED = (
+    *("<|begin_of_text|>", "<|end_of_text|>"),
+    *("<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+    *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>"),
+)
+
+PRESETS = {
+    "gpt2": Preset(50256, _GPT2, {"<|endoftext|>": 50256}),
+    "p50k": Preset(50280, _GPT2, {"<|endoftext|>": 50256}),
+    "cl100k": Preset(
+        100256,
+        _CL100K,
+        _numbered(100257, "<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+        | {"<|endofprompt|>": 100276},
+    ),
+    "o200k": Preset(199998, O200K, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+    "o200k_harmony": Preset(199998, O200K, _HARMONY),
+    "llama3": Preset(
+        128000,
+        LLAMA3,
+        _numbered(
+            128000,
+            *_LLAMA3_NAMED,
+            *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
+        ),
+    ),
+    "qwen": Preset(
+        151643,
+        QWEN,
+        _numbered(151643, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
+    ),
+}
+"""Maps values of `tokenizer.preset` to presets."""
+
+
+_BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """Default pattern of `ByteLevel`."""
-PUBLISHED = (LLAMA3, QWEN, O200K, _GPT2)
+PUBLISHED = (LLAMA3, QWEN, O200K, _BYTE_LEVEL)
 """Published patterns whose matching time is linear in the length of the text."""
 _LONGEST = 1 << 18
-"""Maximum text length in characters, because tiktoken's patterns fail on runs of a million
-spaces.
-"""
+"""Maximum characters of a text, because tiktoken fails on runs of a million spaces."""
 _LAST = 0x32000
 """First code point that is not tested. No language uses letters from this code point on. Texts with
 such characters use `tokenizers`.
@@ -63,11 +156,10 @@ class ByteBpe:
 
     @functools.cached_property
     def _ambiguous_character(self) -> re.Pattern[str]:
-        """Pattern for characters that only one library treats as a letter, number or space."""
-        found = set(_FOLDED)
+        differing = set(_FOLDED)
         for kind in set(re.findall(r"\\p\{\w+\}|\\[swd]", self._pattern)):
-            found |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
-        characters = "".join(map(re.escape, sorted(found)))
+            differing |= _tiktoken_characters(kind) ^ _tokenizers_characters(kind)
+        characters = "".join(map(re.escape, sorted(differing)))
         return re.compile(f"[{characters}{chr(_LAST)}-\U0010ffff\ud800-\udfff]")
 
 
@@ -76,9 +168,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in tiktoken, which drops all other
-    characters.
-    """
+    """Return the characters that match in tiktoken, which drops all others."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -87,9 +177,7 @@ def _tiktoken_characters(kind: str) -> set[str]:
 
 
 def _tokenizers_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in `tokenizers`, where each match is a
-    word.
-    """
+    """Return the characters that match in `tokenizers`, where each match is a word."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -117,26 +205,24 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
         import tiktoken  # noqa: F401
     except ImportError:
         return None
-    found = _ranks_of(settings, model)
-    if found is None:
+    ranks = _ranks_of(settings, model)
+    if ranks is None:
         return None
     added = [
-        each["content"] for each in definition.get("added_tokens") or () if not each["special"]
+        token["content"] for token in definition.get("added_tokens") or () if not token["special"]
     ]
-    return ByteBpe(pattern, *found, "|".join(map(re.escape, added)))
+    return ByteBpe(pattern, *ranks, "|".join(map(re.escape, added)))
 
 
 def _pattern_of(definition: Mapping[str, Any]) -> str | None:
-    """Return the pattern that splits text into words, or None if the pattern is not in
-    `PUBLISHED`.
-    """
+    """Return the pattern that splits text into words; None if it is not in `PUBLISHED`."""
     first = definition.get("pre_tokenizer") or {}
     steps = first.get("pretokenizers", [first])
     byte_level = steps[-1]
     if byte_level.get("type") != "ByteLevel" or byte_level.get("add_prefix_space"):
         return None
     if len(steps) == 1:
-        return _GPT2 if byte_level.get("use_regex", True) else None
+        return _BYTE_LEVEL if byte_level.get("use_regex", True) else None
     split = steps[0]
     pattern = (split.get("pattern") or {}).get("Regex")
     fits = (
@@ -150,15 +236,13 @@ def _pattern_of(definition: Mapping[str, Any]) -> str | None:
 
 
 def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:
-    """Return a map from token bytes to ranks, and the id of each rank. Return None if a token fails
-    the merge test.
-    """
+    """Return ranks by token bytes, and ids by rank; None if a token fails the merge test."""
     vocabulary, byte_of = settings["vocab"], _byte_alphabet()
     if not byte_of.keys() <= vocabulary.keys():
         return None
     tokens = sorted(byte_of)
     merges = [
-        tuple(each.split(" ")) if isinstance(each, str) else each for each in settings["merges"]
+        tuple(merge.split(" ")) if isinstance(merge, str) else merge for merge in settings["merges"]
     ]
     for first, second in merges:
         joined = first + second
@@ -170,19 +254,17 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
     if any(set(token) - byte_of.keys() for token in tokens):
         return None
     for token in tokens:
-        if [each.value for each in model.tokenize(token)] != [token]:
+        if [part.value for part in model.tokenize(token)] != [token]:
             return None
     if settings.get("ignore_merges") and len(vocabulary) > len(tokens):
         return None  # tokens without a merge may be full words
-    ranks = {bytes(byte_of[each] for each in token): i for i, token in enumerate(tokens)}
+    ranks = {bytes(byte_of[character] for character in token): i for i, token in enumerate(tokens)}
     return ranks, [vocabulary[token] for token in tokens]
 
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return a map from the characters that `ByteLevel` writes to bytes. Printable bytes represent
-    themselves.
-    """
+    """Map the characters that `ByteLevel` writes to bytes. Printable bytes represent themselves."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {

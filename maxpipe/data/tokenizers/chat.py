@@ -25,9 +25,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Wall time limit in seconds, chosen for a busy machine. The template itself has a limit on CPU
-time.
-"""
+"""Wall time limit on a busy machine. The template itself has a limit on CPU time."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
@@ -51,9 +49,7 @@ class ChatInput(NamedTuple):
     """Fields of the record that none of the other attributes use."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to and including message `number`, which becomes the only
-        trained message.
-        """
+        """Return the conversation up to message `number`, the only trained message."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
@@ -63,9 +59,7 @@ class Masking(NamedTuple):
     by_blocks: bool
     """Whether `{% generation %}` blocks in the template, if any, delimit the assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template rewrites when later messages follow are skipped; otherwise
-    they cause an error.
-    """
+    """Whether messages that the template rewrites later are skipped instead of an error."""
 
 
 class RenderedChat(NamedTuple):
@@ -75,17 +69,13 @@ class RenderedChat(NamedTuple):
     spans: list[tuple[int, int]]
     """Trained spans as (begin, end) in characters."""
     rewritten: int
-    """Number of messages excluded from training because the template rewrites them when later
-    messages follow.
-    """
+    """Number of untrained messages, which the template rewrites when later messages follow."""
     unread: tuple[str, ...]
     """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response line of the process. The response to the first request, which sends the settings, is
-    empty.
-    """
+    """Response line of the process; empty for the settings, which are sent first."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -108,11 +98,7 @@ class RenderError(Exception):
 
 
 class ChatProcess:
-    """Process that renders one template; not thread-safe.
-
-    Raises:
-        RenderError: the template is invalid, or jinja2 is missing.
-    """
+    """Process that renders one template; not thread-safe. Raises RenderError."""
 
     def __init__(self, template: str, tokens: Mapping[str, str], cpu_seconds: int):
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -216,15 +202,11 @@ class ChatTemplate:
         self.template = template
         self.path = path
         self.tokens = dict(tokens)
-        """Texts of the control tokens available to the template, keyed by role (such as
-        `bos_token`).
-        """
+        """Texts of the control tokens, keyed by role (such as `bos_token`)."""
         self.settings = dict(settings or {})
         """Template settings. The settings of a conversation take precedence."""
         self.day = ""
-        """Date that the template uses as the current date, for example 2026-01-31; empty for the
-        actual date.
-        """
+        """Current date of the template, for example 2026-01-31; empty for the actual date."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
         """Return a copy of the template with these settings."""
@@ -242,11 +224,7 @@ class ChatTemplate:
         return "strftime_now" in self.template
 
     def process(self) -> ChatProcess:
-        """Return a process that renders conversations.
-
-        Raises:
-            ConfigError: jinja2 is missing, or the template is invalid.
-        """
+        """Return a process that renders conversations; raise ConfigError if it cannot."""
         try:
             return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
         except RenderError as error:
@@ -268,13 +246,15 @@ class ChatTemplate:
             process = self.process()
             stack.callback(process.close)
             try:
-                for each in conversations:
-                    full = each._replace(settings={**self.settings, **each.settings})
-                    found = process.render(
+                for conversation in conversations:
+                    full = conversation._replace(
+                        settings={**self.settings, **conversation.settings}
+                    )
+                    rendered = process.render(
                         full, add_generation_prompt=add_generation_prompt, day=self.day
                     )
-                    texts.append(found.text)
-                    unread.update((*each.unread, *found.unread))
+                    texts.append(rendered.text)
+                    unread.update((*conversation.unread, *rendered.unread))
             except RenderError as error:
                 raise self._template_error(error) from error
         for remark in unread_remarks(unread, pluralize(len(conversations), "conversation")):
@@ -285,12 +265,9 @@ class ChatTemplate:
         if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
             return ConfigError.one(self.path, None, f"requires jinja2: {error}.", action)
-        return ConfigError.one(
-            self.path,
-            None,
-            f"must be a chat template that can render these messages: {error}.",
-            "Correct the messages or the template, or use plain text.",
-        )
+        rule = f"must be a chat template that can render these messages: {error}."
+        action = "Correct the messages or the template, or use plain text."
+        return ConfigError.one(self.path, None, rule, action)
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:

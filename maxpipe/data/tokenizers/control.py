@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,9 +74,7 @@ class ControlTokens:
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
     role_texts: Mapping[str, str] = field(default_factory=dict)
-    """Maps roles, named as in chat templates (such as `bos_token`), to the texts of control
-    tokens.
-    """
+    """Maps roles of chat templates (such as `bos_token`) to texts of control tokens."""
     chat: ChatTemplate | None = None
     published: Framing = Framing(())
     """Framing that `transformers` adds to a prompt with the tokenizer in this folder."""
@@ -89,53 +88,22 @@ class ControlTokens:
         object.__setattr__(self, "special_ids", frozenset([*self.special_tokens.values(), *roles]))
 
 
-class ControlTokenMixin:
-    """Mixin with the control token properties that all tokenizers share."""
+class Tokenizer(ABC):
+    """Tokenizer with ids below `vocab_size`. The output of `encode` contains no control ids."""
 
     control: ControlTokens
     vocab_size: int
-    min_embedding_rows: int
-    """See `Tokenizer`."""
     embedding_rows: int = MAX_IDS
-    """Number of embedding rows of the model, if known; see `fit_tokenizer`."""
+    """Number of embedding rows of the model, or without a model an upper bound on all ids."""
+    min_embedding_rows: int
+    """Largest id that encoded text can contain, plus one: the minimum number of embedding rows.
 
-    def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for a model with this number of embedding rows, which limits the ids.
-
-        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
-        token without a row.
-        """
-        if rows >= self.vocab_size:
-            return self
-        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
-        found = self.with_control() if self.pad_id < rows else self.with_control(pad_id=self.end_id)
-        found.embedding_rows = rows
-        return found
-
-    def encode(self, text: str) -> np.ndarray:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
-        framing = self.control.framing
-        encode = self.encode_chat if framing.reads_control else self.encode
-        ids = [*framing.before, *encode(text).tolist(), *framing.after]
-        return ids or [self.begin_id]
-
-    def with_control(self, **changes: Any) -> Self:
-        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
-        found = copy.copy(self)
-        found.control = replace(self.control, **changes)
-        return found
-
-    @property
-    def framing(self) -> Framing:
-        return self.control.framing
+    BOS and EOS are included. Unused BPE ids, and control tokens that never occur in encoded text,
+    are excluded.
+    """
+    byte_lengths: np.ndarray
+    """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
+    _fingerprint: str
 
     @property
     def begin_id(self) -> int:
@@ -168,6 +136,66 @@ class ControlTokenMixin:
     @property
     def chat(self) -> ChatTemplate | None:
         return self.control.chat
+
+    @property
+    def framing(self) -> Framing:
+        return self.control.framing
+
+    def with_control(self, **changes: Any) -> Self:
+        """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
+        changed = copy.copy(self)
+        changed.control = replace(self.control, **changes)
+        return changed
+
+    def with_embedding_rows(self, rows: int) -> Self:
+        """Return a copy for an embedding with `rows` rows, at least `min_embedding_rows`.
+
+        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
+        token without a row.
+        """
+        if rows >= self.vocab_size:
+            return self
+        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
+        fitted = self.with_control(**({} if self.pad_id < rows else {"pad_id": self.end_id}))
+        fitted.embedding_rows = rows
+        return fitted
+
+    @abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
+        """Return int32 [tokens] for each text. Batches are faster than single texts."""
+
+    @abstractmethod
+    def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of `encode_chat`, and begin and end in characters int64 [tokens, 2]."""
+
+    def encode_chat(self, text: str) -> np.ndarray:
+        """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
+        return self.encode_chat_offsets(text)[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, including the tokens of `framing`; never an empty list."""
+        framing = self.control.framing
+        encode = self.encode_chat if framing.reads_control else self.encode
+        ids = [*framing.before, *encode(text).tolist(), *framing.after]
+        return ids or [self.begin_id]
+
+    @abstractmethod
+    def count(self, texts: Sequence[str]) -> Sequence[int]:
+        """Return the number of tokens of each text. Batches are faster than single texts."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids, with U+FFFD for incomplete characters.
+
+        Control ids are skipped. Ids at or above `vocab_size` (a padded vocabulary) have no text.
+        """
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
 
 def resolve(
@@ -205,12 +233,9 @@ def resolve(
     # Ids in the vocabulary come first.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
-        raise ConfigError.one(
-            PATH,
-            path,
-            f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}.",
-            f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.',
-        )
+        rule = f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}."
+        action = f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.'
+        raise ConfigError.one(PATH, path, rule, action)
     begin, pad = find("bos_token"), find("pad_token")
     if begin is None and "bos_token" not in said:
         begin = next(iter(listed["bos_token_id"]), None)
@@ -251,19 +276,15 @@ def _role(
     known: Mapping[str, int],
     ids: Sequence[int] = (),
 ) -> int | None:
-    """Return the id of a role. `ids` are the ids that other files list for this role."""
     named = said.get(role)
     if named is not None:
-        found = id_of(named)
+        i = id_of(named)
         # published folders may name a missing padding token
-        if found is not None or role == "pad_token":
-            return known.get(role) if found is None else found
-        raise ConfigError.one(
-            PATH,
-            path,
-            f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}.",
-            f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer.",
-        )
+        if i is not None or role == "pad_token":
+            return known.get(role) if i is None else i
+        rule = f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}."
+        action = f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer."
+        raise ConfigError.one(PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
         return None
     if role in known:
@@ -274,26 +295,18 @@ def _role(
 
 
 def _join_names(names: Iterable[str], most: int = 12) -> str:
-    """Return a comma-separated list of the first `most` names."""
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(name[:80] for name in shown[:most]) + more
 
 
 def role_texts(folder: str) -> dict[str, str | None]:
-    """Return the token text of each role that a folder defines. The text is None for a role without
-    a token.
-    """
+    """Return the token text of each role of a folder; None for a role without a token."""
     return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
 def read_object(folder: str, name: str) -> dict[str, Any]:
-    """Return the JSON object in an optional file of a folder; an empty object if the file is
-    missing.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not contain a JSON object.
-    """
+    """Return the JSON object of an optional file; raise ConfigError for other content."""
     path = os.path.join(folder, name)
     try:
         return parse_json(files.read(path, _MAX_SETTINGS_BYTES), dict[str, Any])
@@ -337,35 +350,31 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
     In the config of a multimodal model, these keys may be in `text_config`.
     """
-    found: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
+    listed: dict[str, list[int]] = {"eos_token_id": [], "bos_token_id": []}
     for name in (_GENERATION, _CONFIG):
         path, content = os.path.join(folder, name), read_object(folder, name)
         inner = content.get("text_config")
         inner = inner if isinstance(inner, dict) else {}
-        for key, ids in found.items():
+        for key, ids in listed.items():
             value = content[key] if content.get(key) is not None else inner.get(key)
-            found[key] = ids or _ids(path, key, value)
-    found["bos_token_id"] = [each for each in found["bos_token_id"] if each < vocab_size]
-    return found
+            listed[key] = ids or _ids(path, key, value)
+    listed["bos_token_id"] = [i for i in listed["bos_token_id"] if i < vocab_size]
+    return listed
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """Convert one id or a list of ids to a list. With a padded embedding, ids may exceed the
-    vocabulary.
-    """
+    """Return one id or several as a list. Ids of padded embeddings may exceed the vocabulary."""
     ids: list[int] = []
-    for each in value if isinstance(value, list) else [] if value is None else [value]:
-        if type(each) is not int or not 0 <= each < MAX_IDS:
-            rule = f"must have ids below {MAX_IDS} in {key}: found {str(each)[:80]}."
+    for i in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(i) is not int or not 0 <= i < MAX_IDS:
+            rule = f"must have ids below {MAX_IDS} in {key}: found {str(i)[:80]}."
             raise _settings_error(path, rule)
-        ids.append(each)
+        ids.append(i)
     return ids
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file. If the file has several named templates, the template
-    named `default` is returned.
-    """
+    """Return the chat template and its file; `default` if there are several templates."""
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path
@@ -374,12 +383,27 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
     except (OSError, ValueError) as error:
         rule = f"must be UTF-8 text: {getattr(error, 'strerror', None) or error}."
         raise _settings_error(path, rule) from error
-    found, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
-    if isinstance(found, list):
-        named = [each for each in found if isinstance(each, dict)]
-        found = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        if found is None:
+    template, path = settings.get("chat_template"), os.path.join(folder, _SETTINGS)
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+        if template is None:
             raise _settings_error(path, "must have a chat template named default.")
-    if found is not None and not isinstance(found, str):
+    if template is not None and not isinstance(template, str):
         raise _settings_error(path, "must have text in chat_template.")
-    return None if found is None else (found, path)
+    return None if template is None else (template, path)
+
+
+def token_offsets(text: str, widths: np.ndarray) -> np.ndarray:
+    """Return the begin and end of each token in characters, int64 [tokens, 2].
+
+    `widths` [tokens] are the token sizes in bytes, and the tokens must cover the bytes of the text
+    exactly. A token that is part of a character spans the full character.
+    """
+    letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)
+    character = np.repeat(np.arange(len(text)), sizes)
+    ends = np.cumsum(widths)
+    assert (int(ends[-1]) if len(ends) else 0) == len(character), "tokens are not the text's bytes"
+    first, last = ends - widths, np.maximum(ends - 1, ends - widths)
+    return np.stack([character[first], character[last] + 1], axis=1)

@@ -18,8 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from maxpipe.config.bundled_configs import is_hub_id
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.data.tokenizers.byte_bpe import PUBLISHED
-from maxpipe.data.tokenizers.tiktoken_presets import QWEN3_5
+from maxpipe.data.tokenizers.byte_bpe import PUBLISHED, QWEN3_5
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
@@ -30,15 +29,11 @@ R = TypeVar("R")
 SECONDS = 10.0
 """CPU time limit in seconds for a short text. Longer texts have a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
-"""Number of characters that increase the limit by one second. This is a tenth of the speed of the
-slowest published tokenizer.
-"""
+"""Characters per second of the limit, a tenth of the slowest published tokenizer."""
 _SINGLE_TEXT_SECONDS = 2.0
 """CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Maximum word length in characters. The run time of WordPiece grows at least quadratically with
-the word length.
-"""
+"""Maximum characters of a word. The time of WordPiece grows quadratically."""
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 """Patterns whose matching time is linear in the length of the text."""
@@ -52,9 +47,7 @@ class SlowCall(Exception):
 
 
 class FailedText(Exception):
-    """A text on which the library fails or exceeds the time limit. `__cause__` is the original
-    error.
-    """
+    """A text that fails or exceeds the time limit. `__cause__` is the original error."""
 
     def __init__(self, number: int, text: str):
         super().__init__(text[:40])
@@ -75,7 +68,7 @@ def _is_slow(part: Any) -> bool:
         if not isinstance(longest, int) or longest > _LONGEST_WORD:
             return True
         # The vocabulary and the merges are large and contain no patterns.
-        return any(_is_slow(each) for name, each in part.items() if name not in _LISTS)
+        return any(_is_slow(item) for name, item in part.items() if name not in _LISTS)
     return isinstance(part, list) and any(map(_is_slow, part))
 
 
@@ -121,18 +114,14 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
 def run_texts_with_time_limit(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> Sequence[R]:
-    """Return the result of `call` for these texts. Errors identify the text that failed.
-
-    Raises:
-        FailedText: the library fails on a text or exceeds the time limit.
-    """
+    """Return the result of `call`, or raise FailedText for the text that failed."""
     try:
         return run_with_time_limit(lambda: call(texts), _limit(SECONDS, texts))
     except BaseException as error:
         if not is_library_error(error):
             raise
-        number, found = _find_failing_text(call, texts) if len(texts) > 1 else (0, None)
-        raise FailedText(number, texts[number]) from (found or error)
+        number, cause = _find_failing_text(call, texts) if len(texts) > 1 else (0, None)
+        raise FailedText(number, texts[number]) from (cause or error)
 
 
 def is_library_error(error: BaseException) -> bool:
@@ -143,9 +132,7 @@ def is_library_error(error: BaseException) -> bool:
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the index of the first text that fails by itself, and its error; otherwise the slowest
-    text and None.
-    """
+    """Return the first text that fails alone and its error, or the slowest text and None."""
     # The library reads this variable at each call. All threads of the library may still be busy
     # with the abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -175,9 +162,7 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Upper limit of token ids. Arrays have an entry per id, so a single large id could otherwise
-exhaust the memory.
-"""
+"""Upper limit of token ids, because arrays have an entry per id."""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
 _MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file
@@ -217,18 +202,16 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
         return _in_folder(path, config.kind)
     if config.kind != "bytes" and config.kind != "auto":
         return config.kind, config.path
-    found = _kind_of(path)
-    if found is None:
+    inferred = _kind_of(path)
+    if inferred is None:
         rule = f"must be {', '.join(_NAMES.values())}, or a folder with one of these."
         action = "Choose another file, or set tokenizer.kind."
         raise ConfigError.one(PATH, config.path, rule, action)
-    return found, config.path
+    return inferred, config.path
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """Return the kind and path of the tokenizer file in a folder. `tokenizer.json` takes precedence
-    over the file from which it was converted.
-    """
+    """Return kind and path. `tokenizer.json` precedes the file from which it was converted."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -236,26 +219,24 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
     candidates = [_JSON] if _JSON in names else []
     if wanted in ("sentencepiece", "tiktoken") or not candidates:
         candidates += [name for name in names if name.endswith((".model", ".tiktoken"))]
-    found: list[tuple[TokenizerKind, str]] = [
+    tokenizers: list[tuple[TokenizerKind, str]] = [
         (kind, path)
         for path in (os.path.join(folder, name) for name in candidates)
         if (kind := _kind_of(path)) is not None and wanted in (kind, "auto")
     ]
-    if len(found) == 1:
-        return found[0]
+    if len(tokenizers) == 1:
+        return tokenizers[0]
     what = " or ".join(_NAMES.values()) if wanted == "auto" else _NAMES[wanted]
-    if found:
-        several = ", ".join(os.path.basename(path) for _, path in found)
-        action = f"Set tokenizer.path={found[0][1]}, or to another of these files."
+    if tokenizers:
+        several = ", ".join(os.path.basename(path) for _, path in tokenizers)
+        action = f"Set tokenizer.path={tokenizers[0][1]}, or to another of these files."
         raise ConfigError.one(PATH, folder, f"must contain one tokenizer: found {several}.", action)
     rule = f"must be {what}, or a folder with one: this folder has none."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Infer the kind of a file from its first bytes, because names such as `tokenizer.model` are
-    ambiguous.
-    """
+    """Infer the kind from the first bytes: names such as `tokenizer.model` are ambiguous."""
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
@@ -270,11 +251,7 @@ def _kind_of(path: str) -> TokenizerKind | None:
 
 
 def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
-    """Return the content of a tokenizer file.
-
-    Raises:
-        ConfigError: the file cannot be read or is too large.
-    """
+    """Return the content of a tokenizer file; raise ConfigError if it is too large."""
     try:
         return files.read(path, _MAX_BYTES if most is None else most)
     except OSError as error:
@@ -282,28 +259,18 @@ def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
 
 
 def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file") -> ConfigError:
-    return ConfigError.one(
-        PATH,
-        path or '""',
-        f"must be {what}: {error.strerror}.",
-        _suggest_download(path) if is_hub_id(path) else _OR_BYTES,
-    )
-
-
-def _suggest_download(path: str) -> str:
-    files = "--include 'tokenizer*' --local-dir tokenizer"
-    return f"Download the files first: run `hf download {path} {files}`, and set {PATH}=tokenizer."
+    action = _OR_BYTES
+    if is_hub_id(path):
+        action = f"Download the files first: run `hf download {path} --include 'tokenizer*' "
+        action += f"--local-dir tokenizer`, and set {PATH}=tokenizer."
+    return ConfigError.one(PATH, path or '""', f"must be {what}: {error.strerror}.", action)
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
     """Return the error for a missing tokenizer package."""
     package = "tokenizers" if kind == "huggingface" else kind
-    return ConfigError.one(
-        "tokenizer.kind",
-        kind,
-        f"requires the package {package}: {error}.",
-        "Run: pip install 'maxpipe[tokenizers]'",
-    )
+    rule = f"requires the package {package}: {error}."
+    return ConfigError.one("tokenizer.kind", kind, rule, "Run: pip install 'maxpipe[tokenizers]'")
 
 
 class TextError(ConfigError):
@@ -320,9 +287,7 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the location of the failing text to a `TextError`. `where` maps the index of a text to
-    its location.
-    """
+    """Add the location of the failing text. `where` maps the index of a text to it."""
     try:
         yield
     except TextError as error:

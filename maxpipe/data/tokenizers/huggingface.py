@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from maxpipe.data.tokenizers.byte_bpe import ByteBpe, byte_bpe
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.control import Tokenizer, resolve
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
     USABLE_RULE,
@@ -44,15 +44,13 @@ _OTHER = ""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if the normalizer or the decoder can make a text more than MAX_GROWTH times
-    as long.
-    """
+    """Raise ValueError if a text can become more than MAX_GROWTH times as long."""
     for part in ("normalizer", "decoder"):
-        found = growth([*_steps(definition.get(part))])
-        if found > MAX_GROWTH:
+        factor = growth([*_steps(definition.get(part))])
+        if factor > MAX_GROWTH:
             raise ValueError(
-                f"the {part} can make a text {found:.3g} times as long; at most {MAX_GROWTH} times "
-                "is allowed"
+                f"the {part} can make a text {factor:.3g} times as long; at most {MAX_GROWTH} "
+                "times is allowed"
             )
 
 
@@ -66,13 +64,11 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of_text(number: int, text: str) -> float:
-        return sum(of(number, each) for each in text)
+        return sum(of(number, character) for character in text)
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return the number of characters that one character before step `number` becomes after all
-        steps.
-        """
+        """Return how many characters one character before step `number` becomes."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
@@ -85,14 +81,16 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(same, grown / len(pattern)) if character in pattern else same
         if step.get("type") == "Precompiled":
             longest = _longest(step) / _LONGEST_UNICODE
-            return max(1.0, longest) * max(of(number + 1, each) for each in alphabet)
+            return max(1.0, longest) * max(of(number + 1, character) for character in alphabet)
         if step.get("type") in _FOLDS:  # `A` may become `a`
-            return max(of(number + 1, each) for each in alphabet)
+            return max(of(number + 1, character) for character in alphabet)
         return same
 
     # The values are computed from the last step, so that the recursion is never deeper than one
     # step.
-    worst = [max(of(number, each) for each in alphabet) for number in range(len(steps), -1, -1)]
+    worst = [
+        max(of(number, character) for character in alphabet) for number in range(len(steps), -1, -1)
+    ]
     return worst[-1]
 
 
@@ -105,16 +103,14 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
         return
     inner = node.get("normalizers", node.get("decoders"))
     if isinstance(inner, list):
-        for each in inner:
-            yield from _steps(each)
+        for step in inner:
+            yield from _steps(step)
     else:
         yield node
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the pattern and the inserted text of a step. The pattern is empty if the step may
-    insert text anywhere.
-    """
+    """Return pattern and inserted text. The pattern is empty if text may be inserted anywhere."""
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -130,7 +126,7 @@ def _texts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _longest(step: Mapping[str, Any]) -> int:
-    """Return the size in bytes of the longest text that a `precompiled_charsmap` inserts."""
+    """Return the bytes of the longest text that a `precompiled_charsmap` inserts."""
     try:
         raw = base64.b64decode(step.get("precompiled_charsmap") or "")
     except (ValueError, TypeError):
@@ -142,7 +138,7 @@ def _longest(step: Mapping[str, Any]) -> int:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class HuggingFaceTokenizer(ControlTokenMixin):
+class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
@@ -187,10 +183,10 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         self.control = resolve(path, special, vocabulary.get, self.vocab_size, published=around)
         hidden = {i for i, token in added.items() if token.special}
         ids = [i for token, i in vocabulary.items() if i not in hidden]
-        made = _reachable_ids(definition, vocabulary)
+        reachable = _reachable_ids(definition, vocabulary)
         roles = (self.begin_id, self.end_id, *around[0], *around[1])
         self.min_embedding_rows = (
-            max(max(ids if made is None else made & {*ids}, default=0), *roles) + 1
+            max(max(ids if reachable is None else reachable & {*ids}, default=0), *roles) + 1
         )
         spelled = {token.content: i for i, token in added.items()}
         self.byte_lengths = self._byte_lengths(vocabulary, spelled, definition)
@@ -206,9 +202,7 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """Return the size in bytes of each token, int32 [vocab_size]. The text of the `spelled`
-        tokens is their name.
-        """
+        """int32 [vocab_size]: size of each token in bytes. `spelled` tokens are their name."""
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
@@ -227,45 +221,43 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        (found,) = self._encodings([text])
-        return np.asarray(found.ids, np.int32)
+        (encoding,) = self._encodings([text])
+        return np.asarray(encoding.ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         fast = self._byte_bpe
-        found = [None if fast is None else fast.encode(text) for text in texts]
-        slow = [number for number, ids in enumerate(found) if ids is None]
+        encoded = [None if fast is None else fast.encode(text) for text in texts]
+        slow = [number for number, ids in enumerate(encoded) if ids is None]
         encodings = self._encodings([texts[number] for number in slow])
         for number, encoding in zip(slow, encodings, strict=True):
-            found[number] = np.asarray(encoding.ids, np.int32)
-        return [ids for ids in found if ids is not None]
+            encoded[number] = np.asarray(encoding.ids, np.int32)
+        return [ids for ids in encoded if ids is not None]
 
     @functools.cached_property
     def _byte_bpe(self) -> ByteBpe | None:
-        """Faster encoder that returns the same ids; None if unavailable."""
         raw = self._tokenizer.to_str()
         definition = parse_json(raw, dict[str, Any], most_depth=256)
         return byte_bpe(definition, _parse_definition(raw.encode()).model)
 
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
-
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        (found,) = self._each([text], self._with_control.encode_batch)
-        return np.asarray(found.ids, np.int32), np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        (encoding,) = self._each([text], self._with_control.encode_batch)
+        return np.asarray(encoding.ids, np.int32), np.asarray(encoding.offsets, np.int64).reshape(
+            -1, 2
+        )
 
     def with_control(self, **changes: Any) -> Self:
-        found = super().with_control(**changes)
-        found.__dict__.pop("_with_control", None)  # depends on the number of embedding rows
-        return found
+        changed = super().with_control(**changes)
+        vars(changed).pop("_with_control", None)  # depends on the number of embedding rows
+        return changed
 
     @functools.cached_property
     def _with_control(self) -> Any:
-        """Second tokenizer, which recognizes control tokens in text. The encode calls of the
-        library have no such option.
-        """
+        """Second tokenizer, which recognizes control tokens in text."""
         settings = parse_json(self._tokenizer.to_str(), dict[str, Any], most_depth=256)
         settings["added_tokens"] = [
-            each for each in settings.get("added_tokens") or () if each["id"] < self.embedding_rows
+            token
+            for token in settings.get("added_tokens") or ()
+            if token["id"] < self.embedding_rows
         ]
         # The post-processor would add no tokens here, but could exclude spaces from token offsets.
         settings["post_processor"] = None
@@ -274,13 +266,12 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         return other
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        return [len(each) for each in self._encodings(texts)]
+        return [len(encoding) for encoding in self._encodings(texts)]
 
     def _encodings(self, texts: Sequence[str]) -> Sequence[Any]:
         return self._each(texts, self._tokenizer.encode_batch_fast)
 
     def _each(self, texts: Sequence[str], encode: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-        """Return the encodings of texts. A time limit applies if the definition may be slow."""
 
         def call(texts: Sequence[str]) -> Sequence[Any]:
             return encode(list(texts), add_special_tokens=False)
@@ -299,21 +290,16 @@ class HuggingFaceTokenizer(ControlTokenMixin):
         with wrap_library_errors(self._path, "huggingface", USABLE_RULE):
             return run_with_time_limit(call) if self._decodes_slowly else call()
 
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return two lists: the ids that a post-processor adds before a text, and the ids that it adds
-    after a text.
-    """
+    """Return the ids that a post-processor adds before and after a text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}
     one_word = _parse_definition(json.dumps({**whole, "post_processor": post_processor}).encode())
-    found = one_word.encode("a", add_special_tokens=True)
-    place = found.special_tokens_mask.index(0)
-    return found.ids[:place], found.ids[place + 1 :]
+    encoding = one_word.encode("a", add_special_tokens=True)
+    place = encoding.special_tokens_mask.index(0)
+    return encoding.ids[:place], encoding.ids[place + 1 :]
 
 
 def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
@@ -327,8 +313,8 @@ def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int])
     if model.get("type") != "BPE" or model.get("ignore_merges"):
         return None
     merged = (
-        "".join(each.split(" ", 1) if isinstance(each, str) else each)
-        for each in model.get("merges") or ()
+        "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
+        for merge in model.get("merges") or ()
     )
     prefix, suffix = (
         model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")
@@ -336,7 +322,7 @@ def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int])
     if prefix:
         return None
     known = {
-        content for each in definition.get("added_tokens") or () for content in [each["content"]]
+        content for token in definition.get("added_tokens") or () for content in [token["content"]]
     }
     known |= {*merged, str(model.get("unk_token"))}
     return {

@@ -61,9 +61,7 @@ class _Spans:
 
 
 class _Clock:
-    """Clock for templates: returns the date set for the conversation, or the current time if none
-    is set.
-    """
+    """Clock for templates: the date of the conversation, or the current time if none is set."""
 
     day = ""
 
@@ -153,7 +151,6 @@ class _TrackedMessage(dict[str, Any]):
         return repr(self.copy())
 
     def _unread(self) -> list[str]:
-        """Return the non-empty keys that were not read, except the role."""
         values = dict.items(self)
         return [
             key
@@ -181,9 +178,7 @@ class _Renderer:
         self._template_arguments: dict[str, Any] = {}
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the text of a conversation. If the request has `trained`, also return the trained
-        spans.
-        """
+        """Return the text of a conversation, and the spans if `trained` is set."""
         self._limits.renew()
         self._clock.day = request["day"]
         self._template_arguments = {
@@ -191,8 +186,8 @@ class _Renderer:
             **request["settings"],
             "tools": request["tools"],
         }
-        messages = [_TrackedMessage(each) for each in request["messages"]]
-        if any(isinstance(dict.get(each, "content"), list) for each in messages):
+        messages = [_TrackedMessage(message) for message in request["messages"]]
+        if any(isinstance(dict.get(message, "content"), list) for message in messages):
             messages = self._join_content_lists(messages, prompt=request["add_generation_prompt"])
         try:
             return self._render_response(request, messages)
@@ -201,11 +196,11 @@ class _Renderer:
         except Exception:
             # Some templates compare missing content with none; others test whether it is defined.
             # Sources do not distinguish null from missing content, so both variants are tried.
-            without = [each for each in messages if not dict.__contains__(each, "content")]
+            without = [message for message in messages if not dict.__contains__(message, "content")]
             if not without:
                 raise
-            for each in without:
-                each["content"] = None
+            for message in without:
+                message["content"] = None
             with contextlib.suppress(Exception):
                 return self._render_response(request, messages)
             raise
@@ -213,14 +208,17 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """Return the messages; join lists of texts if the template does not support lists.
-
-        Raises:
-            ValueError: the template renders a content list in Python syntax.
-        """
-        joined = [_join_content(each) for each in messages]
+        """Return the messages; join lists of texts if the template does not support lists."""
+        joined = [
+            message
+            if (parts := _texts_of(dict.get(message, "content"))) is None
+            else _TrackedMessage({**dict(dict.items(message)), "content": "".join(parts)})
+            for message in messages
+        ]
         texts = [
-            text.strip() for each in messages for text in _texts_of(dict.get(each, "content")) or []
+            text.strip()
+            for message in messages
+            for text in _texts_of(dict.get(message, "content")) or []
         ]
         as_parts, as_text = (
             self._try_render(messages, prompt=prompt),
@@ -240,15 +238,15 @@ class _Renderer:
         self, request: dict[str, Any], messages: Sequence[_TrackedMessage]
     ) -> dict[str, Any]:
         text = self._render(messages, prompt=request["add_generation_prompt"])
-        found: dict[str, Any] = {"text": text}
+        response: dict[str, Any] = {"text": text}
         if request["trained"] is not None:
             spans, rewritten = self._trained_spans(request, messages, text)
-            spans = sorted(each for each in spans if each[0] < each[1])
-            found |= {"spans": [list(each) for each in spans], "rewritten": rewritten}
-        return {**found, "unread": self._unread(request, messages)}
+            spans = sorted(span for span in spans if span[0] < span[1])
+            response |= {"spans": [list(span) for span in spans], "rewritten": rewritten}
+        return {**response, "unread": self._unread(request, messages)}
 
     def _unread(self, request: dict[str, Any], messages: Sequence[_TrackedMessage]) -> list[str]:
-        keys = {f"message.{key}" for each in messages for key in each._unread()}
+        keys = {f"message.{key}" for message in messages for key in message._unread()}
         keys |= {f"chat_template_kwargs.{key}" for key in {*request["settings"]} - self._names}
         if request["tools"] and "tools" not in self._names:
             keys.add("tools")
@@ -271,7 +269,6 @@ class _Renderer:
         return "".join(pieces).encode("utf-8", "replace").decode()
 
     def _try_render(self, messages: Sequence[Any], *, prompt: bool = False) -> str | None:
-        """Return the rendered messages; None if the template fails."""
         try:
             return self._render(messages, prompt=prompt)
         except MemoryError:
@@ -282,12 +279,12 @@ class _Renderer:
     def _trained_spans(
         self, request: dict[str, Any], messages: Sequence[Any], text: str
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return the spans of trained messages, and the number of rewritten messages that have no
-        span.
-        """
+        """Return the spans of trained messages, and the number of rewritten messages."""
         trained, spans = request["trained"], []
         if self._spans.num_blocks and request["by_blocks"]:
-            speaks = {n for n, each in enumerate(messages) if dict.get(each, "role") == "assistant"}
+            speaks = {
+                n for n, message in enumerate(messages) if dict.get(message, "role") == "assistant"
+            }
             blocks = self._generation_blocks(text)
             if wanted := [number for number in trained if number in speaks]:
                 is_all = len(wanted) == len(speaks)
@@ -321,9 +318,7 @@ class _Renderer:
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the generation blocks of the `wanted` messages. The blocks of a message are the
-        blocks that appear when the message is appended to the conversation.
-        """
+        """Return the blocks of the `wanted` messages: those that appear with the message."""
 
         def before(number: int) -> int:
             if number in (0, len(messages)):
@@ -332,7 +327,7 @@ class _Renderer:
                 raise _NotPrefixError(f"the template fails on the first {number} messages")
             return len(self._spans.found)
 
-        return [each for n in wanted for each in blocks[before(n) : before(n + 1)]]
+        return [block for n in wanted for block in blocks[before(n) : before(n + 1)]]
 
     # Spans without generation blocks.
 
@@ -361,9 +356,11 @@ class _Renderer:
         message.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
-        asked = self._try_render(messages[:number], prompt=True) if number and is_answer else None
-        if asked is not None and text.startswith(asked):
-            return len(asked)
+        prompted = (
+            self._try_render(messages[:number], prompt=True) if number and is_answer else None
+        )
+        if prompted is not None and text.startswith(prompted):
+            return len(prompted)
         low: int | None = 0
         if number:
             before = self._try_render(messages[:number])
@@ -377,8 +374,8 @@ class _Renderer:
             find = text.rfind if low is None else text.find
             if (at := find(header, least, high)) >= 0:
                 return at + len(header)
-        if low and asked is not None:
-            high = min(high, _common_prefix_length(text, asked))
+        if low and prompted is not None:
+            high = min(high, _common_prefix_length(text, prompted))
         return max(high, low or 0)
 
     def _content_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
@@ -389,55 +386,44 @@ class _Renderer:
                 [*messages[:number], {**kept, "content": content}, *messages[number + 1 :]]
                 for content in ("a", "b")
             ]
-            found = [self._try_render(each) for each in others]
-            if None not in found:
-                return min(_common_prefix_length(text, each) for each in found if each is not None)
+            rendered = [self._try_render(turns) for turns in others]
+            if None not in rendered:
+                return min(
+                    _common_prefix_length(text, other) for other in rendered if other is not None
+                )
         rule = f"message {number + 1} cannot be separated from the text before it"
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that the template adds after the messages, or an empty
-        string.
-        """
+        """Return the generation prompt that follows the messages, or an empty string."""
         messages = [{"role": "user", "content": "a"}]
-        before, asked = self._try_render(messages), self._try_render(messages, prompt=True)
-        if before is None or asked is None or not asked.startswith(before):
+        before, prompted = self._try_render(messages), self._try_render(messages, prompt=True)
+        if before is None or prompted is None or not prompted.startswith(before):
             return ""
-        return asked[len(before) :]
+        return prompted[len(before) :]
 
 
 def _texts_of(content: Any) -> list[str] | None:
-    """Return the texts of message parts such as `{"type": "text", "text": ...}`; None if any part
-    is not text.
-    """
+    """Return the texts of parts such as `{"type": "text", ...}`; None if a part is not text."""
     if not isinstance(content, list):
         return None
-    parts = [each if isinstance(each, dict) else {} for each in content]
-    texts = [each.get(_TEXT_KEYS.get(each.get("type", "text"), "")) for each in parts]
-    found = [each for each in texts if isinstance(each, str)]
-    return found if len(found) == len(texts) else None
-
-
-def _join_content(message: _TrackedMessage) -> _TrackedMessage:
-    """Return the message; join its text parts if its content is a list of texts."""
-    texts = _texts_of(dict.get(message, "content"))
-    if texts is None:
-        return message
-    return _TrackedMessage({**dict(dict.items(message)), "content": "".join(texts)})
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [part.get(_TEXT_KEYS.get(part.get("type", "text"), "")) for part in parts]
+    strings = [text for text in texts if isinstance(text, str)]
+    return strings if len(strings) == len(texts) else None
 
 
 def _has_lists(text: str, messages: Sequence[_TrackedMessage]) -> bool:
     """Return whether the text contains a message's content in Python or JSON list syntax."""
-    lists = [dict.get(each, "content") for each in messages]
-    lists = [each for each in lists if isinstance(each, list) and each]
+    lists = [dict.get(message, "content") for message in messages]
+    lists = [parts for parts in lists if isinstance(parts, list) and parts]
     written = [
-        [str(each), json.dumps(each), json.dumps(each, ensure_ascii=False)] for each in lists
+        [str(parts), json.dumps(parts), json.dumps(parts, ensure_ascii=False)] for parts in lists
     ]
-    return any(each in text for forms in written for each in forms)
+    return any(form in text for forms in written for form in forms)
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """Return the length of the common prefix of two strings."""
     size = min(len(one), len(other))
     pairs = zip(one[:size], other[:size], strict=True)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), size)
@@ -456,7 +442,6 @@ def _error_response(error: Exception) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """Respond to each input line on stdin."""
 
     def say(answer: dict[str, Any]) -> None:
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

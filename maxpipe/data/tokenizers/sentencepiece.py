@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.control import Tokenizer, resolve
 from maxpipe.data.tokenizers.files import (
     USABLE_RULE,
     missing_package_error,
@@ -22,14 +22,12 @@ from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Maximum number of pieces and settings. An empty piece uses only 2 bytes in the file but 100 bytes
-in memory.
-"""
+"""Maximum number of pieces. An empty piece uses 2 bytes in the file and 100 in memory."""
 _SPACE = "\u2581"
 _THREADS = 2
 
 
-class SentencePieceTokenizer(ControlTokenMixin):
+class SentencePieceTokenizer(Tokenizer):
     """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
 
     Unless `spaces` is set, the rules for spaces in the model file apply. Most models insert a space
@@ -38,9 +36,7 @@ class SentencePieceTokenizer(ControlTokenMixin):
     """
 
     spaces: str = ""
-    """Rule for inserting a space before text that does not begin with a space; see
-    `prepend_scheme`.
-    """
+    """Rule for a space before text without one; see `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
@@ -68,8 +64,8 @@ class SentencePieceTokenizer(ControlTokenMixin):
         own["pad_token"] = model.pad_id()
         known = {role: i for role, i in own.items() if i >= 0}
         self.control = resolve(path, special, ids.get, self.vocab_size, known)
-        made = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
-        self.min_embedding_rows = max(*made, self.begin_id, self.end_id) + 1
+        reachable = (i for i in ids.values() if not (model.is_control(i) or model.is_unused(i)))
+        self.min_embedding_rows = max(*reachable, self.begin_id, self.end_id) + 1
         self.byte_lengths = np.zeros(self.vocab_size, np.int32)
         for i, piece in enumerate(pieces):
             if model.is_byte(i):
@@ -83,9 +79,9 @@ class SentencePieceTokenizer(ControlTokenMixin):
         self._fingerprint = hashlib.sha256(raw + control.encode()).hexdigest()
 
     def with_control(self, **changes: Any) -> Self:
-        found = super().with_control(**changes)
-        found.__dict__.pop("_control_text", None)  # depends on the number of embedding rows
-        return found
+        changed = super().with_control(**changes)
+        vars(changed).pop("_control_text", None)  # depends on the number of embedding rows
+        return changed
 
     @functools.cached_property
     def _control_text(self) -> re.Pattern[str]:
@@ -99,17 +95,12 @@ class SentencePieceTokenizer(ControlTokenMixin):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
-        """Return the space to insert before a text that begins at character `begin`, or an empty
-        string.
-        """
+        """Return the space to insert before a text at character `begin`, or an empty string."""
         puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
         return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
-
-    def encode_chat(self, text: str) -> np.ndarray:
-        return self.encode_chat_offsets(text)[0]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         # The library does not recognize control tokens in text, so the parts between control tokens
@@ -122,9 +113,9 @@ class SentencePieceTokenizer(ControlTokenMixin):
             elif part:
                 space = self._space(part, begin)
                 with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
-                    found = self._encoder.encode(space + part, return_type="offset_mapping")
-                ids.append(np.asarray(found["ids"], np.int32))
-                places = np.asarray(found["offsets"], np.int64).reshape(-1, 2) - len(space)
+                    encoding = self._encoder.encode(space + part, return_type="offset_mapping")
+                ids.append(np.asarray(encoding["ids"], np.int32))
+                places = np.asarray(encoding["offsets"], np.int64).reshape(-1, 2) - len(space)
                 offsets.append(begin + np.maximum(places, 0))
             begin += len(part)
         return np.concatenate(ids), np.concatenate(offsets)
@@ -141,9 +132,6 @@ class SentencePieceTokenizer(ControlTokenMixin):
         kept = [i for i in map(int, ids) if i < self.vocab_size and i not in self.special_ids]
         with wrap_library_errors(self._path, "sentencepiece", USABLE_RULE):
             return self._model.decode(kept)
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:
@@ -195,7 +183,6 @@ def _check_size(raw: bytes) -> None:
 
 
 def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """Parse a variable-length protobuf integer, and return its value and the position after it."""
     number = 0
     for shift in range(0, 64, 7):
         if position >= len(raw):

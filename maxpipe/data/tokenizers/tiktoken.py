@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.data.tokenizers.control import ControlTokenMixin, resolve
+from maxpipe.data.tokenizers.byte_bpe import PRESETS
+from maxpipe.data.tokenizers.control import Tokenizer, resolve, token_offsets
 from maxpipe.data.tokenizers.files import (
     MAX_IDS,
     PATH,
@@ -26,8 +27,6 @@ from maxpipe.data.tokenizers.files import (
     read,
     wrap_library_errors,
 )
-from maxpipe.data.tokenizers.offsets import of_widths
-from maxpipe.data.tokenizers.tiktoken_presets import PRESETS
 from maxpipe.errors import ConfigError
 
 _THREADS = 2
@@ -36,7 +35,7 @@ _PROBE_TEXT = (
 )
 
 
-class TiktokenTokenizer(ControlTokenMixin):
+class TiktokenTokenizer(Tokenizer):
     """Byte-level BPE tokenizer. The rank of a token is both its id and its merge priority."""
 
     def __init__(self, config: TokenizerConfig):
@@ -90,7 +89,7 @@ class TiktokenTokenizer(ControlTokenMixin):
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids = self.encode_chat(text)
-        return ids, of_widths(text, self._written[ids])
+        return ids, token_offsets(text, self._written[ids])
 
     def count(self, texts: Sequence[str]) -> Sequence[int]:
         return [len(ids) for ids in self._ids_of(texts)]
@@ -104,9 +103,6 @@ class TiktokenTokenizer(ControlTokenMixin):
         kept = [i for i in map(int, ids) if i < self.vocab_size and self._stands_for_text[i]]
         with wrap_library_errors(self._path, "tiktoken", USABLE_RULE):
             return self._encoding.decode(kept)
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
 
 
 def parse_ranks(raw: bytes) -> dict[bytes, int]:
@@ -141,18 +137,14 @@ def parse_ranks(raw: bytes) -> dict[bytes, int]:
 
 
 def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[str, dict[str, int]]:
-    """Return the split pattern and the ids of the control tokens."""
     if config.preset != "none":
         preset = PRESETS[config.preset]
         if len(ranks) != preset.ranks:
-            raise ConfigError.one(
-                PATH,
-                config.path,
-                f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
-                f"{len(ranks)}.",
-                "Set the file of that vocabulary, or tokenizer.preset=none with "
-                "tokenizer.split_pattern and tokenizer.special_tokens of this file.",
-            )
+            rule = f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
+            rule += f"{len(ranks)}."
+            action = "Set the file of that vocabulary, or tokenizer.preset=none with "
+            action += "tokenizer.split_pattern and tokenizer.special_tokens of this file."
+            raise ConfigError.one(PATH, config.path, rule, action)
         return preset.pattern, dict(preset.special)
     if not config.split_pattern:
         fits = [name for name, preset in PRESETS.items() if preset.ranks == len(ranks)]

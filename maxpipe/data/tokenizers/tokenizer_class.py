@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxpipe.data.tokenizers.byte_bpe import QWEN, QWEN3_5
 from maxpipe.data.tokenizers.control import read_object, role_texts
-from maxpipe.data.tokenizers.tiktoken_presets import QWEN, QWEN3_5
 
 FILE_AS_IT_IS = "TokenizersBackend"
 """Name of the class that uses `tokenizer.json` without changes."""
@@ -55,9 +56,7 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Maps `model_type` to the registered class. Other model types use the class named in the tokenizer
-folder.
-"""
+"""Maps `model_type` to its registered class. Other types use the class of the folder."""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -67,9 +66,7 @@ _CORRECTED_TYPES = (
     "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
-"""Values of `model_type` whose registered class overrides the class named in the tokenizer
-folder.
-"""
+"""Values of `model_type` whose registered class overrides the class of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +97,18 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
     kinds = [
-        each for key in ("model_type", "model_name") if isinstance(each := config.get(key), str)
+        kind for key in ("model_type", "model_name") if isinstance(kind := config.get(key), str)
     ]
     registered = REGISTERED.get(kinds[0], "") if isinstance(config.get("model_type"), str) else ""
     is_corrected = any(kind in CORRECTED for kind in kinds)
-    found = name or registered
+    chosen = name or registered
     auto = settings.get("auto_map")
     if name and not (auto.get("AutoTokenizer") if isinstance(auto, dict) else auto):
         if name == "LlamaTokenizer" and byte_level and not is_corrected:
             return ""
         if registered == FILE_AS_IT_IS or (registered and is_corrected):
-            found = registered
-    return found if found in _PARTS else ""
+            chosen = registered
+    return chosen if chosen in _PARTS else ""
 
 
 def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping[str, Any]]:
@@ -125,7 +122,7 @@ def may_keep_file(folder: str) -> bool:
     """Return whether `tokenizer_class` set to `TokenizersBackend` would take effect."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
-    return not any(class_name(settings, config, byte_level=each) for each in (True, False))
+    return not any(class_name(settings, config, byte_level=flag) for flag in (True, False))
 
 
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
@@ -141,7 +138,7 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
         return raw
     parts = _PARTS[name](settings)
     roles = {k: text for k, text in {**parts.roles, **role_texts(folder)}.items() if text}
-    found = {
+    rebuilt = {
         **definition,
         "normalizer": parts.normalizer,
         "pre_tokenizer": parts.pre_tokenizer,
@@ -150,16 +147,14 @@ def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> 
         "added_tokens": _added_tokens(definition, settings, [*roles.values()]),
     }
     if parts.before is not None:
-        found["post_processor"] = _post_processor(roles.get(parts.before), definition)
-    if _comparable(found) == _comparable(definition):
+        rebuilt["post_processor"] = _post_processor(roles.get(parts.before), definition)
+    if _comparable(rebuilt) == _comparable(definition):
         return raw
-    return json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(rebuilt, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def prepend_scheme(settings: Mapping[str, Any]) -> str:
-    """Return the rule by which `LlamaTokenizer` inserts a space before text: `first`, `always` or
-    `never`.
-    """
+    """Return when `LlamaTokenizer` adds a space before text: `first`, `always` or `never`."""
     if settings.get("add_prefix_space") not in (None, True):
         return "never"
     return "always" if settings.get("legacy") else "first"
@@ -168,7 +163,6 @@ def prepend_scheme(settings: Mapping[str, Any]) -> str:
 def _model_changes(
     model: Mapping[str, Any], own: Mapping[str, Any], roles: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the BPE model options that the tokenizer class changes."""
     wanted = {**_DEFAULTS, **own}
     if wanted.get("unk_token"):
         wanted["unk_token"] = roles.get("unk_token")
@@ -199,22 +193,22 @@ def _added_tokens(
     own = definition.get("added_tokens") or []
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        entries = {int(i): each for i, each in listed.items() if _is_token(i, each)}
+        entries = {
+            int(i): entry
+            for i, entry in listed.items()
+            if re.fullmatch("[0-9]{1,9}", i) and isinstance(entry, dict)
+        }
     else:
-        entries = {each["id"]: each for each in own}
-    found = [_added_token(i, each, named) for i, each in sorted(entries.items())]
-    known = {each["content"] for each in found}
+        entries = {token["id"]: token for token in own}
+    tokens = [_added_token(i, item, named) for i, item in sorted(entries.items())]
+    known = {token["content"] for token in tokens}
     vocabulary = definition["model"].get("vocab") or {}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    extra = [each.get("content") if isinstance(each, dict) else each for each in extra]
-    for text in dict.fromkeys([*named, *(each for each in extra if isinstance(each, str))]):
+    extra = [token.get("content") if isinstance(token, dict) else token for token in extra]
+    for text in dict.fromkeys([*named, *(token for token in extra if isinstance(token, str))]):
         if text in vocabulary and text not in known:
-            found.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
-    return found
-
-
-def _is_token(i: str, entry: object) -> bool:
-    return i.isascii() and i.isdigit() and len(i) < 10 and isinstance(entry, dict)
+            tokens.append(_added_token(vocabulary[text], {"content": text, "special": True}, named))
+    return tokens
 
 
 def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str, Any]:
@@ -226,10 +220,8 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """Return a post-processor that adds the token `before` to the front of a text; None if the
-    token is missing.
-    """
-    added = {each["content"]: each["id"] for each in definition.get("added_tokens") or ()}
+    """Return a post-processor that adds the token `before` to a text; None if it is missing."""
+    added = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
         return None
@@ -250,16 +242,14 @@ def _comparable(definition: Mapping[str, Any]) -> Any:
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
     parts.append("bytes" if isinstance(decoder, tuple) else decoder)
-    added = sorted(definition.get("added_tokens") or (), key=lambda each: each["id"])
+    added = sorted(definition.get("added_tokens") or (), key=lambda token: token["id"])
     return model, parts, definition.get("post_processor"), added
 
 
 def _plain(part: Any) -> Any:
-    """Normalize a part: drop offset options and default values, and unwrap one-element
-    sequences.
-    """
+    """Drop offset options and default values, and unwrap one-element sequences."""
     if isinstance(part, list):
-        return [_plain(each) for each in part]
+        return [_plain(item) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") == "ByteLevel":

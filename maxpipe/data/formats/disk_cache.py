@@ -1,9 +1,9 @@
-"""Cache of folders that are derived from files and shared by several processes.
+"""Disk caches for folders and arrays that are slow to compute, shared by several processes.
 
-Each folder is created once. A lock file selects the process that creates a folder. The timestamps
+Each folder or file is created once. A lock file selects the process that creates it. The timestamps
 of the lock file show that this process makes progress. The lock works among processes that see the
 same file. If the cache is not shared, or its file system does not support locks, each process
-creates the folder itself.
+creates the folder itself. Names of folders and files contain a digest of the inputs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.read_tracker import track_read
@@ -27,11 +31,14 @@ from maxpipe.data.formats.source import Heartbeat
 from maxpipe.io import redact
 from maxpipe.io.files import open_regular
 
+_LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 0.5
 """Interval in seconds at which the lock holder updates the timestamps of the lock file."""
 _LOG_SECONDS = 30.0
 _LONGEST_NAME = 300
+_TEMPORARY_SUFFIX = ".tmp"
+_READABLE = os.R_OK | os.X_OK
 
 
 @contextlib.contextmanager
@@ -87,9 +94,7 @@ def _open_lock_file(path: str) -> FileIO:
 
 
 def _is_same_file(path: str, stream: FileIO) -> bool:
-    """Return whether the open file is still the file at `path`. A previous lock holder may have
-    removed it.
-    """
+    """Return whether `path` is still the open file, which another holder may have removed."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -105,7 +110,10 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
     seen, since = 0, time.monotonic()
     said = since
     with track_read(lambda: _holder(stream), "waiting for"):
-        while not _try_lock(stream):
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             time.sleep(_POLL_SECONDS)
             now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
             if sign != seen:
@@ -121,16 +129,7 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
                     _LOG.info("%s", words)
 
 
-def _try_lock(stream: FileIO) -> bool:
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _holder(stream: FileIO) -> str:
-    """Return a description of the process that holds the lock, for messages."""
     try:
         raw = os.pread(stream.fileno(), _LONGEST_NAME, 0).decode(errors="replace")
     except OSError:
@@ -140,8 +139,6 @@ def _holder(stream: FileIO) -> str:
         f"process {pid or 'unknown'} on {host or 'a host'}, {task or 'working'}"
     )
 
-
-_LOG = logging.getLogger(__name__)
 
 FillFolder = Callable[[str, Heartbeat], None]
 """Function that fills a folder, and calls its second argument after each part of the work."""
@@ -177,31 +174,24 @@ class FolderCache:
             OSError: neither `folder` nor the temporary folder can be written.
         """
         for root in (self._folder, self._own):
-            if root is not None and _is_readable(found := os.path.join(root, name)):
-                return found
+            folder = os.path.join(root or "", name)
+            if root is not None and os.path.isdir(folder) and os.access(folder, _READABLE):
+                return folder
         if self._folder is not None and self._keep:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self._folder)
-            if unusable := _why_unusable(self._folder, name):
-                _LOG.warning("%s: the next start reads all files", unusable)
+            final = os.path.join(self._folder, name)
+            if not os.access(self._folder, os.W_OK | os.X_OK):
+                unusable = f"{self._folder} cannot be written"
+            elif os.path.lexists(final):
+                unusable = f"{final} cannot be read"
             else:
                 return _make_folder(self._folder, name, file, make, moved)
+            _LOG.warning("%s: the next start reads all files", unusable)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
         return _make_folder(self._own, name, file, make, moved)
-
-
-def _is_readable(folder: str) -> bool:
-    return os.path.isdir(folder) and os.access(folder, os.R_OK | os.X_OK)
-
-
-def _why_unusable(root: str, name: str) -> str:
-    """Return the reason why `name` cannot be created in `root`, or an empty string."""
-    if not os.access(root, os.W_OK | os.X_OK):
-        return f"{root} cannot be written"
-    final = os.path.join(root, name)
-    return f"{final} cannot be read" if os.path.lexists(final) else ""
 
 
 def _make_folder(
@@ -222,23 +212,114 @@ def _make_folder(
         partial = f"{final}.partial-{secrets.token_hex(8)}"
         os.mkdir(partial)  # mkdtemp would create a folder that other users of `root` cannot read
         try:
-            make(partial, moved or _no_op)
-            _rename_into_place(partial, final)
+            make(partial, moved or (lambda: None))
+            try:
+                os.rename(partial, final)
+            except OSError:
+                if not os.path.isdir(final):
+                    raise
+                # Another process created the folder without a lock.
+                shutil.rmtree(partial, ignore_errors=True)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
     return final
 
 
-def _rename_into_place(partial: str, final: str) -> None:
+Value = TypeVar("Value")
+Arrays = Mapping[str, np.ndarray]
+
+
+class CacheMessages(NamedTuple):
+    """Texts of log messages about cached arrays."""
+
+    task: str
+    """Name of the computation, for messages."""
+    unreadable: str
+    """Log text used if the arrays cannot be read."""
+    unwritable: str
+    """Log text used if the arrays cannot be written."""
+
+
+def load_or_compute(
+    path: str,
+    made_of: Callable[[Arrays], Value],
+    make: Callable[[Heartbeat | None], Value],
+    arrays_of: Callable[[Value], Arrays],
+    words: CacheMessages,
+    *,
+    keep: bool,
+    moved: Heartbeat | None,
+) -> Value:
+    """Return the value built from the arrays in a file, or compute the value with `make`.
+
+    With `keep`, a computed value is written to the file. Processes that need the same file wait for
+    the process that computes it. If this process is killed, another waiting process computes the
+    file. `make` calls its argument after each part of its work.
+    """
+    if (value := load(path, made_of, words.unreadable)) is not None:
+        return value
+    if not keep:
+        return make(moved)
+    before = _state(path)
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            moved = stack.enter_context(lock_file(f"{path}.lock", words.task, moved, removes=True))
+        except OSError as error:
+            # The value is computed without a lock. `save` warns if the file cannot be written.
+            _LOG.info("%s cannot be locked (%s)", path, error)
+        else:
+            # Another process may have written the file while this process waited.
+            if (
+                _state(path) != before
+                and (value := load(path, made_of, words.unreadable)) is not None
+            ):
+                return value
+            for part in glob.glob(f"{glob.escape(path)}.*{_TEMPORARY_SUFFIX}"):
+                with contextlib.suppress(OSError):
+                    os.unlink(part)  # left by a killed process
+        computed = make(moved)
+        save(path, arrays_of(computed), words.unwritable)
+    return computed
+
+
+def _state(path: str) -> tuple[int, int] | None:
+    """Return the inode and the modification time of a file."""
     try:
-        os.rename(partial, final)
+        stat = os.stat(path)
     except OSError:
-        if not os.path.isdir(final):
-            raise
-        # Another process created the folder without a lock.
-        shutil.rmtree(partial, ignore_errors=True)
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
-def _no_op() -> None:
-    """Do nothing."""
+def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:
+    """Return the value that `made_of` builds from a file. Log a warning if it raises ValueError."""
+    try:
+        # The file is opened here, because numpy does not close a damaged file.
+        with (
+            open(open_regular(path), "rb") as stream,
+            np.load(stream, allow_pickle=False) as arrays,
+        ):
+            return made_of(arrays)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+        _LOG.warning("%s cannot be used (%s): %s", path, error, otherwise)
+        return None
+
+
+def save(path: str, arrays: Arrays, otherwise: str) -> None:
+    """Write arrays to a temporary file and rename it, so that no process reads a partial file."""
+    # The tempfile module is not used, because its files are not readable for other users of the
+    # folder.
+    temporary = f"{path}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "xb") as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s): %s", path, error, otherwise)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
