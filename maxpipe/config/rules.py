@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.models.config import Bound
-from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 if TYPE_CHECKING:
@@ -32,7 +31,9 @@ def value_of(config: Config, key: str) -> Any:
     """
     section, *names = key.split(".")
     value = getattr(config, section)
-    if section == "model" and names[0] in FAMILIES:
+    if section == "model" and len(names) == 2:
+        from maxpipe.models.registry import FAMILIES  # `maxpipe --help` imports this module
+
         family, *names = names
         own = value.own if value.family == family else None
         value = FAMILIES[family].section() if own is None else own
@@ -48,8 +49,8 @@ def value_of(config: Config, key: str) -> Any:
 
 def applies_to_family(config: Config, key: str) -> bool:
     """Whether the key is common to all families or belongs to the family of this config."""
-    section, name, *_ = key.split(".")
-    return section != "model" or name not in FAMILIES or name == config.model.family
+    section, *names = key.split(".")
+    return section != "model" or len(names) == 1 or names[0] == config.model.family
 
 
 def add_nonempty_rule(key: str) -> None:
