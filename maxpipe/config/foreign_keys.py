@@ -44,15 +44,15 @@ def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | N
     full, tail = normalize_name("".join(path)), normalize_name(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
-    if found := [key for key in keys if normalize_name(key) == full]:
-        return NameMatch(found[0])
+    if matches := [key for key in keys if normalize_name(key) == full]:
+        return NameMatch(matches[0])
     if len(path) > 1 and (answer := _match_pattern(path)):
         return answer
-    if found := [key for key in keys if normalize_name(key.rpartition(".")[2]) == tail]:
+    if matches := [key for key in keys if normalize_name(key.rpartition(".")[2]) == tail]:
         # Keys in the same section take precedence.
-        found = [key for key in found if key.startswith(f"{path[0]}.")] or found
-        found.sort(key=lambda key: (key.count(".") > 1, not key.startswith(_PREFERRED)))
-        return NameMatch(found[0])
+        matches = [key for key in matches if key.startswith(f"{path[0]}.")] or matches
+        matches.sort(key=lambda key: (key.count(".") > 1, not key.startswith(_PREFERRED)))
+        return NameMatch(matches[0])
     for part in (tail, normalize_name(path[0])):
         if part in _foreign_keys():
             return _foreign_keys()[part]
@@ -92,8 +92,8 @@ def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
 def value_action(key: str, value: str, choices: Iterable[str]) -> str:
     """Return the suggested action for an invalid value, or an empty string."""
     choices = list(choices)
-    found = match_exact_value(key, value, choices) or did_you_mean(value, choices)
-    return f"Set {key}={found}." if found in choices else found.replace("KEY", key)
+    match = match_exact_value(key, value, choices) or did_you_mean(value, choices)
+    return f"Set {key}={match}." if match in choices else match.replace("KEY", key)
 
 
 def list_action(key: str) -> str:
