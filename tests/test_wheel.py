@@ -48,8 +48,8 @@ def test_the_wheel_holds_every_config_and_nothing_else_but_the_package(wheel: Pa
             copy = f"maxpipe/{path.relative_to(ROOT).as_posix()}"
             assert opened.read(copy) == path.read_bytes()
             names.remove(copy)
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "maxpipe").rglob("*.py")}
-    assert names == modules
+    files = [path for end in ("*.py", "*.yml") for path in (ROOT / "maxpipe").rglob(end)]
+    assert names == {path.relative_to(ROOT).as_posix() for path in files}
 
 
 def test_every_installation_has_the_promised_packages():

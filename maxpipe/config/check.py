@@ -105,13 +105,15 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
     if config.train.objective != "sft":
         return []
     problems = []
-    for name, each in train_sources(config.data).items():
-        if each.chat == "off":
+    for name, source in train_sources(config.data).items():
+        if source.chat == "off":
             section = section_of(name)
             rule = "must be messages or prompt with train.objective=sft, which trains only the "
-            rule += f"responses: documents of {section}.source={each.source} do not mark responses."
+            rule += (
+                f"responses: documents of {section}.source={source.source} do not mark responses."
+            )
             records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
-            records = "" if each.source in COLUMNS else records
+            records = "" if source.source in COLUMNS else records
             action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
             action += "on all tokens."
             problems.append(
@@ -139,10 +141,10 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
     text.
     """
     problems = []
-    for section, each in named_sources(config):
-        if each.source in ("corpus", "synthetic") and (paths := paths_of(each)):
-            key = f"{section}.path" if each.path else f"{section}.paths"
-            rule = f"is ignored with {section}.source={each.source}."
+    for section, source_config in named_sources(config):
+        if source_config.source in ("corpus", "synthetic") and (paths := paths_of(source_config)):
+            key = f"{section}.path" if source_config.path else f"{section}.paths"
+            rule = f"is ignored with {section}.source={source_config.source}."
             missing = [path for path in paths if "://" not in path and not glob.glob(path)]
             if missing:
                 rule = f"does not exist: {missing[0]}. It {rule}"
@@ -203,8 +205,8 @@ def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
     problems: list[Problem] = []
     for key, text, action in violations(config, skip):
         value = value_of(config, key)
-        given = format_value(
+        shown = format_value(
             redact.redact_variable_names(value) if key == "launch.environment" else value
         )
-        problems.append(Problem(error_location(key, origins), given, text, action))
+        problems.append(Problem(error_location(key, origins), shown, text, action))
     return problems

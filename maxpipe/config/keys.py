@@ -119,7 +119,7 @@ def field_of(key: str) -> dataclasses.Field[Any]:
     """Return the dataclass field that declares this full key."""
     section, _, name = key.rpartition(".")
     of_section: Any = SECTIONS.get(section) or NAMED_SECTIONS[section]
-    return next(each for each in dataclasses.fields(of_section) if each.name == name)
+    return next(field for field in dataclasses.fields(of_section) if field.name == name)
 
 
 def default_of(key: str) -> Any:
@@ -142,13 +142,13 @@ def is_of_another_family(section: str, family: str) -> bool:
 
 def sections_of(config: Config) -> dict[str, Any]:
     """Return all sections of a config: the common sections and the section of its model family."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for section, declared in SECTIONS.items():
         if section == family_section(config.model.family):
-            found[section] = declared() if config.model.own is None else config.model.own
+            sections[section] = declared() if config.model.own is None else config.model.own
         elif "." not in section:
-            found[section] = getattr(config, section)
-    return found
+            sections[section] = getattr(config, section)
+    return sections
 
 
 def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Named sections are flattened as well. An empty mapping of named sections is kept as a single
     value.
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for section, values in nested.items():
         for name, value in values.items():
             key = f"{section}.{name}"
@@ -166,10 +166,10 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 or declared_key(key) in NAMED_SECTIONS
                 or (f"{key}.{NAME}" in NAMED_SECTIONS and value)
             ):
-                found |= flatten({key: value})
+                flat |= flatten({key: value})
             else:
-                found[key] = value
-    return found
+                flat[key] = value
+    return flat
 
 
 def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.models.config import Bound
-from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
 if TYPE_CHECKING:
@@ -32,7 +31,9 @@ def value_of(config: Config, key: str) -> Any:
     """
     section, *names = key.split(".")
     value = getattr(config, section)
-    if section == "model" and names[0] in FAMILIES:
+    if section == "model" and len(names) == 2:
+        from maxpipe.models.registry import FAMILIES  # `maxpipe --help` imports this module
+
         family, *names = names
         own = value.own if value.family == family else None
         value = FAMILIES[family].section() if own is None else own
@@ -48,8 +49,8 @@ def value_of(config: Config, key: str) -> Any:
 
 def applies_to_family(config: Config, key: str) -> bool:
     """Whether the key is common to all families or belongs to the family of this config."""
-    section, name, *_ = key.split(".")
-    return section != "model" or name not in FAMILIES or name == config.model.family
+    section, *names = key.split(".")
+    return section != "model" or len(names) == 1 or names[0] == config.model.family
 
 
 def add_nonempty_rule(key: str) -> None:
@@ -123,13 +124,13 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     same = [choice for choice in known if normalize_name(choice) == wanted]
     lower = {choice.lower(): choice for choice in known}
     close = difflib.get_close_matches(word.lower(), list(lower), n=1)
-    return next(iter(same or [lower[each] for each in close]), "")
+    return next(iter(same or [lower[match] for match in close]), "")
 
 
 @functools.lru_cache(maxsize=8192)
 def normalize_name(name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
-    return "".join(each for each in name.lower() if each.isalnum())
+    return "".join(char for char in name.lower() if char.isalnum())
 
 
 def folder_name(text: str) -> str:
@@ -205,12 +206,12 @@ def violations(config: Config, skip: Collection[str] = ()) -> Iterator[RuleViola
     wrong = set(skip)
     # Rules for a single key run first. If one of them fails, rules that relate the key to other
     # keys are skipped.
-    for each in sorted(RULES, key=lambda each: (len(each.keys) > 1, not each.is_first)):
-        if not wrong.isdisjoint(each.keys):
+    for check in sorted(RULES, key=lambda check: (len(check.keys) > 1, not check.is_first)):
+        if not wrong.isdisjoint(check.keys):
             continue
-        findings = list(each.find(config))
-        if findings and len(each.keys) == 1:
-            wrong.update(each.keys)
-        elif each.is_first:
+        findings = list(check.find(config))
+        if findings and len(check.keys) == 1:
+            wrong.update(check.keys)
+        elif check.is_first:
             wrong.update(key for key, *_ in findings)
         yield from findings

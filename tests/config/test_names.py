@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config.foreign_features import ABSENT_KEY
-from maxpipe.config.foreign_keys import SAME_KEY, VALUES
+from maxpipe.config.foreign_keys import foreign_tables
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, normalize_name
@@ -100,8 +99,9 @@ def test_a_list_of_paths_in_a_file_is_answered(tmp_path: Path) -> None:
 
 
 def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
-    texts = [text for why_action in ABSENT_KEY.values() for text in why_action]
-    texts += [text for table in VALUES.values() for text in table.values()]
+    tables = foreign_tables()
+    texts = [entry.get(part, "") for entry in tables["absent_keys"] for part in ("why", "action")]
+    texts += [entry["use"] for entries in tables["values"].values() for entry in entries]
     named = re.findall(r"\b([a-z]+\.[a-z0-9_]+)(?:=([a-z0-9_]+))?", " ".join(texts))
     sections = {key.partition(".")[0] for key in KEYS}
     checked = 0
@@ -116,14 +116,14 @@ def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
         choices = (*choices, "file") if key == "pipeline.schedule" else choices
         assert not value or not choices or value in choices, (key, value)
     assert checked > 30
-    assert set(SAME_KEY) <= set(KEYS)
+    assert set(tables["keys"]) <= set(KEYS)
 
 
 def test_values_lead_to_values() -> None:
-    for key, table in VALUES.items():
+    for key, entries in foreign_tables()["values"].items():
         choices = SCHEDULES if key == "pipeline.schedule" else typing.get_args(KEYS[key])
         choices = () if KEYS[key] == list[str] else choices
-        for found in table.values():
+        for found in (entry["use"] for entry in entries):
             accepted = (
                 found in choices
                 if choices
@@ -133,14 +133,9 @@ def test_values_lead_to_values() -> None:
 
 
 def test_no_name_stands_twice_or_is_one_of_ours() -> None:
-    tables = [SAME_KEY.values(), ABSENT_KEY]
-    written = [
-        normalize_name(name)
-        for table in tables
-        for entry in table
-        for name in entry.split()
-        if "*" not in name
-    ]
+    tables = foreign_tables()
+    names = [*tables["keys"].values(), *(entry["names"] for entry in tables["absent_keys"])]
+    written = [normalize_name(name) for name in " ".join(names).split() if "*" not in name]
     assert len(written) == len(set(written)), {n for n in written if written.count(n) > 1}
     ours = {normalize_name(key.rpartition(".")[2]) for key in KEYS}
     assert ours & set(written) == {"project"}  # of trackers, and of Google Cloud

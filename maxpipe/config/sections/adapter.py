@@ -73,9 +73,11 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
         )
     unknown = unmatched(model, config.adapter)
     useless = [
-        each for each in targets if each not in unknown and not picked(model, [each]) & {*can}
+        target
+        for target in targets
+        if target not in unknown and not picked(model, [target]) & {*can}
     ]
-    good = [each for each in targets if each not in (*unknown, *useless)]
+    good = [target for target in targets if target not in (*unknown, *useless)]
     for wrong in (*unknown, *useless)[:MAX_FINDINGS]:
         guess = did_you_mean(wrong, [*can, *suggestions(model)])
         guess = guess if picked(model, [guess]) & {*can} else ""

@@ -93,14 +93,14 @@ add_ranges(
 def _add_folder_or_bucket_rule(key: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
-        found = url_scheme(value_of(config, key))
-        if found not in ("", "gs"):
+        scheme = url_scheme(value_of(config, key))
+        if scheme not in ("", "gs"):
             yield RuleViolation(
                 key,
-                f"must be a folder or gs://BUCKET/PATH: {found}:// is not supported.",
+                f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported.",
                 f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
             )
-        elif found and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
+        elif scheme and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
             yield RuleViolation(
                 key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
             )

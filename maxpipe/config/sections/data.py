@@ -140,8 +140,8 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
     """Yield (section, source) for all sources. A section is, for example, `data.mixture.NAME`."""
-    for name, each in all_sources(config.data).items():
-        yield section_of(name), each
+    for name, source in all_sources(config.data).items():
+        yield section_of(name), source
 
 
 def _source_rule(*keys: str) -> Callable[[_Find], None]:
@@ -150,8 +150,8 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
     def register(find: _Find) -> None:
         @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
         def _(config: Config) -> Iterator[RuleViolation]:
-            for section, each in named_sources(config):
-                yield from find(section, each)
+            for section, source in named_sources(config):
+                yield from find(section, source)
 
     return register
 
@@ -222,19 +222,19 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(key, rule, f"{example}.")
 
 
-@_source_rule(*(f"{each}_field" for each in _JOINED))
+@_source_rule(*(f"{prefix}_field" for prefix in _JOINED))
 def _field_templates(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
-    for each in _JOINED:
-        field = getattr(source, f"{each}_field")
+    for prefix in _JOINED:
+        field = getattr(source, f"{prefix}_field")
         if not is_template(field):
             continue
         try:
             split_template(field)
         except ValueError as error:
-            example = f"{section}.{each}_field='{{instruction}}\\n{{input}}'"
+            example = f"{section}.{prefix}_field='{{instruction}}\\n{{input}}'"
             action = f"Write column names in braces, such as {example}; write {{{{ for a literal "
             action += "brace."
-            yield RuleViolation(f"{section}.{each}_field", f"cannot be parsed: {error}.", action)
+            yield RuleViolation(f"{section}.{prefix}_field", f"cannot be parsed: {error}.", action)
 
 
 @_source_rule("chat", "chat_template", "bad_records")
@@ -324,17 +324,17 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
 
 @rule("data.mixture", is_first=True)
 def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
-    found = config.data.mixture
-    for name, each in found.items():
+    mixture = config.data.mixture
+    for name, source in mixture.items():
         for key, value, most in (
-            ("weight", each.weight, LARGEST),
-            ("epochs", each.epochs, _MOST_EPOCHS),
+            ("weight", source.weight, LARGEST),
+            ("epochs", source.epochs, _MOST_EPOCHS),
         ):
             if not 0 <= value <= most:
                 full = f"data.mixture.{name}.{key}"
                 yield RuleViolation(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
-    with_weight = [name for name, each in found.items() if each.weight]
-    with_epochs = [name for name, each in found.items() if each.epochs]
+    with_weight = [name for name, source in mixture.items() if source.weight]
+    with_epochs = [name for name, source in mixture.items() if source.epochs]
     if with_weight and with_epochs:
         yield RuleViolation(
             f"data.mixture.{with_epochs[0]}.epochs",
@@ -342,7 +342,7 @@ def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
             "define the shares, not both.",
             "Set the weight of all sources, or the epochs of all sources.",
         )
-    elif with_epochs and (without := [name for name in found if name not in with_epochs]):
+    elif with_epochs and (without := [name for name in mixture if name not in with_epochs]):
         yield RuleViolation(
             f"data.mixture.{without[0]}.epochs",
             "must be more than 0 if other sources have epochs.",
@@ -462,12 +462,12 @@ def _weight(text: str, stage: str) -> float:
     return value
 
 
-def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
+def stage_ends(stages: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
     """Return the number of sequences before the end of each stage. Each stage ends with a complete
     batch.
     """
     batch, edges = 0, []
-    for stage in found:
+    for stage in stages:
         if stage.unit == "steps":
             batch += stage.length
         else:
@@ -496,7 +496,7 @@ def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str
         for name, weight in weights.items()
     }
     total = sum(flat.values())
-    return {name: each / total for name, each in flat.items()}
+    return {name: weight / total for name, weight in flat.items()}
 
 
 SPLITS = ("validation", "train", "all")
@@ -533,7 +533,7 @@ def check_split(name: str, known: Sequence[str]) -> None:
 
 def is_synthetic(data: DataConfig) -> bool:
     """Whether all training sources are synthetic."""
-    return all(each.source == "synthetic" for each in train_sources(data).values())
+    return all(source.source == "synthetic" for source in train_sources(data).values())
 
 
 def section_of(name: str) -> str:

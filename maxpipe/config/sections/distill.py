@@ -66,8 +66,8 @@ add_ranges(
 def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective != "distill":
         return
-    own = config.distill
-    if not (own.teacher or own.teacher_logits):
+    section = config.distill
+    if not (section.teacher or section.teacher_logits):
         yield RuleViolation(
             "distill.teacher",
             "must be set to a teacher model with train.objective=distill.",
@@ -75,7 +75,7 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
             "written "
             "by `maxpipe distill prepare`.",
         )
-    elif own.teacher and own.teacher_logits:
+    elif section.teacher and section.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
             "must be empty with distill.teacher: teacher logits are computed or read, not both.",
@@ -101,12 +101,12 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
     *("distill.teacher_devices", "distill.teacher_layout"),
 )
 def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
-    own = config.distill
-    if config.train.objective != "distill" or not own.teacher_logits:
+    section = config.distill
+    if config.train.objective != "distill" or not section.teacher_logits:
         return
     for name, value in (
-        ("teacher_devices", own.teacher_devices),
-        ("teacher_layout", own.teacher_layout),
+        ("teacher_devices", section.teacher_devices),
+        ("teacher_layout", section.teacher_layout),
     ):
         if value:
             empty = "0" if name == "teacher_devices" else "[]"

@@ -100,7 +100,7 @@ BestMode = Literal["smallest", "largest"]
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
     """Return the metrics of an evaluation, as a map from each tag to its better direction."""
-    data, found = config.data, dict[str, BestMode]()
+    data, metrics = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":
         pairs = config.train.objective == "preference"
@@ -108,12 +108,12 @@ def metrics_of(config: Config) -> dict[str, BestMode]:
         best: dict[str, BestMode] = dict.fromkeys(losses, "smallest")
         best |= PAIR_METRICS if pairs else {}
         for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
-            found |= {inner + what: value for what, value in best.items()}
+            metrics |= {inner + what: value for what, value in best.items()}
         for name in sorted(data.mixture):
-            found |= {f"source/{name}/eval_{what}": "smallest" for what in losses}
+            metrics |= {f"source/{name}/eval_{what}": "smallest" for what in losses}
     for name in sorted(config.eval.tasks):
-        found |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "largest")
-    return found
+        metrics |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "largest")
+    return metrics
 
 
 PAIR_METRICS: dict[str, BestMode] = {
@@ -147,9 +147,9 @@ def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
     "eval.sample_conversations",
 )
 def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
-    given = config.eval
-    prompts = given.sample_prompts or given.sample_prompts_file or given.sample_conversations
-    if given.sample_every and not prompts:
+    section = config.eval
+    prompts = section.sample_prompts or section.sample_prompts_file or section.sample_conversations
+    if section.sample_every and not prompts:
         yield RuleViolation(
             "eval.sample_prompts",
             "must have a prompt if eval.sample_every is more than 0.",
@@ -163,14 +163,16 @@ def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
     These checks are not config rules, because `maxpipe eval` reads the same section but uses other
     documents.
     """
-    given, best = config.eval, config.checkpoint
-    if given.patience > 0 and not given.every:
-        rule = f"must be more than 0 with eval.patience={given.patience}, which counts evaluations."
+    section, best = config.eval, config.checkpoint
+    if section.patience > 0 and not section.every:
+        rule = (
+            f"must be more than 0 with eval.patience={section.patience}, which counts evaluations."
+        )
         yield RuleViolation("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
-    if given.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "smallest"):
+    if section.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "smallest"):
         yield from _check_best_metric(config)
-    chats = [each for each in all_sources(config.data).values() if each.chat != "off"]
-    if given.sample_conversations and not chats:
+    chats = [source for source in all_sources(config.data).values() if source.chat != "off"]
+    if section.sample_conversations and not chats:
         rule = "requires conversations: no source sets data.chat."
         action = "Set eval.sample_conversations=0, or data.chat=messages."
         yield RuleViolation("eval.sample_conversations", rule, action)

@@ -135,7 +135,7 @@ def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
             _GROUP,
             f"must divide train.batch_size ({rows}): a step has complete groups.",
             f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
-            f"{format_choices(each for each in range(2, rows + 1) if rows % each == 0) or 2}.",
+            f"{format_choices(n for n in range(2, rows + 1) if rows % n == 0) or 2}.",
         )
 
 
@@ -153,10 +153,10 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
 
 @rule(_FILE, _CODE, _OBJECTIVE)
 def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
-    given = config.grpo.reward_file
-    if not given or not _is_grpo(config):
+    reward_file = config.grpo.reward_file
+    if not reward_file or not _is_grpo(config):
         return
-    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", given):
+    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward_file):
         yield RuleViolation(
             _FILE,
             "must be a Python file and a function in the file.",

@@ -248,7 +248,7 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
             for logical in param.axes
             if logical in rules and not over.keys().isdisjoint(DEFAULT_AXIS_RULES[logical])
         ]
-        is_meant = not divided.isdisjoint(shards) or any(not rules[each] for each in moved)
+        is_meant = not divided.isdisjoint(shards) or any(not rules[name] for name in moved)
         yield ReplicatedWeight(name, size, over, next(iter(moved), ""), is_meant)
 
 
@@ -270,11 +270,11 @@ def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
 
 @rule(LIMIT, "mesh.axis_rules", "pipeline.prologue_layers", *axis_keys(*MESH_AXES), *MODEL_KEYS)
 def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
-    found = [each for each in find_replicated_weights(config) if not each.is_intended]
-    for logical in dict.fromkeys(each.logical_axis for each in found):
+    weights = [weight for weight in find_replicated_weights(config) if not weight.is_intended]
+    for logical in dict.fromkeys(weight.logical_axis for weight in weights):
         largest = max(
-            (each for each in found if each.logical_axis == logical),
-            key=lambda each: each.num_bytes,
+            (weight for weight in weights if weight.logical_axis == logical),
+            key=lambda weight: weight.num_bytes,
         )
         key = f"mesh.axis_rules.{logical}" if logical else LIMIT
         default = format_value(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
@@ -290,13 +290,15 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
 
 def replication_warnings(config: Config) -> Iterator[Problem]:
     """Yield warnings about user-defined axis rules that replicate large weights."""
-    found = [
-        each for each in find_replicated_weights(config) if each.is_intended and each.logical_axis
+    weights = [
+        weight
+        for weight in find_replicated_weights(config)
+        if weight.is_intended and weight.logical_axis
     ]
-    for logical in dict.fromkeys(each.logical_axis for each in found):
-        mine = [each for each in found if each.logical_axis == logical]
-        largest = max(mine, key=lambda each: each.num_bytes)
-        more = f", and {len(mine) - 1} more weights" if len(mine) > 1 else ""
+    for logical in dict.fromkeys(weight.logical_axis for weight in weights):
+        group = [weight for weight in weights if weight.logical_axis == logical]
+        largest = max(group, key=lambda weight: weight.num_bytes)
+        more = f", and {len(group) - 1} more weights" if len(group) > 1 else ""
         yield Problem(
             f"mesh.axis_rules.{logical}",
             format_value(list(config.mesh.axis_rules[logical])),

@@ -127,7 +127,7 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
     """Return the activations of the model that the names and presets select, without duplicates."""
     known = describe(model).activations
-    return tuple(dict.fromkeys(each for name in names for each in known[name]))
+    return tuple(dict.fromkeys(activation for name in names for activation in known[name]))
 
 
 @rule("pipeline.schedule")
@@ -332,28 +332,29 @@ def _batch_divides(config: Config) -> Iterator[RuleViolation]:
 _MICROBATCHES = "pipeline.microbatches"
 
 
-_MICROBATCH_RULES = [each for each in RULES if _MICROBATCHES in each.keys]
+_MICROBATCH_RULES = [reader for reader in RULES if _MICROBATCHES in reader.keys]
 """Rules that smaller batches of the ramp must also satisfy, because they have fewer
 microbatches."""
 
 
-@rule("train.batch_ramp", *{key: None for each in _MICROBATCH_RULES for key in each.keys})
+@rule("train.batch_ramp", *{key: None for reader in _MICROBATCH_RULES for key in reader.keys})
 def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
     key, train, pipeline = "train.batch_ramp", config.train, config.pipeline
     if train.batch_size % pipeline.microbatches:
         return
-    each, stages = train.batch_size // pipeline.microbatches, BatchRamp.from_config(train).stages
-    more = train.batch_size // math.gcd(each, *(rows for rows, _ in stages))
+    microbatch = train.batch_size // pipeline.microbatches
+    stages = BatchRamp.from_config(train).stages
+    more = train.batch_size // math.gcd(microbatch, *(rows for rows, _ in stages))
     for rows, _ in stages:
         if rows >= train.batch_size:
             continue  # another rule reports this batch size
-        if rows % each:
-            larger = round_up(rows, each)
+        if rows % microbatch:
+            larger = round_up(rows, microbatch)
             take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"
             yield RuleViolation(
                 key,
-                f"must have batch sizes that are multiples of {each}, the size of a microbatch "
-                f"(train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
+                f"must have batch sizes that are multiples of {microbatch}, the size of a "
+                f"microbatch (train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
                 f"({pipeline.microbatches})), but {rows} is not.",
                 f"{take}, or set {_MICROBATCHES}={more}.",
             )
@@ -361,8 +362,8 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
         fewer = replace(
             config,
             train=replace(train, batch_size=rows),
-            pipeline=replace(pipeline, microbatches=rows // each),
+            pipeline=replace(pipeline, microbatches=rows // microbatch),
         )
-        for finding in (found for one in _MICROBATCH_RULES for found in one.find(fewer)):
+        for finding in (f for reader in _MICROBATCH_RULES for f in reader.find(fewer)):
             text = f"has a batch size of {rows}, with which {finding.key} {finding.rule}"
             yield RuleViolation(key, text, f"Leave {rows} out, or: {finding.action}")

@@ -169,9 +169,9 @@ def paths_of(config: SourceConfig) -> list[str]:
     return [config.path] if config.path else list(config.paths)
 
 
-def parse_template_kwargs(given: Mapping[str, str]) -> dict[str, Any]:
+def parse_template_kwargs(texts: Mapping[str, str]) -> dict[str, Any]:
     """Parse the values of `data.chat_template_kwargs`, which are JSON or plain text."""
-    return {name: _parse_template_kwarg(text) for name, text in given.items()}
+    return {name: _parse_template_kwarg(text) for name, text in texts.items()}
 
 
 def _parse_template_kwarg(text: str) -> Any:
@@ -179,11 +179,11 @@ def _parse_template_kwarg(text: str) -> Any:
     if text.strip().lower() in words:
         return words[text.strip().lower()]
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    is_number = isinstance(found, float)
-    return text if is_number and not math.isfinite(found) else found
+    is_number = isinstance(value, float)
+    return text if is_number and not math.isfinite(value) else value
 
 
 def is_template(field: str) -> bool:
@@ -201,16 +201,16 @@ def split_template(template: str) -> list[tuple[str, str]]:
         ValueError: a brace is unmatched, or a column has no name.
     """
     pieces, fixed, end = [], "", 0
-    for found in _TEMPLATE.finditer(template):
-        fixed += template[end : found.start()]
-        end = found.end()
-        if (name := found["name"]) is not None:
+    for match in _TEMPLATE.finditer(template):
+        fixed += template[end : match.start()]
+        end = match.end()
+        if (name := match["name"]) is not None:
             if not name or name != name.strip():
-                raise ValueError(f"{found[0]} is not a column name")
+                raise ValueError(f"{match[0]} is not a column name")
             pieces.append((fixed, name))
             fixed = ""
-        elif found[0] in _ESCAPES:
-            fixed += _ESCAPES[found[0]]
+        elif match[0] in _ESCAPES:
+            fixed += _ESCAPES[match[0]]
         else:
-            raise ValueError(f"the {found[0]} at character {found.start() + 1} is unmatched")
+            raise ValueError(f"the {match[0]} at character {match.start() + 1} is unmatched")
     return [*pieces, (fixed + template[end:], "")]

@@ -76,27 +76,27 @@ _TIKTOKEN = {
 @rule("tokenizer.kind", *_TIKTOKEN)
 def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
     kind = config.tokenizer.kind
-    given = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
-    if given and kind not in ("tiktoken", "auto"):
+    keys = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
+    if keys and kind not in ("tiktoken", "auto"):
         yield RuleViolation(
-            given[0],
+            keys[0],
             f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
-            f"Set {given[0]}={_TIKTOKEN[given[0]]}, or tokenizer.kind=tiktoken.",
+            f"Set {keys[0]}={_TIKTOKEN[keys[0]]}, or tokenizer.kind=tiktoken.",
         )
-    elif len(given) > 1 and given[0] == "tokenizer.preset":
+    elif len(keys) > 1 and keys[0] == "tokenizer.preset":
         yield RuleViolation(
-            given[1],
+            keys[1],
             f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
-            f"Set {given[1]}={_TIKTOKEN[given[1]]}, or tokenizer.preset=none.",
+            f"Set {keys[1]}={_TIKTOKEN[keys[1]]}, or tokenizer.preset=none.",
         )
-    elif kind == "tiktoken" and not given:
+    elif kind == "tiktoken" and not keys:
         yield RuleViolation(
             "tokenizer.preset",
             "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
             "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
             "tokenizer.special_tokens.",
         )
-    elif given == ["tokenizer.special_tokens"]:
+    elif keys == ["tokenizer.special_tokens"]:
         yield RuleViolation(
             "tokenizer.split_pattern",
             "must not be empty with tokenizer.special_tokens: it defines how text is split.",

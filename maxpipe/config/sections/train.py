@@ -109,17 +109,17 @@ def _example_ramp(config: Config) -> str:
 
 @rule(*LENGTH_KEYS)
 def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
-    found, steps = BatchRamp.from_config(config.train), total_steps(config.train)
-    if wrong := check_order(found):
+    ramp, steps = BatchRamp.from_config(config.train), total_steps(config.train)
+    if wrong := check_order(ramp):
         yield RuleViolation(
             "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
         )
-    elif found.stages and found.steps >= steps > 0:
+    elif ramp.stages and ramp.steps >= steps > 0:
         yield RuleViolation(
             "train.batch_ramp",
-            f"has {pluralize(found.steps, 'step')}, but the run has {steps}: no batch reaches "
-            f"train.batch_size ({found.batch_size}).",
-            f"Set train.steps={2 * found.steps}, or shorten the stages of train.batch_ramp.",
+            f"has {pluralize(ramp.steps, 'step')}, but the run has {steps}: no batch reaches "
+            f"train.batch_size ({ramp.batch_size}).",
+            f"Set train.steps={2 * ramp.steps}, or shorten the stages of train.batch_ramp.",
         )
 
 
@@ -213,8 +213,8 @@ class BatchRamp(NamedTuple):
         """Return the minimum number of batches from the start that contain this number of
         sequences.
         """
-        first, front, each = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
-        return first + -(-(rows - front) // each)
+        first, front, size = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
+        return first + -(-(rows - front) // size)
 
     def sizes(self, start: int = 0) -> list[int]:
         """Return the batch sizes from this batch number on, in order and without duplicates."""
