@@ -192,7 +192,7 @@ def _refuse_secrets(loaded: LoadedConfig) -> None:
 
 
 def _axes(config: Config) -> str:
-    axes = Sizes(config).axes.items()
+    axes = Sizes(config).mesh.axes.items()
     return " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "one device"
 
 

@@ -48,7 +48,7 @@ from maxpipe.pipeline.weights import REPLICATED, LayerWeights
 from maxpipe.plan import rerank
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.rerank import LAYERS, median_seconds, ring_mesh_config
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import local_topology, resolve_config
 from maxpipe.schedule.table import Ring
 from maxpipe.step.build import make_remat_policy
@@ -202,11 +202,11 @@ def fit_hardware(
     if shared_by:
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
-        size = BYTES[sizes.config.model.compute_dtype]
-        whole = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
+        size = sizes.activations.itemsize
+        whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = whole * (1 - 1 / num_devices)
         moved = (
-            (found.hop, size * sizes.activation),
+            (found.hop, size * sizes.activations.hidden),
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
@@ -254,7 +254,11 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
     model = CostModel(dataclasses.replace(sizes, config=config), figures)
-    return model.contention * sum(map(model.most_common_layer.slot, kinds)) / sizes.microbatch_size
+    return (
+        model.contention
+        * sum(map(model.most_common_layer.slot, kinds))
+        / sizes.batch.microbatch_size
+    )
 
 
 def _exchange_rate(
@@ -263,7 +267,7 @@ def _exchange_rate(
     """Return the all-to-all bandwidth divided by `rate`, or the old ratio if not measurable."""
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
-    sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
+    sent = sizes.activations.itemsize * sizes.activations.hidden * (1 - 1 / num_devices)
     return hardware.hops(num_devices) * sent / (found.exchange - found.latency) / rate
 
 
@@ -274,7 +278,7 @@ def _tokens_rate(
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
-    sent = BYTES[sizes.config.model.compute_dtype] * share * (num_devices - 1)
+    sent = sizes.activations.itemsize * share * (num_devices - 1)
     return sent / (found.tokens - found.latency) / rate
 
 
@@ -316,7 +320,9 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
     of_sizes = _sizes(sizes)
-    others = [each for each in of_sizes if each.microbatch_size != sizes.microbatch_size]
+    others = [
+        each for each in of_sizes if each.batch.microbatch_size != sizes.batch.microbatch_size
+    ]
     runs = [(sizes, *each) for each in PROGRAMS] + [(other, *SIZED_PROGRAM) for other in others]
     taken = _layers(runs, together)
     forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
@@ -332,8 +338,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     plain = forward + input_grad + times["weight_grad"] - deferred
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
-        message = jnp.zeros((sizes.activation,), dtype)
-        elements = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
+        message = jnp.zeros((sizes.activations.hidden,), dtype)
+        elements = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
@@ -364,12 +370,14 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
         "none_recomputed": max(0.0, kept - plain),
         "deferred": deferred,
     }
-    rows = [each.microbatch_size for each in others]
-    of_rows = {sizes.microbatch_size: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
+    rows = [each.batch.microbatch_size for each in others]
+    of_rows = {sizes.batch.microbatch_size: named} | dict(
+        zip(rows, taken[len(PROGRAMS) :], strict=True)
+    )
     by_size = tuple(
         (
             CostModel(each, published_hardware()["cpu"]).most_common_layer.moved_bytes,
-            of_rows[each.microbatch_size] / each.microbatch_size,
+            of_rows[each.batch.microbatch_size] / each.batch.microbatch_size,
         )
         for each in of_sizes
     )
@@ -379,8 +387,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 def _sizes(sizes: Sizes) -> list[Sizes]:
     """Return the run sizes for every timed microbatch size, in ascending order."""
     found = []
-    for rows in sorted({max(1, int(share * sizes.microbatch_size)) for share in SIZES}):
-        scaled = sizes.config.train.batch_size * rows // sizes.microbatch_size
+    for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
+        scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
         train = dataclasses.replace(sizes.config.train, batch_size=scaled)
         config = dataclasses.replace(sizes.config, train=train)
         found.append(dataclasses.replace(sizes, config=config))
@@ -419,7 +427,7 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
     held = LayerWeights("step", jax.tree.map(lambda _: REPLICATED, weights[kind]), dtype)
     layout = LayerLayout(Ring(1, 1), (LAYERS,), layer_types=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[], remat=remat)
-    shape = (sizes.microbatch_size, config.train.sequence_length)
+    shape = (sizes.batch.microbatch_size, config.train.sequence_length)
     inputs = {
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
@@ -486,7 +494,7 @@ def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
     """Return the shape `[B, T, D]` of one shard of a microbatch whose tokens are sharded."""
     tokens = sizes.config.train.sequence_length
-    return sizes.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
+    return sizes.batch.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
 
 
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:

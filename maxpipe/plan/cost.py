@@ -25,8 +25,8 @@ from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.spec import Kind, Scores
-from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state_bytes
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import (
     CommVolume,
     HeadTraffic,
@@ -71,7 +71,7 @@ class CostModel:
     def contention(self) -> float:
         """Slowdown of compute while all devices are busy, if devices share cores."""
         shared = self.hardware.shared_by
-        return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
+        return max(1.0, self.sizes.mesh.num_devices / shared) if shared else 1.0
 
     @property
     def overlaps(self) -> bool:
@@ -83,7 +83,7 @@ class CostModel:
     @property
     def itemsize(self) -> int:
         """Size of an element in the compute dtype, in bytes."""
-        return BYTES[self.sizes.config.model.compute_dtype]
+        return self.sizes.activations.itemsize
 
     def send_seconds(self, sent: CommVolume) -> float:
         """Return the time in seconds of one transfer in which all devices send at the same time."""
@@ -94,7 +94,9 @@ class CostModel:
         latency = sent.num_collectives * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.is_all_to_all:
-            seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
+            seconds *= (
+                hardware.hops(self.sizes.mesh.shards(sent.axes) // dcn) / hardware.exchange_rate
+            )
         if sent.of_tokens:
             seconds /= hardware.tokens_rate
         if dcn > 1:
@@ -114,9 +116,10 @@ class CostModel:
         slice. Measured bandwidths already include this cost.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
-        whole = self.sizes.num_devices if published else 0
+        whole = self.sizes.mesh.num_devices if published else 0
         return sum(
-            self.send_seconds(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent
+            self.send_seconds(each * (1 + (self.sizes.mesh.shards(each.axes) == whole)))
+            for each in sent
         )
 
     def exposed_seconds(self, seconds: float, work: float) -> float:
@@ -142,7 +145,7 @@ class CostModel:
     @property
     def most_common_layer(self) -> LayerCost:
         """Costs of a layer of the most common type."""
-        return self.layers[self.sizes.most_common_layer_type]
+        return self.layers[self.sizes.layers.most_common]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
         """Return the total cost of the given numbers of layers by type."""
@@ -162,7 +165,7 @@ class CostModel:
     def message_seconds(self) -> float:
         """Time to send a message to the next stage, in seconds."""
         return self.send_seconds(
-            CommVolume(self.sizes.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
+            CommVolume(self.sizes.mesh.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
         )
 
     @cached_property
@@ -172,14 +175,16 @@ class CostModel:
         All stages share the work of the loss head.
         """
         sizes = self.sizes
-        matrix, heads = sizes.head_elements(whole=True), 1 + sizes.mtp_heads
-        trained, ahead = sizes.trained.head_elements(whole=True), sizes.mtp_matrix_elements()
+        matrix, heads = sizes.params.head_elements(whole=True), 1 + sizes.layers.mtp_heads
+        trained, ahead = sizes.trained.head_elements(whole=True), sizes.params.mtp_matrix_elements()
         trained_ahead = sizes.trained.mtp_matrix_elements()
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
-        flops *= sizes.tokens
+        flops *= sizes.batch.tokens
         # Every additional block reads the head matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
-        moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
+        moved = heads * (
+            4.0 * 4 * sizes.batch.tokens * sizes.params.vocabulary + 4.0 * matrix + again
+        )
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
             # The loss is inside a conditional, where compilers do not start gathers early.
@@ -201,7 +206,7 @@ class CostModel:
 
         The forward pass of MTP layers runs twice, independently of `pipeline.remat`.
         """
-        if not (layers := self.sizes.mtp_layers):
+        if not (layers := self.sizes.layers.mtp):
             return 0.0
         once = self.slots("F", layers) + self.slots("B", layers)
         again = self.total(layers, lambda layer: layer.forward - layer.recompute_seconds)
@@ -226,7 +231,7 @@ class LayerCost:
 
     @property
     def _whole(self) -> int:
-        return self.model.sizes.layer_elements(self.name, whole=True)
+        return self.model.sizes.params.layer_elements(self.name, whole=True)
 
     @property
     def _trained(self) -> int:
@@ -247,7 +252,7 @@ class LayerCost:
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
-        matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.token_shards - 1)
+        matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.mesh.token_shards - 1)
         both = max(matmuls, self._sums) if self.model.overlaps else matmuls + self._sums
         return scores + both
 
@@ -270,8 +275,8 @@ class LayerCost:
         last, sizes = self._kind.branches[-1], self.model.sizes
         if last.post_norm is not None or not isinstance(last.part, GatedMLP):
             return 0.0
-        down = sizes.elements(last.part.params["down"].dims, whole=True)
-        matmul = self.model.roofline_seconds(2.0 * sizes.tokens * down, 0.0)
+        down = sizes.mesh.elements(last.part.params["down"].dims, whole=True)
+        matmul = self.model.roofline_seconds(2.0 * sizes.batch.tokens * down, 0.0)
         return matmul + self._sums / len(self._kind.branches)
 
     @cached_property
@@ -286,7 +291,7 @@ class LayerCost:
     def _uses_collective_matmul(self) -> bool:
         """Whether collective matmuls gather the tokens in chunks."""
         sizes = self.model.sizes
-        return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
+        return sizes.config.mesh.collective_matmul and sizes.mesh.token_shards > 1
 
     @property
     def seconds(self) -> float:
@@ -296,7 +301,7 @@ class LayerCost:
     @cached_property
     def score_seconds(self) -> float:
         """Time of a forward pass's memory traffic for attention scores, in seconds."""
-        pairs = sum(map(self.model.sizes.stored_scores, self._kind.parts.values()))
+        pairs = sum(map(self.model.sizes.activations.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
@@ -304,8 +309,10 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Time of a forward pass without scores and kernels, in seconds."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
-        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
-        flops += 2.0 * sum(map(sizes.products, parts))
+        flops = (
+            2.0 * sizes.batch.tokens * sizes.params.computed_elements(self.name) + self._plain_flops
+        )
+        flops += 2.0 * sum(map(sizes.activations.products, parts))
         moved = model.itemsize * self._whole + self.moved_bytes
         return self.size_factor * self.split_factor * model.roofline_seconds(flops, moved)
 
@@ -313,7 +320,10 @@ class LayerCost:
     def moved_bytes(self) -> float:
         """Size in bytes of the activations that a forward pass reads and writes."""
         sizes = self.model.sizes
-        return sum(sizes.declared_bytes(part, part.traffic) for part in self._kind.parts.values())
+        return sum(
+            sizes.activations.declared_bytes(part, part.traffic)
+            for part in self._kind.parts.values()
+        )
 
     @cached_property
     def size_factor(self) -> float:
@@ -328,7 +338,7 @@ class LayerCost:
     @property
     def split_factor(self) -> float:
         """Time of a layer, relative to a layer without tensor parallelism."""
-        return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.tensor)
+        return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.mesh.tensor)
 
     @cached_property
     def score_recompute_seconds(self) -> float:
@@ -359,7 +369,7 @@ class LayerCost:
         """Attention operations of a layer, each with its FLOP in a forward pass."""
         sizes = self.model.sizes
         return [
-            (each, 4.0 * sizes.scores(part) * each.head_dim)
+            (each, 4.0 * sizes.activations.scores(part) * each.head_dim)
             for part in self._kind.parts.values()
             for each in part.operations
             if isinstance(each, Scores)
@@ -446,7 +456,7 @@ class LayerCost:
     def _trained_share(self) -> float:
         """Fraction of trained weights among the weights that are applied to each token."""
         sizes = self.model.sizes
-        computed = sizes.computed_elements(self.name)
+        computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
@@ -455,8 +465,8 @@ class LayerCost:
             return 0.0
         sizes = self.model.sizes
         by_chunk = sizes.config.pipeline.remat == "chunk"
-        stash = 0.0 if by_chunk else sum(sizes.saved_activation_bytes(self.name))
-        deferred = sizes.deferred_bytes(self.name)
+        stash = 0.0 if by_chunk else sum(sizes.activations.saved_bytes(self.name))
+        deferred = sizes.activations.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         hardware = self.model.hardware
         # A copy into or out of a buffer slice reads and writes each byte.
@@ -503,7 +513,7 @@ def predict_cost(
     sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
-    hop = model.message_seconds if sizes.stages > 1 else 0.0
+    hop = model.message_seconds if sizes.mesh.stages > 1 else 0.0
     exposed = np.maximum(0.0, hop - behind * model.overlaps)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
@@ -527,7 +537,7 @@ def predict_cost(
     needed = train_flops_per_token(sizes.model, train.sequence_length) * tokens
     return Cost(
         {name: seconds for name, seconds in parts.items() if seconds},
-        needed / sizes.num_devices,
+        needed / sizes.mesh.num_devices,
         hardware.flops,
         step_traffic(sizes, schedule, model.recomputed),
     )
@@ -537,7 +547,7 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     """Return `[K]` layer times per tick in seconds, and the parts that overlap with messages."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
-    everyone = np.zeros((schedule.num_ticks, sizes.stages))
+    everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))
     for action, slots in schedule.kinds:
         spent = _slot_seconds(model, schedule, action, slots, computes=computes)
         everyone += spent
@@ -546,7 +556,7 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if schedule.mixed:
         total = everyone.max(axis=1)
     if shared := model.hardware.shared_by:
-        everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
+        everyone = everyone.sum(axis=1) * sizes.mesh.num_devices / sizes.mesh.stages / shared
         total = np.maximum(total, everyone)
     # A message overlaps with a full tick if ticks are mixed or forwarding is delayed. Otherwise, it
     # overlaps with half a tick.
@@ -562,14 +572,16 @@ def _slot_seconds(
     run every layer type that any stage has at that position of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
-    kinds, stages = list(sizes.ring_layers), range(sizes.stages)
-    chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in range(sizes.repeats)])
+    kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
+    chunk_at = np.array(
+        [[ring.chunk(p, r) for p in stages] for r in range(sizes.config.pipeline.repeats)]
+    )
     here = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
-        seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
+        seconds = np.array([model.slots(action, chunk) for chunk in sizes.layers.chunks])
         return np.where(slots.active, seconds[here], 0.0)
     seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
-    ends = accumulate(sizes.layer_partition, initial=sizes.config.pipeline.prologue_layers)
+    ends = accumulate(sizes.layers.partition, initial=sizes.config.pipeline.prologue_layers)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
     run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
@@ -581,21 +593,21 @@ def _slot_seconds(
 def _ideal(model: CostModel, schedule: Schedule) -> float:
     """Return the time of all layers in seconds, without any idle time."""
     sizes = model.sizes
-    layers = sum(model.slots(action, sizes.ring_layers) for action, _ in schedule.kinds)
-    return sizes.microbatches * layers / sizes.stages * model.contention
+    layers = sum(model.slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds)
+    return sizes.batch.microbatches * layers / sizes.mesh.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
     """Return the exposed time of token exchanges between devices, in seconds."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
-    layers = model.total(model.sizes.ring_layers, exchanged)
-    return model.sizes.microbatches * layers / model.sizes.stages * model.contention
+    layers = model.total(model.sizes.layers.pipelined, exchanged)
+    return model.sizes.batch.microbatches * layers / model.sizes.mesh.stages * model.contention
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
     """Return the time of the prologue layers in seconds; all stages run them in parallel."""
-    rounds, layers = schedule.prologue, model.sizes.prologue_layers
+    rounds, layers = schedule.prologue, model.sizes.layers.prologue
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
         np.count_nonzero(column >= 0) * model.slots(action, layers) for action, column in columns
@@ -624,7 +636,7 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
 
 def _update(model: CostModel) -> float:
     """Return the time of the optimizer update in seconds, limited by memory bandwidth."""
-    moved = 2.4 * state(model.sizes.trained)["state"]
+    moved = 2.4 * state_bytes(model.sizes, model.sizes.trained)
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 

@@ -17,6 +17,7 @@ from maxpipe.hardware import GIB
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
 from maxpipe.parallel.axes import axis_table, find_zero1_dim
+from maxpipe.plan.parameter_counts import ParameterCounts
 from maxpipe.plan.sizes import Sizes
 
 
@@ -189,8 +190,8 @@ def _classify_allocation(
 def optimizer_bytes(sizes: Sizes) -> float:
     """Return the size of the optimizer state on one device in bytes."""
     ends = (_optimizer_memory_bytes(sizes, param) for param in sizes.model.ends.params.values())
-    layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
-    return layers + optimizer_layer_bytes(sizes, sizes.prologue_layers) + sum(ends)
+    layers = optimizer_layer_bytes(sizes, sizes.layers.slots)
+    return layers + optimizer_layer_bytes(sizes, sizes.layers.prologue) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
@@ -218,11 +219,11 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
             return CPU_COPIES.get(optim.name, 0.0) * is_cpu
         return (
             MUON_SHARDED_COPIES
-            if sizes.elements(param.dims) < math.prod(param.shape)
+            if sizes.mesh.elements(param.dims) < math.prod(param.shape)
             else MUON_WHOLE_COPIES
         )
 
-    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.reduced_over(param.dims)))
+    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.mesh.reduced_over(param.dims)))
     return max(sums, _copies(sizes, in_update))
 
 
@@ -230,12 +231,12 @@ def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
     """Return the total bytes of `number(param)` float32 copies of each gradient."""
     kinds, layers = (
         sizes.model.layer_types,
-        Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),
+        Counter(sizes.layers.slots) + Counter(sizes.layers.prologue),
     )
     counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
     counted += [(1, param) for param in sizes.model.ends.params.values()]
     return 4.0 * sum(
-        count * number(param) * sizes.elements(sizes.padded(param.dims))
+        count * number(param) * sizes.mesh.elements(sizes.mesh.padded(param.dims))
         for count, param in counted
         if param.trainable
     )
@@ -246,14 +247,14 @@ def zero1_dim(sizes: Sizes, param: Param) -> int | None:
     if not sizes.config.optim.zero1:
         return None
     table = axis_table(sizes.config.mesh)
-    return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.axes)
+    return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.mesh.axes)
 
 
 def _optimizer_memory_bytes(sizes: Sizes, param: Param) -> float:
     config, total = sizes.config, 0.0
-    dim, data = zero1_dim(sizes, param), sizes.axes["data"]
+    dim, data = zero1_dim(sizes, param), sizes.mesh.axes["data"]
     for one in state_arrays(config.optim, param, config.model.param_dtype).values():
-        size = sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype]
+        size = sizes.mesh.elements(sizes.mesh.padded(one.dims)) * BYTES[one.dtype]
         is_shared = dim is not None and dim not in one.dropped_dims
         total += size / data if is_shared else size
     return total
@@ -263,17 +264,31 @@ def gathers_weights(sizes: Sizes) -> bool:
     """Return whether any parameter is gathered for use."""
     kinds = (kind.params for kind in sizes.model.layer_types.values())
     params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
-    return any(sizes.gathered_over(param.dims) for param in params)
+    return any(sizes.mesh.gathered_over(param.dims) for param in params)
 
 
-def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the size in bytes of gathered weights for the given numbers of layers by type."""
+def gathered_bytes(
+    sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts | None = None
+) -> float:
+    """Return the size in bytes of gathered weights for the given numbers of layers by type.
+
+    Only the parameters that `params` includes are counted (default: all parameters).
+    """
+    params = params or sizes.params
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
-        elements = sum(
-            count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
+        return float(gathered_itemsize(sizes) * params.elements(layers, whole=True))
+    return float(
+        sum(
+            count
+            * (
+                gathered_itemsize(sizes, param) * sizes.mesh.elements(param.dims, whole=True)
+                + 4 * _scales(sizes, param)
+            )
+            for kind, count in layers.items()
+            for param in sizes.model.layer_types[kind].params.values()
+            if params.includes(param)
         )
-        return float(gathered_itemsize(sizes) * elements)
-    return float(sum(count * _gathered_layer_bytes(sizes, kind) for kind, count in layers.items()))
+    )
 
 
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
@@ -285,17 +300,8 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
     if param is None or not _is_quantized(sizes, param):
-        return BYTES[sizes.config.model.compute_dtype]
+        return sizes.activations.itemsize
     return 1 if sizes.config.model.matmul_scales == "tensor" else 2
-
-
-def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
-    params = filter(sizes.includes, sizes.model.layer_types[kind].params.values())
-    return sum(
-        gathered_itemsize(sizes, each) * sizes.elements(each.dims, whole=True)
-        + 4 * _scales(sizes, each)
-        for each in params
-    )
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
@@ -311,4 +317,4 @@ def _scales(sizes: Sizes, param: Param) -> int:
     if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
         return int(_is_quantized(sizes, param))
     sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]
-    return sum(sizes.elements(dims, whole=True) for dims in sides)
+    return sum(sizes.mesh.elements(dims, whole=True) for dims in sides)

@@ -131,7 +131,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """Return a plan as JSON-compatible values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on_platform(hardware.platform)
-    divided = Divided.from_mesh(config.mesh, sizes.axes)
+    divided = Divided.from_mesh(config.mesh, sizes.mesh.axes)
     chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
@@ -139,16 +139,18 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     dtype = config.model.param_dtype
     saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
     per_stage = []
-    for stage in range(sizes.stages):
-        chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
-        layers = [sizes.layer_partition[chunk] for chunk in chunks]
+    for stage in range(sizes.mesh.stages):
+        chunks = [
+            schedule.ring.chunk(stage, repeat) for repeat in range(sizes.config.pipeline.repeats)
+        ]
+        layers = [sizes.layers.partition[chunk] for chunk in chunks]
         deepest = int(schedule.stash_depth()[:, stage].max())
         per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
     return {
         "hardware": hardware.name,
         "measured": hardware.measured,
-        "num_devices": sizes.num_devices,
-        "num_slices": sizes.num_slices,
+        "num_devices": sizes.mesh.num_devices,
+        "num_slices": sizes.mesh.num_slices,
         "layout": candidate.layout_keys,
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
@@ -157,7 +159,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "ramp": _ramp(config),
-        "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
+        "flops_per_step": candidate.cost.model_flops * sizes.mesh.num_devices,
         "checkpoint_bytes": int(total(sizes.model, saved)),
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": candidate.memory.arguments,
@@ -478,7 +480,7 @@ def _memory(candidate: Candidate, hardware: Hardware) -> Canvas:
 
 def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
     sizes = Sizes(candidate.config).on_platform(hardware.platform)
-    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring_layers)
+    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.layers.pipelined)
     schedule = candidate.schedule
     if schedule.num_ticks > _MAX_TICKS:
         schedule = short_schedules(candidate.config)[0]

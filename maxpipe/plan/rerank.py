@@ -128,7 +128,7 @@ def _predict_difference(pair: Pair, hardware: Hardware) -> float:
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
     """Return two runs with few layers, tensor size `split` and the same tokens per device."""
     train = dataclasses.replace(
-        config.train, batch_size=Sizes(config).microbatch_size * num_devices
+        config.train, batch_size=Sizes(config).batch.microbatch_size * num_devices
     )
     mesh = dataclasses.replace(
         ring_mesh_config(config.mesh, 1),
@@ -167,7 +167,9 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
     """Return a run with `LAYERS` layers per stage, and one stage and microbatch per device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
+    train = dataclasses.replace(
+        config.train, batch_size=Sizes(config).batch.microbatch_size * stages
+    )
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = ring_mesh_config(config.mesh, stages)
@@ -264,7 +266,7 @@ def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
     """Return the keys and values of the layout, and its sequences per microbatch."""
-    return {**candidate.layout_keys, "rows": Sizes(candidate.config).microbatch_size}
+    return {**candidate.layout_keys, "rows": Sizes(candidate.config).batch.microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")

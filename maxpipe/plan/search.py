@@ -201,7 +201,7 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
     """Return a complexity key: stages, axis sizes that shard a layer, and repeats."""
-    axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
+    axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
@@ -384,7 +384,7 @@ def _meshes(
         across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
         if config.train.batch_size < num_devices and not has_sequential_layers(config):
             across.append("context")
-    tokens = config.train.sequence_length
+    tokens, described = config.train.sequence_length, Sizes(config)
     for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):
         total = sizes | {axis: sizes[axis] * num_slices}
         shards = total["data"] * total["fsdp"] * total["expert"]
@@ -392,7 +392,7 @@ def _meshes(
             continue
         if total["context"] > 1 and tokens % (2 * total["context"]):
             continue
-        if not Sizes(config).divides(total):
+        if not described.mesh.divides(described.model, total):
             continue
         mesh = {f"ici_{name}": size for name, size in sizes.items()}
         mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
@@ -402,16 +402,16 @@ def _meshes(
 
 def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
     """Yield the axis sizes within a slice."""
-    given, experts = Sizes(config), has_experts(config)
+    described, experts = Sizes(config), has_experts(config)
     for tensor in _divisors(inside):
-        if tensor > 8 or not given.divides({"tensor": tensor}):
+        if tensor > 8 or not described.mesh.divides(described.model, {"tensor": tensor}):
             continue
         for context in contexts:
             if (inside // tensor) % context:
                 continue
             left = inside // tensor // context
             for expert in _divisors(left) if experts else (1,):
-                if not given.divides({"expert": expert}):
+                if not described.mesh.divides(described.model, {"expert": expert}):
                     continue
                 for stage in _divisors(left // expert):
                     for fsdp in _divisors(left // expert // stage):
@@ -438,11 +438,11 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
 def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     """Return the pipeline options of a mesh. Cached because many meshes share the same options."""
     sizes = Sizes(config)
-    in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
+    in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
     return _pipeline_options(
-        sizes.stages,
+        sizes.mesh.stages,
         config.model.num_layers - config.pipeline.prologue_layers,
-        sizes.batch_per_device,
+        sizes.batch.per_device,
         gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,
     )
@@ -525,7 +525,7 @@ def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) 
 
 def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
     """Return the schedule table of a config, or two short tables for extrapolation."""
-    pipeline, stages = config.pipeline, Sizes(config).stages
+    pipeline, stages = config.pipeline, Sizes(config).mesh.stages
     turn = pipeline.group or stages
     if pipeline.microbatches <= 4 * turn:
         return _schedule_with(config, pipeline.microbatches), None
@@ -535,7 +535,7 @@ def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
 def _schedule_with(config: Config, microbatches: int) -> Schedule:
     pipeline = config.pipeline
     return _table(
-        pipeline.schedule, Sizes(config).stages, pipeline.repeats, microbatches, pipeline.group
+        pipeline.schedule, Sizes(config).mesh.stages, pipeline.repeats, microbatches, pipeline.group
     )
 
 

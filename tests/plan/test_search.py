@@ -56,7 +56,7 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
     found = list(layouts(config_of(), 32, 1, {}))
     assert len(found) > 5000 and len(set(map(repr, found))) == len(found)
     for config in found[::97]:
-        assert Sizes(config).num_devices == 32
+        assert Sizes(config).mesh.num_devices == 32
         assert not check(config, {})
 
 
@@ -73,7 +73,7 @@ def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch)
 
 def test_slices_are_crossed_by_one_axis_only() -> None:
     for config in list(layouts(config_of(), 32, 2, {}))[::97]:
-        assert Sizes(config).num_slices == 2 and Sizes(config).num_devices == 32
+        assert Sizes(config).mesh.num_slices == 2 and Sizes(config).mesh.num_devices == 32
 
 
 @pytest.mark.parametrize(
