@@ -254,11 +254,8 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
     model = CostModel(dataclasses.replace(sizes, config=config), figures)
-    return (
-        model.contention
-        * sum(map(model.most_common_layer.slot, kinds))
-        / sizes.batch.microbatch_size
-    )
+    slots = sum(map(model.most_common_layer.slot, kinds))
+    return model.contention * slots / sizes.batch.microbatch_size
 
 
 def _exchange_rate(
@@ -319,11 +316,11 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    of_sizes = _sizes(sizes)
-    others = [
-        each for each in of_sizes if each.batch.microbatch_size != sizes.batch.microbatch_size
+    of_sizes, sequences = _sizes(sizes), sizes.batch.microbatch_size
+    others = [other for other in of_sizes if other.batch.microbatch_size != sequences]
+    runs = [(sizes, *program) for program in PROGRAMS] + [
+        (other, *SIZED_PROGRAM) for other in others
     ]
-    runs = [(sizes, *each) for each in PROGRAMS] + [(other, *SIZED_PROGRAM) for other in others]
     taken = _layers(runs, together)
     forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
     input_grad = and_inputs - forward - _recomputed_share(sizes) * forward
@@ -370,16 +367,14 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
         "none_recomputed": max(0.0, kept - plain),
         "deferred": deferred,
     }
-    rows = [each.batch.microbatch_size for each in others]
-    of_rows = {sizes.batch.microbatch_size: named} | dict(
-        zip(rows, taken[len(PROGRAMS) :], strict=True)
-    )
+    rows = [other.batch.microbatch_size for other in others]
+    of_rows = {sequences: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
     by_size = tuple(
         (
-            CostModel(each, published_hardware()["cpu"]).most_common_layer.moved_bytes,
-            of_rows[each.batch.microbatch_size] / each.batch.microbatch_size,
+            CostModel(sized, published_hardware()["cpu"]).most_common_layer.moved_bytes,
+            of_rows[sized.batch.microbatch_size] / sized.batch.microbatch_size,
         )
-        for each in of_sizes
+        for sized in of_sizes
     )
     return Measurements(**times, **more, by_size=by_size)
 

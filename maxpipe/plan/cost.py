@@ -80,11 +80,6 @@ class CostModel:
 
     # Links.
 
-    @property
-    def itemsize(self) -> int:
-        """Size of an element in the compute dtype, in bytes."""
-        return self.sizes.activations.itemsize
-
     def send_seconds(self, sent: CommVolume) -> float:
         """Return the time in seconds of one transfer in which all devices send at the same time."""
         if not sent.axes or not sent.num_bytes:
@@ -94,9 +89,8 @@ class CostModel:
         latency = sent.num_collectives * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.is_all_to_all:
-            seconds *= (
-                hardware.hops(self.sizes.mesh.shards(sent.axes) // dcn) / hardware.exchange_rate
-            )
+            inside = self.sizes.mesh.shards(sent.axes) // dcn
+            seconds *= hardware.hops(inside) / hardware.exchange_rate
         if sent.of_tokens:
             seconds /= hardware.tokens_rate
         if dcn > 1:
@@ -116,10 +110,10 @@ class CostModel:
         slice. Measured bandwidths already include this cost.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
-        whole = self.sizes.mesh.num_devices if published else 0
+        mesh = self.sizes.mesh
+        whole = mesh.num_devices if published else 0
         return sum(
-            self.send_seconds(each * (1 + (self.sizes.mesh.shards(each.axes) == whole)))
-            for each in sent
+            self.send_seconds(volume * (1 + (mesh.shards(volume.axes) == whole))) for volume in sent
         )
 
     def exposed_seconds(self, seconds: float, work: float) -> float:
@@ -178,13 +172,12 @@ class CostModel:
         matrix, heads = sizes.params.head_elements(whole=True), 1 + sizes.layers.mtp_heads
         trained, ahead = sizes.trained.head_elements(whole=True), sizes.params.mtp_matrix_elements()
         trained_ahead = sizes.trained.mtp_matrix_elements()
+        tokens = sizes.batch.tokens
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
-        flops *= sizes.batch.tokens
+        flops *= tokens
         # Every additional block reads the head matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
-        moved = heads * (
-            4.0 * 4 * sizes.batch.tokens * sizes.params.vocabulary + 4.0 * matrix + again
-        )
+        moved = heads * (4.0 * 4 * tokens * sizes.params.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
             # The loss is inside a conditional, where compilers do not start gathers early.
@@ -228,14 +221,6 @@ class LayerCost:
     @property
     def _kind(self) -> Kind:
         return self.model.sizes.model.layer_types[self.name]
-
-    @property
-    def _whole(self) -> int:
-        return self.model.sizes.params.layer_elements(self.name, whole=True)
-
-    @property
-    def _trained(self) -> int:
-        return self.model.sizes.trained.layer_elements(self.name, whole=True)
 
     @cached_property
     def traffic(self) -> LayerTraffic:
@@ -309,20 +294,19 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Time of a forward pass without scores and kernels, in seconds."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
-        flops = (
-            2.0 * sizes.batch.tokens * sizes.params.computed_elements(self.name) + self._plain_flops
-        )
+        elements = sizes.params.computed_elements(self.name)
+        flops = 2.0 * sizes.batch.tokens * elements + self._plain_flops
         flops += 2.0 * sum(map(sizes.activations.products, parts))
-        moved = model.itemsize * self._whole + self.moved_bytes
+        weights = sizes.params.layer_elements(self.name, whole=True)
+        moved = sizes.activations.itemsize * weights + self.moved_bytes
         return self.size_factor * self.split_factor * model.roofline_seconds(flops, moved)
 
     @cached_property
     def moved_bytes(self) -> float:
         """Size in bytes of the activations that a forward pass reads and writes."""
-        sizes = self.model.sizes
+        activations = self.model.sizes.activations
         return sum(
-            sizes.activations.declared_bytes(part, part.traffic)
-            for part in self._kind.parts.values()
+            activations.declared_bytes(part, part.traffic) for part in self._kind.parts.values()
         )
 
     @cached_property
@@ -343,7 +327,7 @@ class LayerCost:
     @cached_property
     def score_recompute_seconds(self) -> float:
         """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
-        flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
+        flops = sum(flops for scores, flops in self._scored if scores.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
@@ -356,33 +340,29 @@ class LayerCost:
 
     @property
     def _kernel_flops(self) -> float:
-        return sum(flops for each, flops in self._scored if each.storage == "mask")
+        return sum(flops for scores, flops in self._scored if scores.storage == "mask")
 
     @property
     def _plain_flops(self) -> float:
         """FLOP of attention matmuls outside kernels."""
         kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
-        return self._score_flops - kernels
+        return sum(flops for _, flops in self._scored) - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
         """Attention operations of a layer, each with its FLOP in a forward pass."""
         sizes = self.model.sizes
         return [
-            (each, 4.0 * sizes.activations.scores(part) * each.head_dim)
+            (operation, 4.0 * sizes.activations.scores(part) * operation.head_dim)
             for part in self._kind.parts.values()
-            for each in part.operations
-            if isinstance(each, Scores)
+            for operation in part.operations
+            if isinstance(operation, Scores)
         ]
-
-    @property
-    def _score_flops(self) -> float:
-        return sum(flops for _, flops in self._scored)
 
     @property
     def accumulation(self) -> float:
         """Time of gradient accumulation in seconds; 0 if matmuls overlap with the accumulation."""
-        moved = 3 * 4.0 * self._trained
+        moved = 3 * 4.0 * self.model.sizes.trained.layer_elements(self.name, whole=True)
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
 
@@ -400,10 +380,10 @@ class LayerCost:
         scoring = forwards * (model.roofline_seconds(self._plain_flops, 0.0) + self.kernel_seconds)
         return sum(
             model.exposed_seconds(
-                model.total_send_seconds(each.in_slot(action, remat)) / model.contention,
-                scoring if each.overlaps else 0.0,
+                model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention,
+                scoring if exchange.overlaps else 0.0,
             )
-            for each in self.traffic.exchanges
+            for exchange in self.traffic.exchanges
         )
 
     def slot(self, action: str) -> float:
@@ -573,9 +553,8 @@ def _slot_seconds(
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
-    chunk_at = np.array(
-        [[ring.chunk(p, r) for p in stages] for r in range(sizes.config.pipeline.repeats)]
-    )
+    repeats = range(sizes.config.pipeline.repeats)
+    chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in repeats])
     here = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
         seconds = np.array([model.slots(action, chunk) for chunk in sizes.layers.chunks])
@@ -624,14 +603,12 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
     """Return the time of the gradient reductions outside layers, in seconds."""
-    sizes, found = (
-        model.sizes,
-        model.total_send_seconds(merge_by_axes(step_end_traffic(model.sizes))),
-    )
+    sizes = model.sizes
+    seconds = model.total_send_seconds(merge_by_axes(step_end_traffic(sizes)))
     if sizes.config.pipeline.weight_gather == "iteration":
-        return found
-    found += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
-    return found + model.reduce_scatter_seconds(HeadTraffic(sizes).scattered)
+        return seconds
+    seconds += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
+    return seconds + model.reduce_scatter_seconds(HeadTraffic(sizes).scattered)
 
 
 def _update(model: CostModel) -> float:

@@ -45,7 +45,7 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
     """
     from maxpipe.config.keys import KEYS
 
-    found = {}
+    fixed = {}
     for text in texts:
         key, _, value = text.partition("=")
         if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
@@ -55,16 +55,16 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
                 "must be a key of mesh or pipeline with its value.",
                 "Write --fix mesh.ici_stage=4.",
             )
-        _, found[key] = parse_setting(text)
+        _, fixed[key] = parse_setting(text)
         size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
-        if size_of_axis and found[key] < 1:
+        if size_of_axis and fixed[key] < 1:
             raise ConfigError.one(
                 f"command line: --fix {key}",
                 value,
                 "must be a number of devices of at least 1.",
                 f"Write --fix {key}=2, or remove it to search over all values.",
             )
-    return found
+    return fixed
 
 
 def best_layouts(

@@ -107,10 +107,8 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
     terms["update"] = max(0.0, gradient_copy_bytes(sizes) - free)
     on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
-    on_host += schedule.num_stash * sum(
-        length * sizes.activations.saved_bytes(kind)[1]
-        for kind, length in sizes.layers.chunk_slots.items()
-    )
+    _, offloaded = _saved_bytes(sizes, sizes.layers.chunk_slots)
+    on_host += schedule.num_stash * offloaded
     return Memory({name: size for name, size in terms.items() if size}, on_host)
 
 
@@ -142,8 +140,8 @@ def reference(sizes: Sizes) -> float:
 def attention_workspace_bytes(sizes: Sizes) -> float:
     """Return the maximum workspace of attention kernels, which is unknown to XLA without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
-    own = (Held(documents=part.backward_peak.documents) for part in parts)
-    return max(map(sizes.activations.declared_bytes, parts, own))
+    documents = (Held(documents=part.backward_peak.documents) for part in parts)
+    return max(map(sizes.activations.declared_bytes, parts, documents))
 
 
 def _parameter_bytes(sizes: Sizes, params: ParameterCounts) -> float:
@@ -171,61 +169,61 @@ def _layer_bytes(sizes: Sizes, layers: Mapping[str, int], params: ParameterCount
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Return the sizes in bytes of the buffers carried by the tick loop, keyed by term."""
-    pipeline, model = sizes.config.pipeline, sizes.config.model
-    size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
-    message = float(size * sizes.activations.hidden)
-    visits, by_visit = schedule.weight_window, _uses_weight_window(sizes, schedule)
+    layers, activations = sizes.layers, sizes.activations
+    by_chunk = sizes.config.pipeline.remat == "chunk"
+    message = float(activations.itemsize * activations.hidden)
     # Count the saved activations of the largest chunk, per layer type.
-    kept = sum(
-        length * sizes.activations.saved_bytes(kind)[0]
-        for kind, length in sizes.layers.chunk_slots.items()
-    )
-    found = {
+    saved, _ = _saved_bytes(sizes, layers.chunk_slots)
+    terms = {
         "inbox": schedule.num_inbox * message,
-        "stash": schedule.num_stash * (message if by_chunk else kept),
+        "stash": schedule.num_stash * (message if by_chunk else saved),
         "sent": message * (1 if schedule.mixed else 2 if schedule.delayed else 1),
         "gradients": 4.0 * _gradient_elements(sizes, schedule),
         "deferred": 0.0,
         "window": 0.0,
         "partial": 0.0,
         "outside": 0.0,
-        "reports": sizes.activations.report_bytes(sizes.layers.slots),
+        "reports": activations.report_bytes(layers.slots),
         "ahead": 0.0,
     }
-    if heads := sizes.layers.mtp_heads:
-        found["ahead"] = 4.0 * heads + sizes.activations.report_bytes(sizes.layers.mtp)
+    if heads := layers.mtp_heads:
+        terms["ahead"] = 4.0 * heads + activations.report_bytes(layers.mtp)
     if schedule.mixed:
-        found["deferred"] = schedule.num_deferred * sum(
-            length * sizes.activations.deferred_bytes(kind)
-            for kind, length in sizes.layers.chunk_slots.items()
+        terms["deferred"] = schedule.num_deferred * sum(
+            length * activations.deferred_bytes(kind) for kind, length in layers.chunk_slots.items()
         )
-    if by_visit:
-        found["window"] = visits.num_chunk_slots * gathered_bytes(sizes, sizes.layers.chunk_slots)
-        found["partial"] = 4.0 * visits.num_gradient_slots * sizes.trained.chunk_elements()
-    if outside := sizes.layers.prologue:
-        kept = sum(
-            count * sizes.activations.saved_bytes(kind)[0] for kind, count in outside.items()
-        )
-        kept = message if by_chunk else kept
-        found["outside"] = schedule.prologue.num_slots * (message + kept)
-        found["outside"] += sizes.activations.report_bytes(outside)
-    return found
+    if _uses_weight_window(sizes, schedule):
+        window = schedule.weight_window
+        terms["window"] = window.num_chunk_slots * gathered_bytes(sizes, layers.chunk_slots)
+        terms["partial"] = 4.0 * window.num_gradient_slots * sizes.trained.chunk_elements()
+    if layers.prologue:
+        saved = message if by_chunk else _saved_bytes(sizes, layers.prologue)[0]
+        terms["outside"] = schedule.prologue.num_slots * (message + saved)
+        terms["outside"] += activations.report_bytes(layers.prologue)
+    return terms
+
+
+def _saved_bytes(sizes: Sizes, layers: Mapping[str, int]) -> tuple[float, float]:
+    """Return the (device, host) bytes of the saved activations of these layers by type."""
+    saved = [(count, *sizes.activations.saved_bytes(kind)) for kind, count in layers.items()]
+    return sum(count * here for count, here, _ in saved), sum(
+        count * host for count, _, host in saved
+    )
 
 
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
     """Return the total size of the prologue layers in bytes.
 
-    The size includes state, gradients, gathered weights and buffers.
-
-    Temporary memory of a layer's backward pass is not included, because all layers share it.
+    The size includes state, gradients, gathered weights and buffers. Temporary memory of a layer's
+    backward pass is not included, because all layers share it.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = _layer_bytes(sizes, sizes.layers.prologue, sizes.params)
-    found += optimizer_layer_bytes(sizes, sizes.layers.prologue)
-    found += 4.0 * sizes.trained.prologue_elements(whole=once)
+    total = _layer_bytes(sizes, sizes.layers.prologue, sizes.params)
+    total += optimizer_layer_bytes(sizes, sizes.layers.prologue)
+    total += 4.0 * sizes.trained.prologue_elements(whole=once)
     if once:
-        found += gathered_bytes(sizes, sizes.layers.prologue)
-    return found + buffers(sizes, schedule)["outside"]
+        total += gathered_bytes(sizes, sizes.layers.prologue)
+    return total + buffers(sizes, schedule)["outside"]
 
 
 def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
@@ -322,8 +320,9 @@ def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
     XLA for GPU gathers only along the first dimension. XLA hoists the transposes for other
     dimensions out of the loops.
     """
-    stays = not _gathers_per_step(sizes, schedule)
-    return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.params.transposed_elements)
+    if _gathers_per_step(sizes, schedule):
+        return 0.0
+    return float(BYTES[sizes.config.model.param_dtype] * sizes.params.transposed_elements)
 
 
 def _with_float32(sizes: Sizes) -> Sizes:
@@ -374,7 +373,6 @@ gradients."""
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
-    size = sizes.activations.itemsize
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
@@ -384,32 +382,30 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(sizes)
-    kinds, waiting = (
-        sizes.model.layer_types,
-        size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.layers.mtp_heads),
-    )
-    behind = [needed(name, kinds[name]) for name in sizes.layers.mtp]
-    return max([ring, *(each + waiting * sizes.activations.hidden for each in behind)])
+    mtp = [needed(name, sizes.model.layer_types[name]) for name in sizes.layers.mtp]
+    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
+    return max([ring, *(layer + pending for layer in mtp)])
 
 
 def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
     """Return the size in bytes of a layer's dequantized matrices in the compute dtype."""
-    held = [param for key, param in kind.declared.items() if is_held(kind, key)]
-    size = sizes.activations.itemsize
-    return float(size * sum(sizes.mesh.elements(each.dims, whole=True) for each in held))
+    elements = sum(
+        sizes.mesh.elements(param.dims, whole=True)
+        for key, param in kind.declared.items()
+        if is_held(kind, key)
+    )
+    return float(sizes.activations.itemsize * elements)
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     """Return the peak size in bytes of a layer part's backward pass, excluding weights."""
-    size, held = sizes.activations.itemsize, part.backward_peak
-    narrow, wide, other = held.pairs
-    found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.activations.stored_scores(
-        part
-    )
-    found += REMOTE_KEY_COPIES * size * sizes.activations.remote_key_elements(part)
-    if found and sizes.mesh.tensor > 1:
-        found += REDUCED_COPIES * size * sizes.activations.whole_hidden
-    return found + sizes.activations.declared_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
+    activations, peak = sizes.activations, part.backward_peak
+    size, (narrow, wide, other) = activations.itemsize, peak.pairs
+    total = (wide * 4 + narrow * SCORE_COPIES * size + other) * activations.stored_scores(part)
+    total += REMOTE_KEY_COPIES * size * activations.remote_key_elements(part)
+    if total and sizes.mesh.tensor > 1:
+        total += REDUCED_COPIES * size * activations.whole_hidden
+    return total + activations.declared_bytes(part, replace(peak, pairs=(0.0, 0.0, 0.0)))
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
@@ -457,35 +453,34 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     independent of the compute dtype. `spared` is the fraction of the arrays that optimization
     barriers avoid.
     """
-    size = sizes.activations.itemsize
+    activations, kinds = sizes.activations, sizes.model.layer_types
+    size = activations.itemsize
 
     def arrays_of(part: Part) -> float:
         arrays = (*part.backward_peak.compute_dtype, *part.backward_peak.float32)
-        found = sum(copies * sizes.activations.elements(dims) for copies, dims in arrays)
-        found -= spared * sum(
-            c * sizes.activations.elements(dims) for c, dims in part.barrier_copies.compute_dtype
+        elements = sum(copies * activations.elements(dims) for copies, dims in arrays)
+        elements -= spared * sum(
+            copies * activations.elements(dims)
+            for copies, dims in part.barrier_copies.compute_dtype
         )
-        return (CPU_KEPT if sizes.activations.saves_all(part) else CPU_RECOMPUTED) * found
+        return (CPU_KEPT if activations.saves_all(part) else CPU_RECOMPUTED) * elements
 
     def needed(name: str, kind: Kind) -> float:
         parts = kind.parts.values()
         pairs = sum(
-            sum(part.backward_peak.pairs) * sizes.activations.stored_scores(part) for part in parts
+            sum(part.backward_peak.pairs) * activations.stored_scores(part) for part in parts
         )
         pairs *= score_bytes / size
         arrays = sum(map(arrays_of, parts))
-        alive = REMOTE_KEY_COPIES * sum(map(sizes.activations.remote_key_elements, parts))
+        alive = REMOTE_KEY_COPIES * sum(map(activations.remote_key_elements, parts))
         alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
-        alive += CPU_ACTIVATIONS * len(parts) * sizes.activations.hidden
-        alive += CPU_GATHERED * (sizes.mesh.token_shards > 1) * sizes.activations.whole_hidden
+        alive += CPU_ACTIVATIONS * len(parts) * activations.hidden
+        alive += CPU_GATHERED * (sizes.mesh.token_shards > 1) * activations.whole_hidden
         return alive + CPU_WEIGHTS * sizes.params.layer_elements(name, whole=True)
 
-    ring = size * max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(
-        sizes
-    )
-    kinds = sizes.model.layer_types
-    behind = [size * needed(name, kinds[name]) for name in sizes.layers.mtp]
-    return max([ring, *(each + _mtp_layer_bytes(sizes) for each in behind)])
+    ring = size * max(needed(*kind) for kind in kinds.items()) + _chunk_inputs(sizes)
+    mtp = [size * needed(name, kinds[name]) for name in sizes.layers.mtp]
+    return max([ring, *(layer + _mtp_bytes(sizes, CPU_MTP_ACTIVATIONS) for layer in mtp)])
 
 
 CPU_MTP_ACTIVATIONS = 28.0
@@ -493,9 +488,10 @@ CPU_MTP_ACTIVATIONS = 28.0
 later heads; fitted."""
 
 
-def _mtp_layer_bytes(sizes: Sizes) -> float:
+def _mtp_bytes(sizes: Sizes, copies: float) -> float:
+    """Return the size in bytes of `copies` activations, and two more per MTP head."""
     size = sizes.activations.itemsize
-    return size * (CPU_MTP_ACTIVATIONS + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
+    return size * (copies + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
@@ -506,11 +502,8 @@ def _mtp_pending_bytes(sizes: Sizes) -> float:
     """Return the MTP bytes that are live with the logits, including a head-gradient copy."""
     if not sizes.layers.mtp:
         return 0.0
-    size = sizes.activations.itemsize
-    waiting = (
-        size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
-    )
-    return waiting + 2 * 4.0 * sizes.trained.head_elements(whole=True)
+    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
+    return pending + 2 * 4.0 * sizes.trained.head_elements(whole=True)
 
 
 def _chunk_inputs(sizes: Sizes) -> float:

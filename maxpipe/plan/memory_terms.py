@@ -128,9 +128,8 @@ def explain_out_of_memory(
     Return an empty text if the message lists no allocations, as in compilation for absent devices.
     `buffers` maps names in `TERMS` to array shapes, which may be sharded over `tensor` devices.
     """
-    found = _allocations(message)
     total: dict[str, float] = {}
-    for size, shape, origin in found:
+    for size, shape, origin in _allocations(message):
         name = _classify_allocation(shape, origin, buffers, tensor)
         total[name] = total.get(name, 0.0) + size
     return describe_largest(total)
@@ -148,10 +147,10 @@ def describe_largest(terms: Mapping[str, float]) -> str:
 def parse_out_of_memory(message: str) -> tuple[float, float] | None:
     """Return the required and available bytes in the compiler's out-of-memory message."""
     number = r"([\d.]+)([KMGT]?)"
-    found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
+    match = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
         rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
     )
-    return found and (_bytes(found[1], found[2]), _bytes(found[3], found[4]))
+    return match and (_bytes(match[1], match[2]), _bytes(match[3], match[4]))
 
 
 def _bytes(number: str, unit: str) -> float:
@@ -160,15 +159,15 @@ def _bytes(number: str, unit: str) -> float:
 
 def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
     """Return (bytes, dims, origin) of each allocation in an out-of-memory message."""
-    found = []
+    allocations = []
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+)([KMGT]?)", block)
         shape = re.search(r"Shape: \w+\[([\d,]*)\]", block)
         origin = re.search(r'op_name="([^"]*)"', block)
         dims = tuple(int(dim) for dim in shape[1].split(",") if dim) if shape else ()
         if size:
-            found.append((_bytes(size[1], size[2]), dims, origin[1] if origin else ""))
-    return found
+            allocations.append((_bytes(size[1], size[2]), dims, origin[1] if origin else ""))
+    return allocations
 
 
 def _classify_allocation(
@@ -229,11 +228,11 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
     """Return the total bytes of `number(param)` float32 copies of each gradient."""
-    kinds, layers = (
-        sizes.model.layer_types,
-        Counter(sizes.layers.slots) + Counter(sizes.layers.prologue),
-    )
-    counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
+    counted = [
+        (count, param)
+        for kind, count in (Counter(sizes.layers.slots) + sizes.layers.prologue).items()
+        for param in sizes.model.layer_types[kind].params.values()
+    ]
     counted += [(1, param) for param in sizes.model.ends.params.values()]
     return 4.0 * sum(
         count * number(param) * sizes.mesh.elements(sizes.mesh.padded(param.dims))
@@ -253,17 +252,17 @@ def zero1_dim(sizes: Sizes, param: Param) -> int | None:
 def _optimizer_memory_bytes(sizes: Sizes, param: Param) -> float:
     config, total = sizes.config, 0.0
     dim, data = zero1_dim(sizes, param), sizes.mesh.axes["data"]
-    for one in state_arrays(config.optim, param, config.model.param_dtype).values():
-        size = sizes.mesh.elements(sizes.mesh.padded(one.dims)) * BYTES[one.dtype]
-        is_shared = dim is not None and dim not in one.dropped_dims
+    for array in state_arrays(config.optim, param, config.model.param_dtype).values():
+        size = sizes.mesh.elements(sizes.mesh.padded(array.dims)) * BYTES[array.dtype]
+        is_shared = dim is not None and dim not in array.dropped_dims
         total += size / data if is_shared else size
     return total
 
 
 def gathers_weights(sizes: Sizes) -> bool:
     """Return whether any parameter is gathered for use."""
-    kinds = (kind.params for kind in sizes.model.layer_types.values())
-    params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
+    groups = (sizes.model.ends, *sizes.model.layer_types.values())
+    params = (param for group in groups for param in group.params.values())
     return any(sizes.mesh.gathered_over(param.dims) for param in params)
 
 

@@ -90,41 +90,41 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
-    if not found:
+def _table(traffic: Sequence[CollectiveTraffic]) -> list[str]:
+    if not traffic:
         return ["no collectives"]
     head = ("collective", "axes", "link", "times", "sent", "asynchronous", "overlap")
     rows = [
         (
-            each.kind,
-            each.axes,
-            each.link,
-            f"{each.count:.0f}",
-            gib(each.total_bytes),
-            "yes" if each.asynchronous else "no",
-            _overlapped_work(each),
+            entry.kind,
+            entry.axes,
+            entry.link,
+            f"{entry.count:.0f}",
+            gib(entry.total_bytes),
+            "yes" if entry.asynchronous else "no",
+            _overlapped_work(entry),
         )
-        for each in found
+        for entry in traffic
     ]
     return instruction_costs.align_columns(head, rows)
 
 
 def _hidden_transfers(report: CompileReport) -> list[str]:
     """Return the host-link bandwidth at which transfers are fully overlapped with compute."""
-    found = []
-    for each in report.transfers:
-        if meanwhile := each.cycles_behind / report.cycles * report.seconds:
-            rate = each.total_bytes / meanwhile / 1e9
-            work = f"{gib(each.total_bytes)} overlapped with {meanwhile:.3g} s of compute"
-            found.append(f"  {each.kind}: {work}, fully hidden at {rate:.3g} GB/s or more")
-    return found
+    lines = []
+    for transfer in report.transfers:
+        if meanwhile := transfer.cycles_behind / report.cycles * report.seconds:
+            rate = transfer.total_bytes / meanwhile / 1e9
+            work = f"{gib(transfer.total_bytes)} overlapped with {meanwhile:.3g} s of compute"
+            lines.append(f"  {transfer.kind}: {work}, fully hidden at {rate:.3g} GB/s or more")
+    return lines
 
 
-def _overlapped_work(each: CollectiveTraffic) -> str:
+def _overlapped_work(traffic: CollectiveTraffic) -> str:
     """Return the overlapped compute in cycles, or in FLOP if there is no cycle estimate."""
-    if each.cycles_behind:
-        return f"{each.cycles_behind / 1e6:.0f} Mcycles"
-    return format_si(each.flops_behind, "FLOP") if each.flops_behind else "-"
+    if traffic.cycles_behind:
+        return f"{traffic.cycles_behind / 1e6:.0f} Mcycles"
+    return format_si(traffic.flops_behind, "FLOP") if traffic.flops_behind else "-"
 
 
 def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
@@ -140,9 +140,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
     per_stage = []
     for stage in range(sizes.mesh.stages):
-        chunks = [
-            schedule.ring.chunk(stage, repeat) for repeat in range(sizes.config.pipeline.repeats)
-        ]
+        chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(config.pipeline.repeats)]
         layers = [sizes.layers.partition[chunk] for chunk in chunks]
         deepest = int(schedule.stash_depth()[:, stage].max())
         per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
@@ -273,13 +271,13 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
 
 def _prologue_line(values: dict[str, Any]) -> list[str]:
     """Return a line that describes the prologue layers, if there are any."""
-    found = values["outside"]
-    if not found["layers"]:
+    outside = values["outside"]
+    if not outside["layers"]:
         return []
     return [
-        f"prologue on every stage: the first {pluralize(found['layers'], 'layer')}, "
-        f"{gib(found['bytes'])} ({found['bytes'] / values['total_bytes']:.1%}) of the memory and "
-        f"{found['seconds'] / values['seconds']:.1%} of the step"
+        f"prologue on every stage: the first {pluralize(outside['layers'], 'layer')}, "
+        f"{gib(outside['bytes'])} ({outside['bytes'] / values['total_bytes']:.1%}) of the memory "
+        f"and {outside['seconds'] / values['seconds']:.1%} of the step"
     ]
 
 
@@ -291,23 +289,23 @@ def search_values(
 ) -> dict[str, Any]:
     """Return a search result as JSON values, including rankings by compilation and measurement."""
     by_compiler = [
-        plan_values(each.candidate, hardware)
+        plan_values(ranked.candidate, hardware)
         | {
-            "compiled_fits": each.fits,
-            "compiled_seconds": each.seconds,
-            "report": each.report and each.report.to_json(),
+            "compiled_fits": ranked.fits,
+            "compiled_seconds": ranked.seconds,
+            "report": ranked.report and ranked.report.to_json(),
         }
-        for each in compiled
+        for ranked in compiled
     ]
     by_devices = [
-        plan_values(each.candidate, hardware) | {"measured_seconds": each.measured}
-        for each in measured
+        plan_values(ranked.candidate, hardware) | {"measured_seconds": ranked.measured}
+        for ranked in measured
     ]
     return {
         "considered": found.considered,
         "computed": found.computed,
         "too_large": found.too_large,
-        "best": [plan_values(each, hardware) for each in found.best[:NUM_RESULTS]],
+        "best": [plan_values(candidate, hardware) for candidate in found.best[:NUM_RESULTS]],
         "compiled": by_compiler,
         "measured": by_devices,
     }

@@ -188,15 +188,15 @@ def search(
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort layouts by predicted time. Among layouts within `TIE`, the simplest comes first."""
-    left = sorted(candidates, key=lambda each: each.cost.seconds)
-    complexities, found = [_complexity(each) for each in left], []
+    left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
+    complexities, ranked = [_complexity(candidate) for candidate in left], []
     while left:
         longest = left[0].cost.seconds * (1 + TIE)
-        num_tied = bisect.bisect_right(left, longest, key=lambda each: each.cost.seconds)
+        num_tied = bisect.bisect_right(left, longest, key=lambda candidate: candidate.cost.seconds)
         simplest = min(range(num_tied), key=complexities.__getitem__)
-        found.append(left.pop(simplest))
+        ranked.append(left.pop(simplest))
         del complexities[simplest]
-    return found
+    return ranked
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
@@ -284,7 +284,7 @@ def _find_best(
 ) -> SearchResult:
     """Return the `keep` fastest layouts that fit in memory."""
     ranked, best = _rank_layouts(spaces, hardware, report), []
-    too_large = sum(math.isinf(each.seconds) for each in ranked.values())
+    too_large = sum(math.isinf(score.seconds) for score in ranked.values())
     for number, place in ranked:
         if len(best) == keep or math.isinf(ranked[number, place].seconds):
             break
@@ -452,7 +452,7 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
 def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
-    found: list[Mapping[str, Any]] = []
+    options: list[Mapping[str, Any]] = []
     # Ring attention requires all stages, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
@@ -475,7 +475,7 @@ def _pipeline_options(
                     # too much.
                     if spec.split and remat in ("full", "chunk"):
                         continue
-                    found.append(
+                    options.append(
                         base
                         | {
                             "schedule": name,
@@ -486,7 +486,7 @@ def _pipeline_options(
                             "remat": remat,
                         }
                     )
-    return tuple(found)
+    return tuple(options)
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
@@ -509,8 +509,8 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(dict.fromkeys((*small, *(number // divisor for divisor in reversed(small)))))
 
 
 # Short schedule tables.

@@ -65,7 +65,7 @@ class Shardings:
     @property
     def state_bytes(self) -> int:
         """Total bytes of parameters and optimizer state on one device."""
-        return sum(each.num_bytes for each in self.parameters) + self.optimizer_bytes
+        return sum(array.num_bytes for array in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-compatible values, including totals."""
@@ -160,8 +160,8 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
         return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
 
     yield activation("residual stream", ((config.model.d_model, "embed"),))
-    for kind, each in sizes.model.layer_types.items():
-        for name, dims in each.activations.items():
+    for kind, layer_type in sizes.model.layer_types.items():
+        for name, dims in layer_type.activations.items():
             yield activation(f"{kind}.{name}", dims)
 
 
@@ -188,17 +188,17 @@ def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
     head = ("name", "axes", "sharded over", "shape", "shard", "bytes", "replicated over")
     cells = [
         (
-            each.name + " (frozen)" * each.frozen,
-            ", ".join(each.axes),
-            ", ".join("+".join(filter(mesh.__contains__, axes)) or "-" for axes in each.spec),
-            _shape(each.shape),
-            _shape(each.shard),
-            gib(each.num_bytes),
-            f"{' x '.join(each.replicated)}: {pluralize(each.copies, 'device')}"
-            if each.copies > 1
+            array.name + " (frozen)" * array.frozen,
+            ", ".join(array.axes),
+            ", ".join("+".join(filter(mesh.__contains__, axes)) or "-" for axes in array.spec),
+            _shape(array.shape),
+            _shape(array.shard),
+            gib(array.num_bytes),
+            f"{' x '.join(array.replicated)}: {pluralize(array.copies, 'device')}"
+            if array.copies > 1
             else "-",
         )
-        for each in rows
+        for array in rows
     ]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     return [

@@ -153,8 +153,8 @@ def missing_compiler() -> tuple[str, str] | None:
 def _required_plugin_version(jax: str) -> str:
     """Return the compiler version that the installed jax requires (default: the jax version)."""
     needed = importlib.metadata.requires("jax") or ()
-    found = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", each) for each in needed)
-    return next((each[1] for each in found if each), jax)
+    matches = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", package) for package in needed)
+    return next((match[1] for match in matches if match), jax)
 
 
 def has_cudnn() -> bool:
@@ -249,13 +249,13 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
-    found = Topology(hardware, dims, num_slices)
-    if found.devices_per_slice > hardware.largest_slice:
-        rule = f"has {pluralize(found.devices_per_slice, 'device')}; a slice of {hardware.name} "
+    topology = Topology(hardware, dims, num_slices)
+    if topology.devices_per_slice > hardware.largest_slice:
+        rule = f"has {pluralize(topology.devices_per_slice, 'device')}; a slice of {hardware.name} "
         rule += f"has at most {hardware.largest_slice}."
         action = f"Use several smaller slices, such as {kind}:{example}."
         raise ConfigError.one(where, text, rule, action)
-    return found
+    return topology
 
 
 def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:

@@ -97,36 +97,36 @@ class LayerTraffic:
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
         """Token exchanges of attention and expert layers."""
-        found = []
+        exchanges = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
-                found += _expert_exchanges(self.sizes, part)
-            for each in part.operations:
-                if isinstance(each, Scores):
-                    found += _context_exchanges(self.sizes, each)
-        return tuple(found)
+                exchanges += _expert_exchanges(self.sizes, part)
+            for operation in part.operations:
+                if isinstance(operation, Scores):
+                    exchanges += _context_exchanges(self.sizes, operation)
+        return tuple(exchanges)
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
     """Merge the volumes that use the same axes."""
-    found: dict[tuple[str, ...], float] = defaultdict(float)
-    for each in sent:
-        found[each.axes] += each.num_bytes
-    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in found.items())
+    total: dict[tuple[str, ...], float] = defaultdict(float)
+    for volume in sent:
+        total[volume.axes] += volume.num_bytes
+    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in total.items())
 
 
 def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
     """Return the gathers or reduce-scatters of parameters, merged by axes."""
     mesh = sizes.mesh
-    found: dict[tuple[str, ...], CommVolume] = {}
+    merged: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
         if axes := mesh.gathered_over(param.dims):
-            entry = size or gathered_itemsize(sizes, param)
-            whole = entry * mesh.elements(param.dims, whole=True)
-            before = found.get(axes, CommVolume(axes, 0.0, 0))
+            itemsize = size or gathered_itemsize(sizes, param)
+            whole = itemsize * mesh.elements(param.dims, whole=True)
+            before = merged.get(axes, CommVolume(axes, 0.0, 0))
             sent = before.num_bytes + mesh.ring_share(axes) * whole
-            found[axes] = CommVolume(axes, sent, before.num_collectives + 1)
-    return tuple(found.values())
+            merged[axes] = CommVolume(axes, sent, before.num_collectives + 1)
+    return tuple(merged.values())
 
 
 def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
@@ -160,13 +160,12 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
     The number of matrices may be padded (`optim.muon`).
     """
-    mesh = sizes.mesh
-    matrix, table = matrix_dims(param), axis_table(sizes.config.mesh)
+    mesh, matrix, table = sizes.mesh, matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
     dim, data = zero1_dim(sizes, param), mesh.nontrivial_axes(["data"])
     shard = FLOAT32_BYTES * mesh.elements(param.dims) / (1 if dim is None else mesh.shards(data))
     for side in matrix:
-        over = {axis for each in side for axis in table.get(param.axes[each], ())}
+        over = {axis for number in side for axis in table.get(param.axes[number], ())}
         axes = mesh.nontrivial_axes(over | ({*data} if dim in side else set()))
         if axes:
             yield CommVolume(axes, 2 * mesh.ring_share(axes) * shard, 2, is_all_to_all=True)
@@ -181,31 +180,25 @@ def gradient_itemsize(sizes: Sizes) -> int:
 
 
 def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
-    mesh = sizes.mesh
+    mesh, activations = sizes.mesh, sizes.activations
     if not (axes := mesh.nontrivial_axes(["context"])):
         return
-    context, size = mesh.axes["context"], sizes.activations.itemsize
-    keys = sum(map(sizes.activations.elements, scores.keys))
-    found = sizes.activations.context_method(scores)
-    if found.method == "heads":
-        all_heads = (
-            keys
-            + sizes.activations.elements(scores.query)
-            + sizes.activations.elements(scores.mixed)
-        )
+    context, size = mesh.axes["context"], activations.itemsize
+    keys = sum(map(activations.elements, scores.keys))
+    exchange = activations.context_method(scores)
+    if exchange.method == "heads":
+        all_heads = keys + activations.elements(scores.query) + activations.elements(scores.mixed)
         once = CommVolume(axes, mesh.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
-    elif found.method == "ring":
+    elif exchange.method == "ring":
         # Gradients travel around the ring together with keys and values, in float32.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
-        kept = {
-            "context"
-        } <= sizes.activations.saved_names and sizes.config.pipeline.remat == "names"
-        yield TokenExchange(around, around * (not kept), back, overlaps=True)
+        saves = sizes.config.pipeline.remat == "names" and "context" in activations.saved_names
+        yield TokenExchange(around, around * (not saves), back, overlaps=True)
     else:
-        sent = (context - 1) * found.share * size * keys
+        sent = (context - 1) * exchange.share * size * keys
         once = CommVolume(axes, sent, len(scores.keys))
         yield TokenExchange(once, once, once)
 
@@ -226,12 +219,10 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
     size, around = sizes.activations.itemsize, mesh.ring_share(axes)
     if part.permutes_tokens:
         # Send padded buffers or, on TPUs, only the used part.
-        rows = sizes.batch.tokens * (
-            part.per_token if sizes.platform == "tpu" else part.rows_received or 0.0
-        )
+        ragged = sizes.platform == "tpu"
+        rows = sizes.batch.tokens * (part.per_token if ragged else part.rows_received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
         # The forward pass exchanges token counts for ragged transfers, or for the backward pass.
-        ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
             CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
@@ -379,9 +370,9 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
     pipeline = sizes.config.pipeline
     # Every stage runs the MTP layers for all microbatches.
     ahead = {kind: count * sizes.mesh.stages for kind, count in sizes.layers.mtp.items()}
-    each = sizes.batch.microbatches / sizes.mesh.stages
+    runs = sizes.batch.microbatches / sizes.mesh.stages
     layers = sizes.layers.pipelined + sizes.layers.prologue + Counter(ahead)
-    run = {kind: each * count for kind, count in layers.items()}
+    run = {kind: runs * count for kind, count in layers.items()}
     if pipeline.weight_gather == "iteration":
         times = 3 if pipeline.remat == "chunk" else 2
         gathered = {kind: times * count for kind, count in run.items()}
@@ -423,30 +414,27 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 
     Keys have the form `fsdp+context`.
     """
-    found: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = defaultdict(float)
     for sent, times, together in _all_traffic(sizes, schedule, recomputed):
         if sent.axes and sent.num_bytes and not sent.is_all_reduce:
-            found["+".join(sent.axes)] += sent.num_collectives * (
-                times if together is None else together
-            )
-    return dict(found)
+            number = times if together is None else together
+            counts["+".join(sent.axes)] += sent.num_collectives * number
+    return dict(counts)
 
 
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Return the number of bytes that a device sends per step, keyed by axes and link. Axes have
-    the form `fsdp+context`.
+    """Return the number of bytes that a device sends per step, keyed by axes and link.
 
-    `recomputed` is the number of forward passes that a backward pass recomputes.
+    Axes have the form `fsdp+context`. `recomputed` is the number of forward passes that a backward
+    pass recomputes.
     """
-    found = merge_by_axes(
-        sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed)
-    )
+    volumes = (sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed))
     return {
-        ("+".join(each.axes), link(sizes, each.axes)): each.num_bytes
-        for each in found
-        if each.axes and each.num_bytes
+        ("+".join(total.axes), link(sizes, total.axes)): total.num_bytes
+        for total in merge_by_axes(volumes)
+        if total.axes and total.num_bytes
     }
 
 
@@ -460,10 +448,9 @@ def _all_traffic(
         once = None if of.num_grouped is None else of.num_grouped.get(kind, 0.0)
         yield from ((sent, of.gathered.get(kind, 0.0), once) for sent in layer.gathered)
         yield from ((sent, of.scattered.get(kind, 0.0), once) for sent in layer.scattered)
-        for each in layer.exchanges:
-            yield from (
-                (sent, run, None) for action in "FB" for sent in each.in_slot(action, remat)
-            )
+        for exchange in layer.exchanges:
+            for action in "FB":
+                yield from ((sent, run, None) for sent in exchange.in_slot(action, remat))
         yield tensor_sums(sizes, kind), (2 + recomputed) * run, None
         yield regather_traffic(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
     head, lookups = HeadTraffic(sizes), sizes.batch.microbatches * (2 if sizes.layers.mtp else 1)
