@@ -22,8 +22,15 @@ from maxpipe.plan import instruction_costs
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import REFERENCE, prologue_bytes
 from maxpipe.plan.memory_terms import TERMS, gib, verdict
-from maxpipe.plan.search import NUM_RESULTS, Candidate, SearchResult, short_schedules
+from maxpipe.plan.search import (
+    NUM_RESULTS,
+    Candidate,
+    SearchResult,
+    short_schedules,
+    suggest_changes,
+)
 from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.topology import Topology
 from maxpipe.schedule import pictures
 from maxpipe.schedule.draw import Box, Canvas, Label, text_width
 from maxpipe.schedule.table import Costs
@@ -183,6 +190,12 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "mfu": candidate.cost.mfu,
         "tokens_per_second": tokens / candidate.cost.seconds,
     }
+
+
+def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """Return the plan as JSON values, and the smallest changes with which it would fit, if any."""
+    values = plan_values(candidate, topology.hardware)
+    return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:

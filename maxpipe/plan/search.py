@@ -28,7 +28,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
-from maxpipe.config.keys import default_of
+from maxpipe.config.keys import KEYS, default_of
+from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.mesh_rules import has_experts, has_sequential_layers
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
@@ -39,7 +40,7 @@ from maxpipe.plan.cost import Cost, predict_cost
 from maxpipe.plan.memory import Memory, predict_memory
 from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, gathers_weights
 from maxpipe.plan.sizes import Sizes, build_schedule
-from maxpipe.plan.topology import Topology
+from maxpipe.plan.topology import Topology, resolve_config
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule
 
@@ -186,6 +187,53 @@ def search(
     )
 
 
+def best_layouts(
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, Any],
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
+    """Return the `keep` fastest layouts of a config on a topology. For `report`, see `search`."""
+    return search(
+        config,
+        topology.hardware,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        fixed=fixed,
+        keep=keep,
+        report=report,
+    )
+
+
+def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the `section.key=value` settings that a search does not change.
+
+    Raises:
+        ConfigError: a key is not in mesh or pipeline, or its value is not valid.
+    """
+    fixed = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
+            raise ConfigError.one(
+                "command line: --fix",
+                text,
+                "must be a key of mesh or pipeline with its value.",
+                "Write --fix mesh.ici_stage=4.",
+            )
+        _, fixed[key] = parse_setting(text)
+        size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
+        if size_of_axis and fixed[key] < 1:
+            raise ConfigError.one(
+                f"command line: --fix {key}",
+                value,
+                "must be a number of devices of at least 1.",
+                f"Write --fix {key}=2, or remove it to search over all values.",
+            )
+    return fixed
+
+
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort layouts by predicted time. Among layouts within `TIE`, the simplest comes first."""
     left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
@@ -305,6 +353,15 @@ def evaluate(config: Config, hardware: Hardware) -> Candidate:
     sizes, schedule = Sizes(config), build_schedule(config)
     held = predict_memory(sizes, schedule, platform=hardware.platform)
     return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
+
+
+def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
+    """Forecast the memory and step time of a config on a topology.
+
+    Raises:
+        ConfigError: the config does not fit the topology.
+    """
+    return evaluate(resolve_config(loaded, topology), topology.hardware)
 
 
 # Layouts.

@@ -16,14 +16,17 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import published_hardware
 from maxpipe.plan.cost import predict_cost
-from maxpipe.plan.forecast import best_layouts, forecast_layout, forecast_values, parse_fixed_keys
+from maxpipe.plan.report import forecast_values
 from maxpipe.plan.search import (
     TIE,
     Candidate,
     SearchResult,
     _seconds,
+    best_layouts,
     evaluate,
+    forecast_layout,
     layouts,
+    parse_fixed_keys,
     rank_candidates,
     search,
     short_schedules,
@@ -294,7 +297,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 
 
 def test_planning_takes_no_jax() -> None:
-    code = "import sys, maxpipe.plan.forecast; print('jax' in sys.modules)"
+    code = "import sys, maxpipe.plan.report; print('jax' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 
