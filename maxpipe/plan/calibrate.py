@@ -233,11 +233,11 @@ def _fit_size_figures(
     The prediction already includes the per-microbatch cost of reading weights and accumulating
     gradients.
     """
-    beside = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
-    fastest, least = min(beside, key=itemgetter(1))
+    ratios = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
+    fastest, least = min(ratios, key=itemgetter(1))
     slopes = [
         (size > fastest, (seconds / least - 1) / abs(math.log2(size / fastest)))
-        for size, seconds in beside
+        for size, seconds in ratios
         if size != fastest
     ]
     above, below = ([slope for up, slope in slopes if up is side] for side in (True, False))
@@ -381,13 +381,13 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
     """Return the run sizes for every timed microbatch size, in ascending order."""
-    found = []
+    scaled_sizes = []
     for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
         train = dataclasses.replace(sizes.config.train, batch_size=scaled)
         config = dataclasses.replace(sizes.config, train=train)
-        found.append(dataclasses.replace(sizes, config=config))
-    return found
+        scaled_sizes.append(dataclasses.replace(sizes, config=config))
+    return scaled_sizes
 
 
 def _recomputed_share(sizes: Sizes) -> float:

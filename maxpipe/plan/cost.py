@@ -555,15 +555,15 @@ def _slot_seconds(
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
     repeats = range(sizes.config.pipeline.repeats)
     chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in repeats])
-    here = chunk_at[np.maximum(slots.repeat, 0), stages]
+    chunk_of_slot = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
         seconds = np.array([model.slots(action, chunk) for chunk in sizes.layers.chunks])
-        return np.where(slots.active, seconds[here], 0.0)
+        return np.where(slots.active, seconds[chunk_of_slot], 0.0)
     seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
     ends = accumulate(sizes.layers.partition, initial=sizes.config.pipeline.prologue_layers)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
-    run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
+    run = slots.active[:, :, None, None] & (chunks[chunk_of_slot][..., None] == np.array(kinds))
     if len(kinds) == 1:  # padded chunks run as many layers as the longest chunk
         run |= slots.active[:, :, None, None]
     return np.broadcast_to((run.any(axis=1).sum(axis=1) @ seconds)[:, None], slots.active.shape)

@@ -408,13 +408,13 @@ def format_search(found: SearchResult, hardware: Hardware) -> str:
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
-    for rank, each in enumerate(found.best[:NUM_RESULTS], 1):
-        parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
-        spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
+    for rank, candidate in enumerate(found.best[:NUM_RESULTS], 1):
+        parts = sorted(candidate.cost.parts.items(), key=lambda item: -item[1])
+        spent = ", ".join(f"{name} {s / candidate.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
-            f"{rank:>2}. {format_duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
-            f"{gib(each.memory.total)}: {spent}",
-            f"    {each.overrides}",
+            f"{rank:>2}. {format_duration(candidate.cost.seconds)}, MFU {candidate.cost.mfu:.1%}, "
+            f"{gib(candidate.memory.total)}: {spent}",
+            f"    {candidate.overrides}",
         ]
     return "\n".join(lines)
 

@@ -291,9 +291,9 @@ class _LayoutScore(NamedTuple):
 def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
     """Return the score of a layout, extrapolated from short schedule tables."""
     short, long = short_schedules(layout)
-    held = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
-    fits = held <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
-    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, held)
+    num_bytes = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
+    fits = num_bytes <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
+    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, num_bytes)
 
 
 def _rank_layouts(
@@ -466,13 +466,13 @@ def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Itera
         for context in contexts:
             if (inside // tensor) % context:
                 continue
-            left = inside // tensor // context
-            for expert in _divisors(left) if experts else (1,):
+            remaining = inside // tensor // context
+            for expert in _divisors(remaining) if experts else (1,):
                 if not described.mesh.divides(described.model, {"expert": expert}):
                     continue
-                for stage in _divisors(left // expert):
-                    for fsdp in _divisors(left // expert // stage):
-                        data = left // expert // stage // fsdp
+                for stage in _divisors(remaining // expert):
+                    for fsdp in _divisors(remaining // expert // stage):
+                        data = remaining // expert // stage // fsdp
                         yield {
                             "stage": stage,
                             "data": data,
@@ -625,10 +625,10 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
     """Return single changes, or otherwise pairs, that make the run fit in memory, fastest first."""
-    limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
+    limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):
-        if hits and len(changes) > 1:
+        if fitting and len(changes) > 1:
             break
         config = candidate.config
         for section, values in changes:
@@ -648,14 +648,14 @@ def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
                 for key, value in values.items()
                 if value != getattr(getattr(candidate.config, section), key)
             )
-            hits.append(
+            fitting.append(
                 (
                     other.cost.seconds,
                     f"{text}: {other.memory.total / 2**30:.1f} GiB, "
                     f"{other.cost.seconds:.3g} s per step",
                 )
             )
-    return [text for _, text in sorted(hits)[:3]]
+    return [text for _, text in sorted(fitting)[:3]]
 
 
 Change = tuple[str, dict[str, Any]]
