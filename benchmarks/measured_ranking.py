@@ -55,24 +55,24 @@ HEADS = {"num_heads": 4, "num_kv_heads": 4, "compute_dtype": "float32"}
 
 
 def config_of(name: str) -> Config:
-    given = MODELS[name]
-    model = {**given["model"], **HEADS, "head_dim": given["model"]["d_model"] // 4}
-    train = {**given["train"], "steps": 1}
+    values = MODELS[name]
+    model = {**values["model"], **HEADS, "head_dim": values["model"]["d_model"] // 4}
+    train = {**values["train"], "steps": 1}
     return from_dict({"model": model, "train": train})
 
 
-def measured(found: list[Candidate]) -> list[float]:
+def measured(layouts: list[Candidate]) -> list[float]:
     """Return the median step time of each layout in seconds, measured in separate processes.
 
     In a shared process, the heap that one program leaves determines which other programs must
     allocate new memory in every step.
     """
     spawned, runs = multiprocessing.get_context("spawn"), []
-    for each in found:
-        mine, theirs = spawned.Pipe()
-        spawned.Process(target=_serve, args=(theirs, each.config), daemon=True).start()
-        mine.recv()  # wait until the step is compiled
-        runs.append(mine)
+    for candidate in layouts:
+        parent, child = spawned.Pipe()
+        spawned.Process(target=_serve, args=(child, candidate.config), daemon=True).start()
+        parent.recv()  # wait until the step is compiled
+        runs.append(parent)
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
         for run, times in zip(runs, taken, strict=True):
@@ -83,17 +83,17 @@ def measured(found: list[Candidate]) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
-def _serve(asked: Connection, config: Config) -> None:
+def _serve(requests: Connection, config: Config) -> None:
     """Run one step of this config for each request."""
     _on_virtual_devices()
     step = build_synthetic_step(build_steps(config, jax.devices()))
     for _ in range(2):
         jax.block_until_ready(step())
-    asked.send(True)
-    while asked.recv():
+    requests.send(True)
+    while requests.recv():
         start = time.perf_counter()
         jax.block_until_ready(step())
-        asked.send(time.perf_counter() - start)
+        requests.send(time.perf_counter() - start)
 
 
 def _on_virtual_devices() -> None:
@@ -127,7 +127,7 @@ class Ranking:
 def correlation(orders: list[int]) -> float:
     """Return the Spearman correlation of these ranks with ascending ranks."""
     count = len(orders)
-    apart = sum((mine - order) ** 2 for mine, order in enumerate(orders, 1))
+    apart = sum((rank - order) ** 2 for rank, order in enumerate(orders, 1))
     return 1 - 6 * apart / (count * (count**2 - 1))
 
 
@@ -137,7 +137,7 @@ def table(name: str) -> tuple[str, Ranking]:
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)
     ran = rerank_by_measurement(ranked.best, MEASURED, jax.devices(), print)
-    tried = {ranked.best.index(each.candidate) + 1 for each in ran if each.fits}
+    tried = {ranked.best.index(entry.candidate) + 1 for entry in ran if entry.fits}
     choice = ranked.best.index(ran[0].candidate) + 1
     ranks = sorted(tried | {rank for rank in RANKS if rank <= len(ranked.best)})
     seconds = dict(zip(ranks, measured([ranked.best[rank - 1] for rank in ranks]), strict=True))
@@ -151,11 +151,11 @@ def table(name: str) -> tuple[str, Ranking]:
         "|---|---|---|---|---|---|",
     ]
     for rank in ranks:
-        found = ranked.best[rank - 1]
+        candidate = ranked.best[rank - 1]
         keys = " ".join(
-            f"{key.partition('.')[2]}={value}" for key, value in found.layout_keys.items()
+            f"{key.partition('.')[2]}={value}" for key, value in candidate.layout_keys.items()
         )
-        times = f"{1e3 * found.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
+        times = f"{1e3 * candidate.cost.seconds:.0f} | {1e3 * seconds[rank]:.0f}"
         by = "selected" if rank == choice else "measured" if rank in tried else ""
         lines.append(f"| {rank} | {times} | {orders[rank]} | {by} | {keys} |")
     alike = correlation([orders[rank] for rank in ranks])
@@ -202,9 +202,9 @@ def main() -> None:
     tables, first = [], {}
     for name in MODELS:
         if options.only in name:
-            found, orders = table(name)
-            print(found, flush=True)
-            tables.append(found)
+            text, orders = table(name)
+            print(text, flush=True)
+            tables.append(text)
             first[name] = orders
     verdict = "\n".join(
         [

@@ -158,11 +158,11 @@ class Hardware:
 @cache
 def published_hardware() -> Mapping[str, Hardware]:
     """Return the published figures of all device types, keyed by topology prefix."""
-    found = {}
+    by_topology = {}
     for path in sorted((folder() / "hardware").glob("*.yml")):
         each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
-        found[each.topology] = each
-    return found
+        by_topology[each.topology] = each
+    return by_topology
 
 
 @cache
@@ -174,12 +174,12 @@ def known_hardware() -> Mapping[str, Hardware]:
     Raises:
         ConfigError: a file of measured figures cannot be read.
     """
-    found = dict(published_hardware())
+    by_topology = dict(published_hardware())
     paths = sorted(measured_folder().glob("*.yml")) if files.has_home() else ()
     for path in paths:
-        each = _read_measured(path)
-        found[each.topology] = each
-    return found
+        hardware = _read_measured(path)
+        by_topology[hardware.topology] = hardware
+    return by_topology
 
 
 def measured_folder() -> Path:
@@ -262,14 +262,14 @@ def _read_measured(path: Path) -> Hardware:
         content = plain_yaml.load(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
         figures = {
-            _FORMER_NAMES.get(str(name), str(name)): each for name, each in dict(content).items()
+            _FORMER_NAMES.get(str(name), str(name)): value for name, value in dict(content).items()
         }
-        found = {name: check_type(each, kinds[name]) for name, each in figures.items()}
-        _check_figures(found)
-        if found["topology"] != path.stem:
-            raise ValueError(f"topology {found['topology']!r} does not match the file name")
-        re.compile(found["device_kind"])
-        return Hardware(**found)
+        checked = {name: check_type(value, kinds[name]) for name, value in figures.items()}
+        _check_figures(checked)
+        if checked["topology"] != path.stem:
+            raise ValueError(f"topology {checked['topology']!r} does not match the file name")
+        re.compile(checked["device_kind"])
+        return Hardware(**checked)
     except _PARSE_ERRORS as error:
         raise ConfigError.one(
             str(path),
@@ -293,5 +293,5 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
 
 def peak_flops(device_kind: str) -> float | None:
     """Return the peak bf16 FLOP/s of one device, or None if the device kind is unknown."""
-    found = None if device_kind == "cpu" else hardware_of_device(device_kind)
-    return found and found.flops
+    hardware = None if device_kind == "cpu" else hardware_of_device(device_kind)
+    return hardware and hardware.flops

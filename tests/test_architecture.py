@@ -89,7 +89,7 @@ JAX_FREE = (
     "maxpipe.rewards",
     "maxpipe.optim.state_spec",
     "maxpipe.parallel.scopes",
-    "maxpipe.plan.forecast",
+    "maxpipe.plan.report",
     "maxpipe.commands.plan",
     "maxpipe.plan.topology",
     "maxpipe.launch",

@@ -166,12 +166,13 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
-    from maxpipe.plan import forecast, report
+    from maxpipe.plan import report
+    from maxpipe.plan.search import forecast_layout
 
-    layout = forecast.forecast_layout(loaded, target)
+    layout = forecast_layout(loaded, target)
     _warn_replicated_weights(layout.config)
     _draw(options, layout, target)
-    values, nearest = forecast.forecast_values(layout, target)
+    values, nearest = report.forecast_values(layout, target)
     if options.json:
         import json
 
@@ -215,11 +216,11 @@ def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -
 
 def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
-    from maxpipe.plan import forecast, report, topology
+    from maxpipe.plan import report, topology
     from maxpipe.plan.rerank import CANDIDATES
-    from maxpipe.plan.search import NUM_RESULTS
+    from maxpipe.plan.search import NUM_RESULTS, best_layouts, parse_fixed_keys
 
-    fixed = forecast.parse_fixed_keys(loaded, options.fix)
+    fixed = parse_fixed_keys(loaded, options.fix)
     present = topology.local_devices(target) if options.measure else ()
     keep = (
         max(CANDIDATES, options.measure)
@@ -227,7 +228,7 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         else max(NUM_RESULTS, options.compile or 0)
     )
     with contextlib.closing(ProgressBar(" layouts")) as progress:
-        found = forecast.best_layouts(loaded.config, target, fixed, keep, report=progress.report)
+        found = best_layouts(loaded.config, target, fixed, keep, report=progress.report)
     if not options.json:
         print(report.format_search(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731

@@ -175,8 +175,8 @@ def check_versions() -> CheckResult:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the release numbers of a version. For example, 0.10.2rc1 is treated as 0.10.2."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in found[0].split(".")] if found else []
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -208,28 +208,28 @@ def _cache(folder: str) -> CheckResult:
     action = "Set runtime.compilation_cache to a folder that can be written."
     if folder == RuntimeConfig().compilation_cache and not has_home():
         return CheckResult(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
-    found = _folder(name, expand_path(folder, "runtime.compilation_cache"))
-    if found.status == "FAILED":  # a run works without a compilation cache
-        return dataclasses.replace(found, status="warning", action=action)
-    return found
+    result = _folder(name, expand_path(folder, "runtime.compilation_cache"))
+    if result.status == "FAILED":  # a run works without a compilation cache
+        return dataclasses.replace(result, status="warning", action=action)
+    return result
 
 
 def check_restore_source(config: Config) -> Iterator[CheckResult]:
     """Check that the checkpoint of `checkpoint.restore_from` exists."""
-    name, given = "restore from", config.checkpoint.restore_from
-    if not given:
+    name, restore_from = "restore from", config.checkpoint.restore_from
+    if not restore_from:
         return
     try:
         if _steps(checkpoint_home(run_folder(config.run), config.checkpoint)):
-            text = f"{given} is not used: the run resumes from its last checkpoint"
+            text = f"{restore_from} is not used: the run resumes from its last checkpoint"
             yield CheckResult(name, "ok", text)
             return
-        if (folder := folder_of(given)) is not None:
+        if (folder := folder_of(restore_from)) is not None:
             model = open_folder(folder, "checkpoint.restore_from").description.table.architecture
             yield CheckResult(name, "ok", f"{folder}, {model}, weights only")
             return
-        found = parse_address(given, "checkpoint.restore_from", config.run.dir)
-        steps = _steps(found.home)
+        address = parse_address(restore_from, "checkpoint.restore_from", config.run.dir)
+        steps = _steps(address.home)
     except ConfigError as error:
         yield from _config_error_checks(name, error)
         return
@@ -238,16 +238,18 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
             root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         )
         action = "Check the storage, and the permissions of this account."
-        yield CheckResult(name, "FAILED", f"{given} cannot be read: {reason}.", action)
+        yield CheckResult(name, "FAILED", f"{restore_from} cannot be read: {reason}.", action)
         return
-    if not steps or (isinstance(found.step, int) and found.step not in steps):
+    if not steps or (isinstance(address.step, int) and address.step not in steps):
         has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
         action = "Set checkpoint.restore_from to an existing checkpoint, such as RUN@newest."
-        yield CheckResult(name, "FAILED", f"{given} does not exist: {found.home} {has}.", action)
+        yield CheckResult(
+            name, "FAILED", f"{restore_from} does not exist: {address.home} {has}.", action
+        )
         return
-    which = found.step if found.step is not None else "newest"
+    which = address.step if address.step is not None else "newest"
     yield CheckResult(
-        name, "ok", f"{found.home}, step {which}, restores {config.checkpoint.restore}"
+        name, "ok", f"{address.home}, step {which}, restores {config.checkpoint.restore}"
     )
 
 
@@ -275,10 +277,10 @@ def _checkpoints(path: str, config: Config) -> CheckResult:
 def _folder(
     name: str, path: Path, config: Config | None = None, *, key: str = "run.dir"
 ) -> CheckResult:
-    there = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
+    existing = next(each for each in (path, *path.absolute().parents) if os.path.exists(each))
     try:
-        late = _measure_clock_skew(there)
-        free = shutil.disk_usage(there).free
+        late = _measure_clock_skew(existing)
+        free = shutil.disk_usage(existing).free
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror or error}."
         return CheckResult(name, "FAILED", text, f"Set {key} to a folder that can be written.")
@@ -287,11 +289,11 @@ def _folder(
         model, keep = config.model, config.checkpoint.keep
         trained_only, dtype = model.adapter is not None, model.param_dtype
         saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
-        one = int(total(describe(model), saved))
-        words += f", a checkpoint needs {_size(one)}"
-        if free < one * (keep + 1):
-            status = "FAILED" if free < one else "warning"
-            action = f"Free {_size(one * (keep + 1) - free)}, or set {key} to another disk."
+        needed = int(total(describe(model), saved))
+        words += f", a checkpoint needs {_size(needed)}"
+        if free < needed * (keep + 1):
+            status = "FAILED" if free < needed else "warning"
+            action = f"Free {_size(needed * (keep + 1) - free)}, or set {key} to another disk."
             text = f"{words}, {keep} are kept while the next is written."
             return CheckResult(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:
@@ -322,14 +324,14 @@ def _size(count: float) -> str:
 
 def check_data(config: Config) -> Iterator[CheckResult]:
     """Check that documents can be read and tokenized within the vocabulary of the model."""
-    document, found = "text", all_sources(config.data)
+    document, sources = "text", all_sources(config.data)
     kept = str(expand_path(config.run.dir, "run.dir") / ".index")
-    for name, each in found.items():
-        if each.source in IDS or each.chat != "off":
+    for name, source_config in sources.items():
+        if source_config.source in IDS or source_config.chat != "off":
             continue  # these need the tokenizer
         try:
             with wrap_section_errors(name):
-                source = open_source(each, config.run.seed, cache_dir=kept)
+                source = open_source(source_config, config.run.seed, cache_dir=kept)
                 document = source[0]
         except ConfigError as error:
             yield from _config_error_checks(section_of(name), error)
@@ -348,11 +350,13 @@ def check_data(config: Config) -> Iterator[CheckResult]:
     tokens = tokenizer.encode(document)
     text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
     yield CheckResult("tokenizer", "ok", f"{text} characters")
-    for name, each in found.items():
-        if each.source in IDS:
-            yield from _check_prepared_tokens(name, each, tokenizer)
-        elif each.chat != "off":
-            yield from _conversations(name, each, tokenizer, kept, config.train.sequence_length)
+    for name, source_config in sources.items():
+        if source_config.source in IDS:
+            yield from _check_prepared_tokens(name, source_config, tokenizer)
+        elif source_config.chat != "off":
+            yield from _conversations(
+                name, source_config, tokenizer, kept, config.train.sequence_length
+            )
 
 
 def _storage_error_check(name: str, error: StorageError) -> CheckResult:
@@ -377,8 +381,8 @@ def _conversations(
         yield from _config_error_checks(section, error)
         return
     assert first.trained is not None
-    what = "pair" if config.chat == "pairs" else "conversation"
-    text = f"{source.name}, {pluralize(len(source), what)}, the first has "
+    noun = "pair" if config.chat == "pairs" else "conversation"
+    text = f"{source.name}, {pluralize(len(source), noun)}, the first has "
     text += f"{pluralize(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
     yield CheckResult(section, "ok", text)
 
@@ -456,11 +460,11 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
         [_spec(runtime, target.mesh, folder, target.teacher_devices)], seconds
     )
     for record in records:
-        found = CheckResult(**{name: record.get(name, "") for name in CheckResult.__slots__})
-        if found.status == "FAILED" and not found.action:
+        result = CheckResult(**{name: record.get(name, "") for name in CheckResult.__slots__})
+        if result.status == "FAILED" and not result.action:
             action = "End other programs that hold the devices, or set runtime.platform=cpu."
-            found = dataclasses.replace(found, action=action)
-        yield found
+            result = dataclasses.replace(result, action=action)
+        yield result
         if target.config is not None and (platform := record.get("platform")):
             yield from _attention(target.config, platform)
 
@@ -498,9 +502,9 @@ def check_loopback() -> CheckResult:
             _spec(dataclasses.replace(runtime, process_id=rank), MeshConfig(ici_data=2), folder)
             for rank in (0, 1)
         ]
-        found = environment.probe(specs, LOOPBACK_SECONDS, inherit=False)
+        records_of_ranks = environment.probe(specs, LOOPBACK_SECONDS, inherit=False)
     seconds = time.monotonic() - begin
-    for rank, records in enumerate(found):
+    for rank, records in enumerate(records_of_ranks):
         for record in records:
             if record["status"] == "FAILED":
                 action = "Allow connections to 127.0.0.1; with a proxy set no_proxy=127.0.0.1."
@@ -513,5 +517,5 @@ def _spec(
     runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
 ) -> dict[str, Any]:
     """Return the spec for `probe`. `folder` is the run folder, which contains the shared secret."""
-    found = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
-    return found | {"folder": folder, "teacher_devices": teacher_devices}
+    sections = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
+    return sections | {"folder": folder, "teacher_devices": teacher_devices}

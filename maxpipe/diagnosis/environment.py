@@ -162,11 +162,11 @@ def _records(
     except subprocess.TimeoutExpired:
         code, reason = -1, f"no result within {seconds:.0f} s"
     out.seek(0)
-    found = [json.loads(line) for line in out.read().splitlines() if line.startswith(b'{"name"')]
-    if code != 0 and not any(record["status"] == FAILED for record in found):
-        last = f", after {found[-1]['name']}" if found else ""
-        found.append({"name": "devices", "status": FAILED, "text": f"{reason}{last}."})
-    return found
+    records = [json.loads(line) for line in out.read().splitlines() if line.startswith(b'{"name"')]
+    if code != 0 and not any(record["status"] == FAILED for record in records):
+        last = f", after {records[-1]['name']}" if records else ""
+        records.append({"name": "devices", "status": FAILED, "text": f"{reason}{last}."})
+    return records
 
 
 def _last_error_line(err: IO[bytes]) -> str:
@@ -197,9 +197,9 @@ def requirements() -> Iterator[tuple[str, str, bool]]:
     for extra, text in _requirements():
         if extra == "dev":
             continue
-        found = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+)", text)
-        if found:
-            yield found[1], found[2], not extra
+        match = re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\d.]+)", text)
+        if match:
+            yield match[1], match[2], not extra
 
 
 def _requirements() -> Iterator[tuple[str, str]]:

@@ -80,10 +80,12 @@ def _devices(config: RuntimeConfig) -> None:
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     words += f" in {pluralize(jax.process_count(), 'process')}"
-    there = accelerators()
-    if config.platform == "auto" and jax.default_backend() == "cpu" and there:
+    present = accelerators()
+    if config.platform == "auto" and jax.default_backend() == "cpu" and present:
         action = "Run: pip install 'maxpipe[tpu]' or 'maxpipe[cuda]', or set runtime.platform=cpu."
-        _print_check("devices", "warning", f"{words}, but {there[0]} exists.", action, kinds=kinds)
+        _print_check(
+            "devices", "warning", f"{words}, but {present[0]} exists.", action, kinds=kinds
+        )
     else:
         _print_check("devices", "ok", words, kinds=kinds)
 
@@ -132,10 +134,10 @@ def _clocks() -> None:
     for number in range(_CLOCK_ROUNDS):
         multihost_utils.sync_global_devices(f"clocks {number}")
         # Use two int32 values, because jax would round a float64.
-        thousands, rest = divmod(time.time(), 1000)
-        mine = np.array([int(thousands), int(rest * 1e6)], np.int32)
-        read = np.asarray(multihost_utils.process_allgather(mine), np.int64)
-        seconds = read[:, 0] * 1000 + read[:, 1] / 1e6
+        thousands, remainder = divmod(time.time(), 1000)
+        own = np.array([int(thousands), int(remainder * 1e6)], np.int32)
+        times = np.asarray(multihost_utils.process_allgather(own), np.int64)
+        seconds = times[:, 0] * 1000 + times[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
     words = f"{pluralize(jax.process_count(), 'process')}, differ by at most {least:.2f} s"

@@ -26,9 +26,8 @@ from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
 from maxpipe.launch.job import KEY, Hosts, hosts_of, newest_step
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.forecast import resolve_config
 from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology
+from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology, resolve_config
 
 
 @dataclasses.dataclass
@@ -191,7 +190,7 @@ def _refuse_secrets(loaded: LoadedConfig) -> None:
 
 
 def _axes(config: Config) -> str:
-    axes = Sizes(config).axes.items()
+    axes = Sizes(config).mesh.axes.items()
     return " x ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "one device"
 
 

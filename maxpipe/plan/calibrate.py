@@ -48,7 +48,7 @@ from maxpipe.pipeline.weights import REPLICATED, LayerWeights
 from maxpipe.plan import rerank
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.rerank import LAYERS, median_seconds, ring_mesh_config
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.topology import local_topology, resolve_config
 from maxpipe.schedule.table import Ring
 from maxpipe.step.build import make_remat_policy
@@ -202,11 +202,11 @@ def fit_hardware(
     if shared_by:
         figures["fresh_gb_per_second"] = 1 / found.fresh / 1e9
     if num_devices > 1:
-        size = BYTES[sizes.config.model.compute_dtype]
-        whole = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
+        size = sizes.activations.itemsize
+        whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = whole * (1 - 1 / num_devices)
         moved = (
-            (found.hop, size * sizes.activation),
+            (found.hop, size * sizes.activations.hidden),
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
@@ -233,11 +233,11 @@ def _fit_size_figures(
     The prediction already includes the per-microbatch cost of reading weights and accumulating
     gradients.
     """
-    beside = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
-    fastest, least = min(beside, key=itemgetter(1))
+    ratios = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
+    fastest, least = min(ratios, key=itemgetter(1))
     slopes = [
         (size > fastest, (seconds / least - 1) / abs(math.log2(size / fastest)))
-        for size, seconds in beside
+        for size, seconds in ratios
         if size != fastest
     ]
     above, below = ([slope for up, slope in slopes if up is side] for side in (True, False))
@@ -254,7 +254,8 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
     pipeline = dataclasses.replace(sizes.config.pipeline, remat=remat, weight_gather="step")
     config = dataclasses.replace(sizes.config, pipeline=pipeline)
     model = CostModel(dataclasses.replace(sizes, config=config), figures)
-    return model.contention * sum(map(model.most_common_layer.slot, kinds)) / sizes.microbatch_size
+    slots = sum(map(model.most_common_layer.slot, kinds))
+    return model.contention * slots / sizes.batch.microbatch_size
 
 
 def _exchange_rate(
@@ -263,7 +264,7 @@ def _exchange_rate(
     """Return the all-to-all bandwidth divided by `rate`, or the old ratio if not measurable."""
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
-    sent = BYTES[sizes.config.model.compute_dtype] * sizes.activation * (1 - 1 / num_devices)
+    sent = sizes.activations.itemsize * sizes.activations.hidden * (1 - 1 / num_devices)
     return hardware.hops(num_devices) * sent / (found.exchange - found.latency) / rate
 
 
@@ -274,7 +275,7 @@ def _tokens_rate(
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
-    sent = BYTES[sizes.config.model.compute_dtype] * share * (num_devices - 1)
+    sent = sizes.activations.itemsize * share * (num_devices - 1)
     return sent / (found.tokens - found.latency) / rate
 
 
@@ -315,9 +316,11 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
-    of_sizes = _sizes(sizes)
-    others = [each for each in of_sizes if each.microbatch_size != sizes.microbatch_size]
-    runs = [(sizes, *each) for each in PROGRAMS] + [(other, *SIZED_PROGRAM) for other in others]
+    of_sizes, sequences = _sizes(sizes), sizes.batch.microbatch_size
+    others = [other for other in of_sizes if other.batch.microbatch_size != sequences]
+    runs = [(sizes, *program) for program in PROGRAMS] + [
+        (other, *SIZED_PROGRAM) for other in others
+    ]
     taken = _layers(runs, together)
     forward, and_inputs, in_halves, whole, named, kept = taken[: len(PROGRAMS)]
     input_grad = and_inputs - forward - _recomputed_share(sizes) * forward
@@ -332,8 +335,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     plain = forward + input_grad + times["weight_grad"] - deferred
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
-        message = jnp.zeros((sizes.activation,), dtype)
-        elements = sizes.layer_elements(sizes.most_common_layer_type, whole=True)
+        message = jnp.zeros((sizes.activations.hidden,), dtype)
+        elements = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
         times |= {
@@ -364,27 +367,27 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
         "none_recomputed": max(0.0, kept - plain),
         "deferred": deferred,
     }
-    rows = [each.microbatch_size for each in others]
-    of_rows = {sizes.microbatch_size: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
+    rows = [other.batch.microbatch_size for other in others]
+    of_rows = {sequences: named} | dict(zip(rows, taken[len(PROGRAMS) :], strict=True))
     by_size = tuple(
         (
-            CostModel(each, published_hardware()["cpu"]).most_common_layer.moved_bytes,
-            of_rows[each.microbatch_size] / each.microbatch_size,
+            CostModel(sized, published_hardware()["cpu"]).most_common_layer.moved_bytes,
+            of_rows[sized.batch.microbatch_size] / sized.batch.microbatch_size,
         )
-        for each in of_sizes
+        for sized in of_sizes
     )
     return Measurements(**times, **more, by_size=by_size)
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
     """Return the run sizes for every timed microbatch size, in ascending order."""
-    found = []
-    for rows in sorted({max(1, int(share * sizes.microbatch_size)) for share in SIZES}):
-        scaled = sizes.config.train.batch_size * rows // sizes.microbatch_size
+    scaled_sizes = []
+    for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
+        scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
         train = dataclasses.replace(sizes.config.train, batch_size=scaled)
         config = dataclasses.replace(sizes.config, train=train)
-        found.append(dataclasses.replace(sizes, config=config))
-    return found
+        scaled_sizes.append(dataclasses.replace(sizes, config=config))
+    return scaled_sizes
 
 
 def _recomputed_share(sizes: Sizes) -> float:
@@ -419,7 +422,7 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
     held = LayerWeights("step", jax.tree.map(lambda _: REPLICATED, weights[kind]), dtype)
     layout = LayerLayout(Ring(1, 1), (LAYERS,), layer_types=(kind,) * LAYERS)
     pipeline = dataclasses.replace(config.pipeline, offloaded_names=[], remat=remat)
-    shape = (sizes.microbatch_size, config.train.sequence_length)
+    shape = (sizes.batch.microbatch_size, config.train.sequence_length)
     inputs = {
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
@@ -486,7 +489,7 @@ def _all_to_all(x: jax.Array, turn: jax.Array) -> jax.Array:
 def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
     """Return the shape `[B, T, D]` of one shard of a microbatch whose tokens are sharded."""
     tokens = sizes.config.train.sequence_length
-    return sizes.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
+    return sizes.batch.microbatch_size, max(1, tokens // shards), sizes.config.model.d_model
 
 
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:

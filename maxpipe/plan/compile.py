@@ -184,9 +184,9 @@ class CompileReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-compatible values, including totals."""
-        found = dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
         moved = sum(each.total_bytes for each in self.collectives)
-        return found | {
+        return fields | {
             "working_bytes": self.working_bytes,
             "total_bytes": self.total_bytes,
             "fits": self.fits,
@@ -391,21 +391,21 @@ def kernel_cycles(found: Profile, hardware: Hardware) -> float:
 def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
     """Return the cycles of each program region, including kernels."""
     cycles: dict[str, float] = {}
-    for name in sorted({each.region for each in found.entries if each.region}):
-        mine = Profile([each for each in found.entries if each.region == name])
-        cycles[name] = mine.cycles + kernel_cycles(mine, hardware)
+    for name in sorted({entry.region for entry in found.entries if entry.region}):
+        region = Profile([entry for entry in found.entries if entry.region == name])
+        cycles[name] = region.cycles + kernel_cycles(region, hardware)
     return cycles
 
 
 def versions() -> dict[str, str]:
     """Return the versions of all packages that affect the compiled program."""
-    found = {}
+    installed = {}
     for name in ("maxpipe", "jax", "jaxlib", "libtpu", *PLUGINS, *CUDNN):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
@@ -414,9 +414,7 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
     Use the average stage for work and communication, and the busiest stages for time, because
     stages wait for each other.
     """
-    module = parse_hlo(text)
-
-    windows = window_shares(steps.param_layout.decoder.model)
+    module, windows = parse_hlo(text), window_shares(steps.param_layout.decoder.model)
 
     def costs(average: bool) -> Profile:
         trips, shares = executions(steps, weight_gather, average=average)
@@ -434,30 +432,24 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
 
 def window_shares(model: Model) -> dict[int, float]:
     """Return the fraction of attention layers, keyed by window size. 0 means no window."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for layer, kind in enumerate(model.all_layers):
         for part in model.layer_types[kind].parts.values():
-            for each in part.operations:
-                if isinstance(each, Scores):
-                    size = model.values[each.window][layer] if each.window else 0
-                    found[int(size)] += 1
-    return {size: count / found.total() for size, count in found.items()}
+            for operation in part.operations:
+                if isinstance(operation, Scores):
+                    size = model.values[operation.window][layer] if operation.window else 0
+                    counts[int(size)] += 1
+    return {size: count / counts.total() for size, count in counts.items()}
 
 
 def _activation_bytes(steps: Steps) -> int:
     """Return the size in bytes of an activation between two stages."""
     rows, tokens = steps.shape
     mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
-    mine = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    size = steps.engine.network.compute_dtype.itemsize
-    return (
-        mine
-        // steps.train_schedule.num_microbatches
-        * tokens
-        // mesh.shape["context"]
-        * width
-        * size
-    )
+    sequences = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    tokens *= sequences // steps.train_schedule.num_microbatches
+    itemsize = steps.engine.network.compute_dtype.itemsize
+    return tokens // mesh.shape["context"] * width * itemsize
 
 
 def executions(
@@ -492,10 +484,8 @@ def executions(
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))
         trips[rf"/{scopes.TICKS}/while$"] = schedule.num_ticks / turns
         for kind in layout.ring_layer_types:
-            layers, loop = (
-                layout.stacks[kind].max_layers_per_chunk,
-                f"{scopes.REDUCE}/{scopes.layer_type(kind)}",
-            )
+            layers = layout.stacks[kind].max_layers_per_chunk
+            loop = f"{scopes.REDUCE}/{scopes.layer_type(kind)}"
             trips[rf"/body/.*{loop}/while$"] = layers * reduced / turns
             trips[rf"/{loop}/while$"] = layers * (len(visits.reduce_tick) - reduced)
     shares = {
@@ -534,8 +524,8 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
     stages = np.arange(schedule.num_stages)
 
     def layers(slots: SlotColumns) -> np.ndarray:
-        found = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
-        return found.mean(axis=1) if average else found.max(axis=1)
+        run = np.where(slots.active, sizes[np.maximum(slots.repeat, 0), stages], 0)
+        return run.mean(axis=1) if average else run.max(axis=1)
 
     turns = {kind: layers(slots) for kind, slots in schedule.kinds}
     if schedule.mixed and not average:
@@ -582,12 +572,12 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
     """Sum the transfers to and from host memory. Cycles shared by several transfers count once."""
     result = []
-    for kind in dict.fromkeys(each.kind for each in found):
-        group = [each for each in found if each.kind == kind]
+    for kind in dict.fromkeys(transfer.kind for transfer in found):
+        group = [transfer for transfer in found if transfer.kind == kind]
         behind = {
-            name: cycles * each.count
-            for each in group
-            for name, cycles in each.cycles_by_instruction.items()
+            name: cycles * transfer.count
+            for transfer in group
+            for name, cycles in transfer.cycles_by_instruction.items()
         }
         result.append(
             CollectiveTraffic(
@@ -595,8 +585,8 @@ def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
                 axes="",
                 link="host",
                 asynchronous=True,
-                count=sum(each.count for each in group),
-                total_bytes=sum(each.num_bytes * each.count for each in group),
+                count=sum(transfer.count for transfer in group),
+                total_bytes=sum(transfer.num_bytes * transfer.count for transfer in group),
                 cycles_behind=sum(behind.values()),
             )
         )

@@ -25,8 +25,8 @@ from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.spec import Kind, Scores
-from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state_bytes
+from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import (
     CommVolume,
     HeadTraffic,
@@ -71,7 +71,7 @@ class CostModel:
     def contention(self) -> float:
         """Slowdown of compute while all devices are busy, if devices share cores."""
         shared = self.hardware.shared_by
-        return max(1.0, self.sizes.num_devices / shared) if shared else 1.0
+        return max(1.0, self.sizes.mesh.num_devices / shared) if shared else 1.0
 
     @property
     def overlaps(self) -> bool:
@@ -79,11 +79,6 @@ class CostModel:
         return not self.hardware.shared_by
 
     # Links.
-
-    @property
-    def itemsize(self) -> int:
-        """Size of an element in the compute dtype, in bytes."""
-        return BYTES[self.sizes.config.model.compute_dtype]
 
     def send_seconds(self, sent: CommVolume) -> float:
         """Return the time in seconds of one transfer in which all devices send at the same time."""
@@ -94,7 +89,8 @@ class CostModel:
         latency = sent.num_collectives * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.is_all_to_all:
-            seconds *= hardware.hops(self.sizes.shards(sent.axes) // dcn) / hardware.exchange_rate
+            inside = self.sizes.mesh.shards(sent.axes) // dcn
+            seconds *= hardware.hops(inside) / hardware.exchange_rate
         if sent.of_tokens:
             seconds /= hardware.tokens_rate
         if dcn > 1:
@@ -114,9 +110,10 @@ class CostModel:
         slice. Measured bandwidths already include this cost.
         """
         published = self.hardware.is_tpu and not self.hardware.measured
-        whole = self.sizes.num_devices if published else 0
+        mesh = self.sizes.mesh
+        whole = mesh.num_devices if published else 0
         return sum(
-            self.send_seconds(each * (1 + (self.sizes.shards(each.axes) == whole))) for each in sent
+            self.send_seconds(volume * (1 + (mesh.shards(volume.axes) == whole))) for volume in sent
         )
 
     def exposed_seconds(self, seconds: float, work: float) -> float:
@@ -142,7 +139,7 @@ class CostModel:
     @property
     def most_common_layer(self) -> LayerCost:
         """Costs of a layer of the most common type."""
-        return self.layers[self.sizes.most_common_layer_type]
+        return self.layers[self.sizes.layers.most_common]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
         """Return the total cost of the given numbers of layers by type."""
@@ -162,7 +159,7 @@ class CostModel:
     def message_seconds(self) -> float:
         """Time to send a message to the next stage, in seconds."""
         return self.send_seconds(
-            CommVolume(self.sizes.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
+            CommVolume(self.sizes.mesh.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
         )
 
     @cached_property
@@ -172,14 +169,15 @@ class CostModel:
         All stages share the work of the loss head.
         """
         sizes = self.sizes
-        matrix, heads = sizes.head_elements(whole=True), 1 + sizes.mtp_heads
-        trained, ahead = sizes.trained.head_elements(whole=True), sizes.mtp_matrix_elements()
+        matrix, heads = sizes.params.head_elements(whole=True), 1 + sizes.layers.mtp_heads
+        trained, ahead = sizes.trained.head_elements(whole=True), sizes.params.mtp_matrix_elements()
         trained_ahead = sizes.trained.mtp_matrix_elements()
+        tokens = sizes.batch.tokens
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
-        flops *= sizes.tokens
+        flops *= tokens
         # Every additional block reads the head matrix again, and reads and writes its gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
-        moved = heads * (4.0 * 4 * sizes.tokens * sizes.vocabulary + 4.0 * matrix + again)
+        moved = heads * (4.0 * 4 * tokens * sizes.params.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
         if sizes.config.pipeline.weight_gather == "iteration":
             # The loss is inside a conditional, where compilers do not start gathers early.
@@ -201,7 +199,7 @@ class CostModel:
 
         The forward pass of MTP layers runs twice, independently of `pipeline.remat`.
         """
-        if not (layers := self.sizes.mtp_layers):
+        if not (layers := self.sizes.layers.mtp):
             return 0.0
         once = self.slots("F", layers) + self.slots("B", layers)
         again = self.total(layers, lambda layer: layer.forward - layer.recompute_seconds)
@@ -224,14 +222,6 @@ class LayerCost:
     def _kind(self) -> Kind:
         return self.model.sizes.model.layer_types[self.name]
 
-    @property
-    def _whole(self) -> int:
-        return self.model.sizes.layer_elements(self.name, whole=True)
-
-    @property
-    def _trained(self) -> int:
-        return self.model.sizes.trained.layer_elements(self.name, whole=True)
-
     @cached_property
     def traffic(self) -> LayerTraffic:
         """Communication of the layer."""
@@ -247,7 +237,7 @@ class LayerCost:
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
-        matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.token_shards - 1)
+        matmuls *= 1.0 + self.model.hardware.ring_cost * (self.model.sizes.mesh.token_shards - 1)
         both = max(matmuls, self._sums) if self.model.overlaps else matmuls + self._sums
         return scores + both
 
@@ -270,8 +260,8 @@ class LayerCost:
         last, sizes = self._kind.branches[-1], self.model.sizes
         if last.post_norm is not None or not isinstance(last.part, GatedMLP):
             return 0.0
-        down = sizes.elements(last.part.params["down"].dims, whole=True)
-        matmul = self.model.roofline_seconds(2.0 * sizes.tokens * down, 0.0)
+        down = sizes.mesh.elements(last.part.params["down"].dims, whole=True)
+        matmul = self.model.roofline_seconds(2.0 * sizes.batch.tokens * down, 0.0)
         return matmul + self._sums / len(self._kind.branches)
 
     @cached_property
@@ -286,7 +276,7 @@ class LayerCost:
     def _uses_collective_matmul(self) -> bool:
         """Whether collective matmuls gather the tokens in chunks."""
         sizes = self.model.sizes
-        return sizes.config.mesh.collective_matmul and sizes.token_shards > 1
+        return sizes.config.mesh.collective_matmul and sizes.mesh.token_shards > 1
 
     @property
     def seconds(self) -> float:
@@ -296,7 +286,7 @@ class LayerCost:
     @cached_property
     def score_seconds(self) -> float:
         """Time of a forward pass's memory traffic for attention scores, in seconds."""
-        pairs = sum(map(self.model.sizes.stored_scores, self._kind.parts.values()))
+        pairs = sum(map(self.model.sizes.activations.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
@@ -304,16 +294,20 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Time of a forward pass without scores and kernels, in seconds."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
-        flops = 2.0 * sizes.tokens * sizes.computed_elements(self.name) + self._plain_flops
-        flops += 2.0 * sum(map(sizes.products, parts))
-        moved = model.itemsize * self._whole + self.moved_bytes
+        elements = sizes.params.computed_elements(self.name)
+        flops = 2.0 * sizes.batch.tokens * elements + self._plain_flops
+        flops += 2.0 * sum(map(sizes.activations.products, parts))
+        weights = sizes.params.layer_elements(self.name, whole=True)
+        moved = sizes.activations.itemsize * weights + self.moved_bytes
         return self.size_factor * self.split_factor * model.roofline_seconds(flops, moved)
 
     @cached_property
     def moved_bytes(self) -> float:
         """Size in bytes of the activations that a forward pass reads and writes."""
-        sizes = self.model.sizes
-        return sum(sizes.declared_bytes(part, part.traffic) for part in self._kind.parts.values())
+        activations = self.model.sizes.activations
+        return sum(
+            activations.declared_bytes(part, part.traffic) for part in self._kind.parts.values()
+        )
 
     @cached_property
     def size_factor(self) -> float:
@@ -328,12 +322,12 @@ class LayerCost:
     @property
     def split_factor(self) -> float:
         """Time of a layer, relative to a layer without tensor parallelism."""
-        return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.tensor)
+        return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.mesh.tensor)
 
     @cached_property
     def score_recompute_seconds(self) -> float:
         """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
-        flops = sum(flops for each, flops in self._scored if each.storage == "block") / 2
+        flops = sum(flops for scores, flops in self._scored if scores.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
@@ -346,33 +340,29 @@ class LayerCost:
 
     @property
     def _kernel_flops(self) -> float:
-        return sum(flops for each, flops in self._scored if each.storage == "mask")
+        return sum(flops for scores, flops in self._scored if scores.storage == "mask")
 
     @property
     def _plain_flops(self) -> float:
         """FLOP of attention matmuls outside kernels."""
         kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
-        return self._score_flops - kernels
+        return sum(flops for _, flops in self._scored) - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
         """Attention operations of a layer, each with its FLOP in a forward pass."""
         sizes = self.model.sizes
         return [
-            (each, 4.0 * sizes.scores(part) * each.head_dim)
+            (operation, 4.0 * sizes.activations.scores(part) * operation.head_dim)
             for part in self._kind.parts.values()
-            for each in part.operations
-            if isinstance(each, Scores)
+            for operation in part.operations
+            if isinstance(operation, Scores)
         ]
-
-    @property
-    def _score_flops(self) -> float:
-        return sum(flops for _, flops in self._scored)
 
     @property
     def accumulation(self) -> float:
         """Time of gradient accumulation in seconds; 0 if matmuls overlap with the accumulation."""
-        moved = 3 * 4.0 * self._trained
+        moved = 3 * 4.0 * self.model.sizes.trained.layer_elements(self.name, whole=True)
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
 
@@ -390,10 +380,10 @@ class LayerCost:
         scoring = forwards * (model.roofline_seconds(self._plain_flops, 0.0) + self.kernel_seconds)
         return sum(
             model.exposed_seconds(
-                model.total_send_seconds(each.in_slot(action, remat)) / model.contention,
-                scoring if each.overlaps else 0.0,
+                model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention,
+                scoring if exchange.overlaps else 0.0,
             )
-            for each in self.traffic.exchanges
+            for exchange in self.traffic.exchanges
         )
 
     def slot(self, action: str) -> float:
@@ -446,7 +436,7 @@ class LayerCost:
     def _trained_share(self) -> float:
         """Fraction of trained weights among the weights that are applied to each token."""
         sizes = self.model.sizes
-        computed = sizes.computed_elements(self.name)
+        computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
@@ -455,8 +445,8 @@ class LayerCost:
             return 0.0
         sizes = self.model.sizes
         by_chunk = sizes.config.pipeline.remat == "chunk"
-        stash = 0.0 if by_chunk else sum(sizes.saved_activation_bytes(self.name))
-        deferred = sizes.deferred_bytes(self.name)
+        stash = 0.0 if by_chunk else sum(sizes.activations.saved_bytes(self.name))
+        deferred = sizes.activations.deferred_bytes(self.name)
         moved = {"F": stash, "B": stash, "I": stash + deferred, "W": deferred}[action]
         hardware = self.model.hardware
         # A copy into or out of a buffer slice reads and writes each byte.
@@ -503,7 +493,7 @@ def predict_cost(
     sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
-    hop = model.message_seconds if sizes.stages > 1 else 0.0
+    hop = model.message_seconds if sizes.mesh.stages > 1 else 0.0
     exposed = np.maximum(0.0, hop - behind * model.overlaps)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
@@ -527,7 +517,7 @@ def predict_cost(
     needed = train_flops_per_token(sizes.model, train.sequence_length) * tokens
     return Cost(
         {name: seconds for name, seconds in parts.items() if seconds},
-        needed / sizes.num_devices,
+        needed / sizes.mesh.num_devices,
         hardware.flops,
         step_traffic(sizes, schedule, model.recomputed),
     )
@@ -537,7 +527,7 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     """Return `[K]` layer times per tick in seconds, and the parts that overlap with messages."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
-    everyone = np.zeros((schedule.num_ticks, sizes.stages))
+    everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))
     for action, slots in schedule.kinds:
         spent = _slot_seconds(model, schedule, action, slots, computes=computes)
         everyone += spent
@@ -546,7 +536,7 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if schedule.mixed:
         total = everyone.max(axis=1)
     if shared := model.hardware.shared_by:
-        everyone = everyone.sum(axis=1) * sizes.num_devices / sizes.stages / shared
+        everyone = everyone.sum(axis=1) * sizes.mesh.num_devices / sizes.mesh.stages / shared
         total = np.maximum(total, everyone)
     # A message overlaps with a full tick if ticks are mixed or forwarding is delayed. Otherwise, it
     # overlaps with half a tick.
@@ -562,17 +552,18 @@ def _slot_seconds(
     run every layer type that any stage has at that position of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
-    kinds, stages = list(sizes.ring_layers), range(sizes.stages)
-    chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in range(sizes.repeats)])
-    here = chunk_at[np.maximum(slots.repeat, 0), stages]
+    kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
+    repeats = range(sizes.config.pipeline.repeats)
+    chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in repeats])
+    chunk_of_slot = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
-        seconds = np.array([model.slots(action, chunk) for chunk in sizes.chunks])
-        return np.where(slots.active, seconds[here], 0.0)
+        seconds = np.array([model.slots(action, chunk) for chunk in sizes.layers.chunks])
+        return np.where(slots.active, seconds[chunk_of_slot], 0.0)
     seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
-    ends = accumulate(sizes.layer_partition, initial=sizes.config.pipeline.prologue_layers)
+    ends = accumulate(sizes.layers.partition, initial=sizes.config.pipeline.prologue_layers)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
-    run = slots.active[:, :, None, None] & (chunks[here][..., None] == np.array(kinds))
+    run = slots.active[:, :, None, None] & (chunks[chunk_of_slot][..., None] == np.array(kinds))
     if len(kinds) == 1:  # padded chunks run as many layers as the longest chunk
         run |= slots.active[:, :, None, None]
     return np.broadcast_to((run.any(axis=1).sum(axis=1) @ seconds)[:, None], slots.active.shape)
@@ -581,21 +572,21 @@ def _slot_seconds(
 def _ideal(model: CostModel, schedule: Schedule) -> float:
     """Return the time of all layers in seconds, without any idle time."""
     sizes = model.sizes
-    layers = sum(model.slots(action, sizes.ring_layers) for action, _ in schedule.kinds)
-    return sizes.microbatches * layers / sizes.stages * model.contention
+    layers = sum(model.slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds)
+    return sizes.batch.microbatches * layers / sizes.mesh.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
     """Return the exposed time of token exchanges between devices, in seconds."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
-    layers = model.total(model.sizes.ring_layers, exchanged)
-    return model.sizes.microbatches * layers / model.sizes.stages * model.contention
+    layers = model.total(model.sizes.layers.pipelined, exchanged)
+    return model.sizes.batch.microbatches * layers / model.sizes.mesh.stages * model.contention
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
     """Return the time of the prologue layers in seconds; all stages run them in parallel."""
-    rounds, layers = schedule.prologue, model.sizes.prologue_layers
+    rounds, layers = schedule.prologue, model.sizes.layers.prologue
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
         np.count_nonzero(column >= 0) * model.slots(action, layers) for action, column in columns
@@ -612,19 +603,17 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
     """Return the time of the gradient reductions outside layers, in seconds."""
-    sizes, found = (
-        model.sizes,
-        model.total_send_seconds(merge_by_axes(step_end_traffic(model.sizes))),
-    )
+    sizes = model.sizes
+    seconds = model.total_send_seconds(merge_by_axes(step_end_traffic(sizes)))
     if sizes.config.pipeline.weight_gather == "iteration":
-        return found
-    found += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
-    return found + model.reduce_scatter_seconds(HeadTraffic(sizes).scattered)
+        return seconds
+    seconds += model.total(layer_executions(sizes, schedule).scattered, attrgetter("scatter"))
+    return seconds + model.reduce_scatter_seconds(HeadTraffic(sizes).scattered)
 
 
 def _update(model: CostModel) -> float:
     """Return the time of the optimizer update in seconds, limited by memory bandwidth."""
-    moved = 2.4 * state(model.sizes.trained)["state"]
+    moved = 2.4 * state_bytes(model.sizes, model.sizes.trained)
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 

@@ -168,9 +168,10 @@ class Profile:
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
         """Return the bytes sent by collectives of these types (default: all) and group size."""
         return sum(
-            each.total_bytes
-            for each in self.collectives
-            if each.kind in (kinds or COLLECTIVE_KINDS) and group_size in (None, len(each.group))
+            collective.total_bytes
+            for collective in self.collectives
+            if collective.kind in (kinds or COLLECTIVE_KINDS)
+            and group_size in (None, len(collective.group))
         )
 
 
@@ -215,65 +216,65 @@ class _Walk:
     def visit(self, name: str, count: float, region: str, depth: int) -> None:
         """Record a computation that runs `count` times inside `depth` nested loops."""
         computation = self.module.computations[name]
-        for each in computation.values():
-            self._record(each, computation, count, region or self._region(each), depth)
+        for op in computation.values():
+            self._record(op, computation, count, region or self._region(op), depth)
 
     def _record(
-        self, each: Instruction, computation: Computation, count: float, region: str, depth: int
+        self, op: Instruction, computation: Computation, count: float, region: str, depth: int
     ) -> None:
-        if each.opcode in ("while", "conditional", "call"):
-            if each.opcode == "while" and self._known_trips(each) is None:
-                self.profile.unknown_loops.append(each.op_name or each.name)
-            for name, times in self._called(each):
-                self.visit(name, count * times, region, depth + (each.opcode == "while"))
+        if op.opcode in ("while", "conditional", "call"):
+            if op.opcode == "while" and self._known_trips(op) is None:
+                self.profile.unknown_loops.append(op.op_name or op.name)
+            for name, times in self._called(op):
+                self.visit(name, count * times, region, depth + (op.opcode == "while"))
             return
-        flops = self._flops(each, computation)
-        if each.cycles or flops:
-            inside = self._inside(each) if each.opcode == "fusion" else {}
-            self.profile.entries.append(InstructionCost(each, region, count, flops, inside))
-        if found := self._collective(each, computation):
-            self.profile.collectives.append(replace(found, region=region, count=count))
-        if moved := self._transfer(each, computation):
-            self.profile.transfers.append(replace(moved, region=region, count=count))
-        if depth and self._is_copy(each) and max(array_bytes(each.shape)) >= self.copy_bytes:
-            self.profile.copies.append(InstructionCost(each, region, count))
+        flops = self._flops(op, computation)
+        if op.cycles or flops:
+            inside = self._inside(op) if op.opcode == "fusion" else {}
+            self.profile.entries.append(InstructionCost(op, region, count, flops, inside))
+        if collective := self._collective(op, computation):
+            self.profile.collectives.append(replace(collective, region=region, count=count))
+        if transfer := self._transfer(op, computation):
+            self.profile.transfers.append(replace(transfer, region=region, count=count))
+        if depth and self._is_copy(op) and max(array_bytes(op.shape)) >= self.copy_bytes:
+            self.profile.copies.append(InstructionCost(op, region, count))
 
-    def _region(self, each: Instruction) -> str:
-        return next((k for k, v in self.regions.items() if re.search(v, each.op_name)), "")
+    def _region(self, op: Instruction) -> str:
+        return next((k for k, v in self.regions.items() if re.search(v, op.op_name)), "")
 
     # Control flow.
 
-    def _called(self, each: Instruction) -> Iterator[tuple[str, float]]:
+    def _called(self, op: Instruction) -> Iterator[tuple[str, float]]:
         """Yield the called computations (for a loop, its body) and their executions per call."""
-        if each.opcode == "while":
-            trips = self._known_trips(each)
-            yield each.computation("body") or "", 1.0 if trips is None else trips
-        elif each.opcode == "conditional" and scopes.is_window_switch(each.op_name):
+        if op.opcode == "while":
+            trips = self._known_trips(op)
+            yield op.computation("body") or "", 1.0 if trips is None else trips
+        elif op.opcode == "conditional" and scopes.is_window_switch(op.op_name):
             # The compiler may have reordered the branches.
-            sizes = [self._window(name) for name in each.branches]
+            sizes = [self._window(name) for name in op.branches]
             known = {size: self.windows.get(size or 0, 0.0) for size in sizes}
             whole = sum(known.values())
-            for name, size in zip(each.branches, sizes, strict=True):
+            for name, size in zip(op.branches, sizes, strict=True):
                 yield name, known[size] / whole if whole else 1 / len(sizes)
-        elif each.opcode == "conditional":
-            ordered = sorted(each.branches, key=self.cost)
-            share = _first_match(self.shares, each.op_name, 1.0)
+        elif op.opcode == "conditional":
+            ordered = sorted(op.branches, key=self.cost)
+            share = _first_match(self.shares, op.op_name, 1.0)
             yield ordered[-1], share
             if share < 1:
                 yield ordered[0], 1 - share
-        elif name := each.computation("to_apply"):
+        elif name := op.computation("to_apply"):
             yield name, 1.0
 
     def _window(self, branch: str) -> int | None:
         """Return the window size in the scope names of a branch, or None if there is none."""
         found = (
-            scopes.parse_window(each.op_name) for each in self.module.computations[branch].values()
+            scopes.parse_window(op.op_name) for op in self.module.computations[branch].values()
         )
         return next((size for size in found if size is not None), None)
 
     def _known_trips(self, loop: Instruction) -> float | None:
-        if (given := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
-            return given
+        if (trips := _first_match(self.trips, loop.op_name, -1.0)) >= 0:
+            return trips
         if (named := scopes.parse_trips(loop.op_name)) is not None:
             return named
         if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
@@ -300,22 +301,22 @@ class _Walk:
         self, instructions: Iterable[Instruction], computation: Computation
     ) -> tuple[float, float, int]:
         cycles, flops, size = 0.0, 0.0, 0
-        for each in instructions:
-            own = self._instruction_cost(each, computation)
+        for op in instructions:
+            own = self._instruction_cost(op, computation)
             cycles, flops, size = cycles + own[0], flops + own[1], size + own[2]
         return cycles, flops, size
 
     def _cycles_of(
         self, instructions: Iterable[Instruction], computation: Computation
     ) -> dict[str, float]:
-        return {each.name: self._instruction_cost(each, computation)[0] for each in instructions}
+        return {op.name: self._instruction_cost(op, computation)[0] for op in instructions}
 
     def _instruction_cost(
-        self, each: Instruction, computation: Computation
+        self, op: Instruction, computation: Computation
     ) -> tuple[float, float, int]:
-        if each.opcode not in ("while", "conditional", "call"):
-            return each.cycles, self._flops(each, computation), 1
-        parts = [(self.cost(name), times) for name, times in self._called(each)]
+        if op.opcode not in ("while", "conditional", "call"):
+            return op.cycles, self._flops(op, computation), 1
+        parts = [(self.cost(name), times) for name, times in self._called(op)]
         return (
             sum(cycles * times for (cycles, _, _), times in parts),
             sum(flops * times for (_, flops, _), times in parts),
@@ -324,56 +325,56 @@ class _Walk:
 
     # Work.
 
-    def _flops(self, each: Instruction, computation: Computation) -> float:
+    def _flops(self, op: Instruction, computation: Computation) -> float:
         """Return the FLOP of one execution, including the matmuls in a fusion."""
-        if each.opcode == "fusion":
+        if op.opcode == "fusion":
             # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
             # contain the kernel's FLOP in their names. This FLOP count must not be added twice.
-            inside = self._inside(each)
+            inside = self._inside(op)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
-        if each.opcode == "custom-call":
-            if (named := scopes.parse_flops(each.op_name)) is not None:
+        if op.opcode == "custom-call":
+            if (named := scopes.parse_flops(op.op_name)) is not None:
                 return named
-            if _is_gemm(each):
-                return 2.0 * _products(each, array_dims(computation[each.operands[0]].shape)[0])
-            own = re.search(r'"cost_estimate":\{"flops":"(\d+)"', each.attributes)
+            if _is_gemm(op):
+                return 2.0 * _products(op, array_dims(computation[op.operands[0]].shape)[0])
+            own = re.search(r'"cost_estimate":\{"flops":"(\d+)"', op.attributes)
             return float(own.group(1)) if own else 0.0
-        if each.opcode not in ("dot", "convolution"):
+        if op.opcode not in ("dot", "convolution"):
             return 0.0
-        left, right = (array_dims(computation[name].shape)[0] for name in each.operands[:2])
-        return 2.0 * _products(each, left, right)
+        left, right = (array_dims(computation[name].shape)[0] for name in op.operands[:2])
+        return 2.0 * _products(op, left, right)
 
     # Data movement.
 
-    def _collective(self, each: Instruction, computation: Computation) -> Collective | None:
-        if each.opcode == "recv":
-            return self._cross_slice_collective(each, computation)
-        wrapped = self._wrapped_collective(each)
-        source = each if wrapped is None else wrapped
+    def _collective(self, op: Instruction, computation: Computation) -> Collective | None:
+        if op.opcode == "recv":
+            return self._cross_slice_collective(op, computation)
+        wrapped = self._wrapped_collective(op)
+        source = op if wrapped is None else wrapped
         kind = source.opcode.removesuffix("-start")
         if kind not in COLLECTIVE_KINDS:
             return None
         group = group_of(source.attributes, self.module.num_devices)
-        operands = [computation[name] for name in each.operands if name in computation]
-        if wrapped is not None and each.opcode in ("fusion", "call-start"):
+        operands = [computation[name] for name in op.operands if name in computation]
+        if wrapped is not None and op.opcode in ("fusion", "call-start"):
             # Use the operands of the inner collective, because fusions may have additional operands
             # and calls have none.
-            operands = [self._inside(each)[name] for name in wrapped.operands]
-        if each.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(each):
+            operands = [self._inside(op)[name] for name in wrapped.operands]
+        if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as XLA for TPU emits it
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the other operands are the output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a start and a done for every collective, including synchronous
         # collectives.
-        is_async = self._is_start(each) and '"is_sync":true' not in each.attributes
-        between = self._between(each, computation) if is_async else []
+        is_async = self._is_start(op) and '"is_sync":true' not in op.attributes
+        between = self._between(op, computation) if is_async else []
         cycles, flops, _ = self._cost_of(between, computation)
         return Collective(
             kind=kind,
-            name=each.name,
-            op_name=source.op_name or each.op_name,
+            name=op.name,
+            op_name=source.op_name or op.op_name,
             region="",
             count=0.0,
             group=group,
@@ -418,93 +419,93 @@ class _Walk:
             between_slices=True,
         )
 
-    def _transfer(self, each: Instruction, computation: Computation) -> HostTransfer | None:
+    def _transfer(self, op: Instruction, computation: Computation) -> HostTransfer | None:
         """Return the host transfer of an array, or of a slice of a buffer in host memory."""
-        if each.opcode not in _MOVES:
+        if op.opcode not in _MOVES:
             return None
-        done = next(other for other in computation.values() if each.name in other.operands)
-        writes = each.opcode == "dynamic-update-slice-start"
+        done = next(other for other in computation.values() if op.name in other.operands)
+        writes = op.opcode == "dynamic-update-slice-start"
         to_host = _ON_HOST in done.shape
-        if not writes and to_host == (_ON_HOST in computation[each.operands[0]].shape):
+        if not writes and to_host == (_ON_HOST in computation[op.operands[0]].shape):
             return None
         names = list(computation)
-        between = names[names.index(each.name) + 1 : names.index(done.name)]
+        between = names[names.index(op.name) + 1 : names.index(done.name)]
         work = [computation[name] for name in between if computation[name].opcode in _COMPUTE]
         return HostTransfer(
             kind=TO_HOST if to_host else FROM_HOST,
-            name=each.name,
+            name=op.name,
             region="",
             count=0.0,
-            num_bytes=(computation[each.operands[1]] if writes else done).num_bytes,
+            num_bytes=(computation[op.operands[1]] if writes else done).num_bytes,
             cycles_by_instruction=self._cycles_of(work, computation),
         )
 
-    def _wrapped_collective(self, each: Instruction) -> Instruction | None:
+    def _wrapped_collective(self, op: Instruction) -> Instruction | None:
         """Return the collective inside a fusion, an asynchronous call or a sparse-core call."""
-        if each.opcode not in ("fusion", "async-start", "call-start"):
+        if op.opcode not in ("fusion", "async-start", "call-start"):
             return None
-        inside = self._inside(each).values()
+        inside = self._inside(op).values()
         # A TPU may run one collective inside several fusions. The first fusion starts the
         # collective, later fusions continue it during their own work, and the last fusion ends it.
         # The collective appears in all these fusions.
         for other in inside:
             if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
-                continues = "chain_id=" in other.attributes and not self._is_start(each)
+                continues = "chain_id=" in other.attributes and not self._is_start(op)
                 return None if continues else other
         return None
 
-    def _keeps_a_slice(self, each: Instruction) -> bool:
-        *_, root = self._inside(each).values()
+    def _keeps_a_slice(self, op: Instruction) -> bool:
+        *_, root = self._inside(op).values()
         return root.opcode == "dynamic-slice"
 
-    def _inside(self, each: Instruction) -> Computation:
-        role = "to_apply" if each.opcode == "call-start" else "calls"
-        return self.module.computations.get(each.computation(role) or "", {})
+    def _inside(self, op: Instruction) -> Computation:
+        role = "to_apply" if op.opcode == "call-start" else "calls"
+        return self.module.computations.get(op.computation(role) or "", {})
 
-    def _is_start(self, each: Instruction) -> bool:
-        return each.opcode.endswith("-start") or self._has(each, "AsyncCollectiveStart")
+    def _is_start(self, op: Instruction) -> bool:
+        return op.opcode.endswith("-start") or self._has(op, "AsyncCollectiveStart")
 
-    def _is_done(self, each: Instruction) -> bool:
-        if each.opcode == "copy-done":  # this copies a buffer that is still in flight
+    def _is_done(self, op: Instruction) -> bool:
+        if op.opcode == "copy-done":  # this copies a buffer that is still in flight
             return False
-        return each.opcode.endswith("-done") or self._has(each, "AsyncCollectiveDone")
+        return op.opcode.endswith("-done") or self._has(op, "AsyncCollectiveDone")
 
-    def _has(self, each: Instruction, target: str) -> bool:
+    def _has(self, op: Instruction, target: str) -> bool:
         """Return whether the instruction is a fusion that contains this custom call."""
-        inside = self._inside(each).values() if each.opcode == "fusion" else ()
+        inside = self._inside(op).values() if op.opcode == "fusion" else ()
         return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
 
     def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
         """Return the compute instructions between a start and the matching done."""
         names = list(computation)
         first = names.index(start.name)
-        carriers, found = {start.name}, []
+        carriers, work = {start.name}, []
         for name in names[first + 1 :]:
             other = computation[name]
             if carriers.intersection(other.operands):
                 if self._is_done(other):
-                    return found
+                    return work
                 carriers.add(name)  # passes on the collective's state, as a loop also does
             if other.opcode in _COMPUTE:
-                found.append(other)
+                work.append(other)
         # If the done is in the next loop iteration, include the remainder of this iteration.
-        return found
+        return work
 
-    def _is_copy(self, each: Instruction) -> bool:
-        if each.opcode == "copy-start":
+    def _is_copy(self, op: Instruction) -> bool:
+        if op.opcode == "copy-start":
             # A copy between memory spaces is a prefetch, which costs no cycles.
             spaces = {
-                tuple(_MEMORY_SPACE.findall(part)) for part in split_operands(each.shape[1:-1])[:2]
+                tuple(_MEMORY_SPACE.findall(part)) for part in split_operands(op.shape[1:-1])[:2]
             }
             return len(spaces) == 1
-        kinds = {each.opcode} | {other.opcode for other in self._inside(each).values()}
+        kinds = {op.opcode} | {other.opcode for other in self._inside(op).values()}
         moves = {"copy", "transpose"}
         return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
 
 
-def _is_gemm(each: Instruction) -> bool:
+def _is_gemm(op: Instruction) -> bool:
     """Whether the instruction is a cuBLAS matmul."""
-    return each.opcode == "custom-call" and '"gemm_backend_config"' in each.attributes
+    return op.opcode == "custom-call" and '"gemm_backend_config"' in op.attributes
 
 
 _CONTRACTED = re.compile(
@@ -512,16 +513,16 @@ _CONTRACTED = re.compile(
 )
 
 
-def _products(each: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
+def _products(op: Instruction, left: tuple[int, ...], right: tuple[int, ...] = ()) -> int:
     """Return the number of multiplications in a matmul."""
-    out = array_dims(each.shape)[0]
-    if each.opcode != "convolution":
-        listed = _CONTRACTED.search(each.attributes)
+    out = array_dims(op.shape)[0]
+    if op.opcode != "convolution":
+        listed = _CONTRACTED.search(op.attributes)
         dims = re.findall(r"\d+", "".join(filter(None, listed.groups()))) if listed else []
         return math.prod(out) * math.prod(left[int(dim)] for dim in dims)
     # XLA for TPU lowers matmuls to convolutions, with other dimensions as spatial dimensions.
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", each.attributes)
-    window = re.search(r"window=\{([^}]*)\}", each.attributes)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
+    window = re.search(r"window=\{([^}]*)\}", op.attributes)
     assert labels is not None
     settings = dict(part.split("=") for part in window.group(1).split()) if window else {}
     dims = {

@@ -70,23 +70,23 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     if not found.cycles or not clock:
         return []
     peak = hardware.flops / clock
-    listed = [_work_line(each, peak, hardware.kernel_efficiency) for each in found.entries]
+    listed = [_work_line(entry, peak, hardware.kernel_efficiency) for entry in found.entries]
     listed += [
         ProfileLine(
-            f"{each.kind}, {'exposed' if each.is_async else 'synchronous'}",
-            each.region,
-            scopes.parse_part(each.op_name),
-            each.name,
-            f"{each.num_bytes / 2**20:.1f} MiB in a group of {len(each.group)}",
-            each.count,
+            f"{collective.kind}, {'exposed' if collective.is_async else 'synchronous'}",
+            collective.region,
+            scopes.parse_part(collective.op_name),
+            collective.name,
+            f"{collective.num_bytes / 2**20:.1f} MiB in a group of {len(collective.group)}",
+            collective.count,
             cycles=seconds * clock,
             flops=0.0,
             of_peak=0.0,
         )
-        for each, seconds in exposed_collectives(found, hardware)
+        for collective, seconds in exposed_collectives(found, hardware)
         if seconds
     ]
-    return sorted(listed, key=lambda each: -each.cycles)
+    return sorted(listed, key=lambda line: -line.cycles)
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
@@ -109,21 +109,21 @@ def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLi
 def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
     """Sum the entries by kind and location, sorted by cycles."""
     grouped: dict[tuple[str, str, str], list[ProfileLine]] = defaultdict(list)
-    for each in listed:
-        grouped[each.kind, each.region, each.part].append(each)
+    for line in listed:
+        grouped[line.kind, line.region, line.part].append(line)
     sums = [
         ProfileLine(
             *key,
             name="",
             shape="",
-            count=sum(each.count for each in group),
-            cycles=(cycles := sum(each.cycles for each in group)),
-            flops=sum(each.flops for each in group),
-            of_peak=sum(each.of_peak * each.cycles for each in group) / (cycles or 1.0),
+            count=sum(line.count for line in group),
+            cycles=(cycles := sum(line.cycles for line in group)),
+            flops=sum(line.flops for line in group),
+            of_peak=sum(line.of_peak * line.cycles for line in group) / (cycles or 1.0),
         )
         for key, group in grouped.items()
     ]
-    return sorted(sums, key=lambda each: -each.cycles)
+    return sorted(sums, key=lambda line: -line.cycles)
 
 
 def instruction_kind(entry: InstructionCost) -> str:
@@ -137,12 +137,15 @@ def instruction_kind(entry: InstructionCost) -> str:
     if entry.flops:
         return "matmul"
     inside = list(entry.fused.values()) or [entry.instruction]
-    opcodes = {each.opcode for each in inside}
+    opcodes = {instruction.opcode for instruction in inside}
     for kind, own in _KINDS:
         if opcodes & own:
             return kind
     # Scalar arithmetic computes offsets and does not count.
-    if all(each.opcode in _MOVING or each.shape.split("{")[0].endswith("[]") for each in inside):
+    if all(
+        instruction.opcode in _MOVING or instruction.shape.split("{")[0].endswith("[]")
+        for instruction in inside
+    ):
         return next((kind for kind, own in _MOVES if opcodes & own), "elementwise")
     return "elementwise"
 
@@ -154,26 +157,26 @@ def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Co
     """
     clock = hardware.clock_ghz * 1e9
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
-    for each in found.collectives:
-        if len(each.group) < 2:
+    for collective in found.collectives:
+        if len(collective.group) < 2:
             continue
-        seconds = collective_seconds(each, hardware)
-        hidden, free = 0.0, left[each.group]
-        for name, cycles in each.cycles_of.items():
+        seconds = collective_seconds(collective, hardware)
+        hidden, free = 0.0, left[collective.group]
+        for name, cycles in collective.cycles_of.items():
             unused = free.get(name, cycles / clock)
             taken = min(unused, seconds - hidden)
             free[name], hidden = unused - taken, hidden + taken
-        yield each, each.count * (seconds - hidden)
+        yield collective, collective.count * (seconds - hidden)
 
 
-def collective_seconds(each: Collective, hardware: Hardware) -> float:
+def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     """Return the time of one collective at the published link bandwidth, in seconds."""
-    if each.between_slices:
+    if collective.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
-        return each.num_bytes / rate + latency * 1e-6
+        return collective.num_bytes / rate + latency * 1e-6
     rate = hardware.ways * hardware.link_gb_per_second * 1e9
-    hops = hardware.hops(len(each.group)) if "all-to-all" in each.kind else 1.0
-    return each.num_bytes * hops / rate + hardware.latency_us * 1e-6
+    hops = hardware.hops(len(collective.group)) if "all-to-all" in collective.kind else 1.0
+    return collective.num_bytes * hops / rate + hardware.latency_us * 1e-6
 
 
 def _short(shape: str) -> str:
@@ -186,22 +189,22 @@ def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
     """Format the sums by kind and location, and the largest entries, as lines of a report."""
     if not listed:
         return ["no entries: the compiler provides no cycle estimates for these devices"]
-    whole = sum(each.cycles for each in listed)
+    whole = sum(line.cycles for line in listed)
 
-    def row(each: ProfileLine) -> tuple[str, ...]:
-        rate = f"{each.of_peak:.0%}" if each.flops else ""
-        cycles = (f"{each.cycles / 1e6:.1f}", f"{each.cycles / whole:.1%}")
-        return each.kind, each.location, *cycles, f"{each.count:.0f}", rate
+    def row(line: ProfileLine) -> tuple[str, ...]:
+        rate = f"{line.of_peak:.0%}" if line.flops else ""
+        cycles = (f"{line.cycles / 1e6:.1f}", f"{line.cycles / whole:.1%}")
+        return line.kind, line.location, *cycles, f"{line.count:.0f}", rate
 
     head = ("kind", "place", "Mcycles", "share", "times", "of peak")
     sums = sum_by_kind(listed)
-    found = [
+    lines = [
         f"cycles per step by kind and place, {whole / 1e9:.3g} G including exposed communication:"
     ]
-    found += align_columns(head, [row(each) for each in sums[:number]])
-    found += ["", "largest entries:"]
-    rows = [(*row(each), each.name, each.shape) for each in listed[:number]]
-    return found + align_columns((*head, "instruction", "result"), rows)
+    lines += align_columns(head, [row(line) for line in sums[:number]])
+    lines += ["", "largest entries:"]
+    rows = [(*row(line), line.name, line.shape) for line in listed[:number]]
+    return lines + align_columns((*head, "instruction", "result"), rows)
 
 
 def align_columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from functools import cache
 from maxpipe.models.adapters import is_held
 from maxpipe.models.resolve_auto import loss_block
 from maxpipe.models.spec import Held, Kind, Part
+from maxpipe.optim.state_spec import BYTES
 from maxpipe.plan.memory_terms import (
     gathered_bytes,
     gathers_weights,
@@ -23,7 +24,8 @@ from maxpipe.plan.memory_terms import (
     optimizer_bytes,
     optimizer_layer_bytes,
 )
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.parameter_counts import ParameterCounts
+from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"
@@ -88,13 +90,13 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
             terms["widened"] = _float32_copies(sizes, working, schedule)
         else:
             terms["window"] += _weight_window_on_cpu(sizes, schedule, narrow=narrow)
-        spared = CPU_BARRIER_COPIES * (sizes.token_shards == 1) if older else 1.0
+        spared = CPU_BARRIER_COPIES * (sizes.mesh.token_shards == 1) if older else 1.0
         layer = _layer_on_cpu(working, score_bytes=4, spared=spared)
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
         if platform != "tpu":  # on GPUs, use the larger of the two estimates
-            size = BYTES[sizes.config.model.compute_dtype]
+            size = sizes.activations.itemsize
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
     moments["logits"] = _logits(working, platform)
@@ -105,23 +107,22 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
     terms["update"] = max(0.0, gradient_copy_bytes(sizes) - free)
     on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
-    on_host += schedule.num_stash * sum(
-        length * sizes.saved_activation_bytes(kind)[1]
-        for kind, length in sizes.chunk_layer_slots.items()
-    )
+    _, offloaded = _saved_bytes(sizes, sizes.layers.chunk_slots)
+    on_host += schedule.num_stash * offloaded
     return Memory({name: size for name, size in terms.items() if size}, on_host)
 
 
 def state(sizes: Sizes) -> dict[str, float]:
     """Return the size in bytes of the step's arguments: state and batch."""
-    train = sizes.config.train
     # The batch has four int32 arrays of ids and a float32 mask.
-    batch = sizes.batch_per_device * (5 * 4 * train.sequence_length + 4)
-    kept = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
-    return {
-        "state": float(_parameters(sizes) + kept + 12),
-        "batch": float(batch),
-    }
+    batch = sizes.batch.per_device * (5 * 4 * sizes.config.train.sequence_length + 4)
+    return {"state": state_bytes(sizes, sizes.params), "batch": float(batch)}
+
+
+def state_bytes(sizes: Sizes, params: ParameterCounts) -> float:
+    """Return the size in bytes of these parameters and of the optimizer state on a device."""
+    optimizer = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
+    return float(_parameter_bytes(sizes, params) + optimizer + 12)
 
 
 def _on_host(sizes: Sizes) -> bool:
@@ -133,92 +134,96 @@ def reference(sizes: Sizes) -> float:
     """Return the size in bytes of the reference parameters of `grpo.kl_coef`."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
-    return _parameters(sizes.trained) if is_kept else 0.0
+    return _parameter_bytes(sizes, sizes.trained) if is_kept else 0.0
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
     """Return the maximum workspace of attention kernels, which is unknown to XLA without a GPU."""
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
-    own = (Held(documents=part.backward_peak.documents) for part in parts)
-    return max(map(sizes.declared_bytes, parts, own))
+    documents = (Held(documents=part.backward_peak.documents) for part in parts)
+    return max(map(sizes.activations.declared_bytes, parts, documents))
 
 
-def _parameters(sizes: Sizes) -> float:
-    """Return the total size in bytes of all stored parameters on one device."""
-    ends = sizes.norm_elements + sizes.embedding_elements() + sizes.mtp_elements()
-    ends += 0 if sizes.model.ends.head is None else sizes.head_elements()
-    layers = _stored_bytes(sizes, sizes.layer_slots) + _stored_bytes(sizes, sizes.prologue_layers)
+def _parameter_bytes(sizes: Sizes, params: ParameterCounts) -> float:
+    """Return the total size in bytes of stored parameters on one device."""
+    ends = params.norm_elements + params.embedding_elements() + params.mtp_elements()
+    ends += 0 if sizes.model.ends.head is None else params.head_elements()
+    layers = _layer_bytes(sizes, sizes.layers.slots, params)
+    layers += _layer_bytes(sizes, sizes.layers.prologue, params)
     return layers + BYTES[sizes.config.model.param_dtype] * ends
 
 
-def _stored_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the total size in bytes of stored parameters for these numbers of layers by type."""
+def _layer_bytes(sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts) -> float:
+    """Return the size in bytes of stored parameters for these numbers of layers by type."""
     return float(
         sum(
             count
             * BYTES[param.own_dtype or sizes.config.model.param_dtype]
-            * sizes.elements(param.dims)
+            * sizes.mesh.elements(param.dims)
             for kind, count in layers.items()
             for param in sizes.model.layer_types[kind].params.values()
-            if sizes.includes(param)
+            if params.includes(param)
         )
     )
 
 
 def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Return the sizes in bytes of the buffers carried by the tick loop, keyed by term."""
-    pipeline, model = sizes.config.pipeline, sizes.config.model
-    size, by_chunk = BYTES[model.compute_dtype], pipeline.remat == "chunk"
-    message = float(size * sizes.activation)
-    visits, by_visit = schedule.weight_window, _uses_weight_window(sizes, schedule)
+    layers, activations = sizes.layers, sizes.activations
+    by_chunk = sizes.config.pipeline.remat == "chunk"
+    message = float(activations.itemsize * activations.hidden)
     # Count the saved activations of the largest chunk, per layer type.
-    kept = sum(
-        length * sizes.saved_activation_bytes(kind)[0]
-        for kind, length in sizes.chunk_layer_slots.items()
-    )
-    found = {
+    saved, _ = _saved_bytes(sizes, layers.chunk_slots)
+    terms = {
         "inbox": schedule.num_inbox * message,
-        "stash": schedule.num_stash * (message if by_chunk else kept),
+        "stash": schedule.num_stash * (message if by_chunk else saved),
         "sent": message * (1 if schedule.mixed else 2 if schedule.delayed else 1),
-        "gradients": 4.0 * _gradient_elements(sizes.trained, schedule),
+        "gradients": 4.0 * _gradient_elements(sizes, schedule),
         "deferred": 0.0,
         "window": 0.0,
         "partial": 0.0,
         "outside": 0.0,
-        "reports": sizes.report_bytes(sizes.layer_slots),
+        "reports": activations.report_bytes(layers.slots),
         "ahead": 0.0,
     }
-    if heads := sizes.mtp_heads:
-        found["ahead"] = 4.0 * heads + sizes.report_bytes(sizes.mtp_layers)
+    if heads := layers.mtp_heads:
+        terms["ahead"] = 4.0 * heads + activations.report_bytes(layers.mtp)
     if schedule.mixed:
-        found["deferred"] = schedule.num_deferred * sum(
-            length * sizes.deferred_bytes(kind) for kind, length in sizes.chunk_layer_slots.items()
+        terms["deferred"] = schedule.num_deferred * sum(
+            length * activations.deferred_bytes(kind) for kind, length in layers.chunk_slots.items()
         )
-    if by_visit:
-        found["window"] = visits.num_chunk_slots * gathered_bytes(sizes, sizes.chunk_layer_slots)
-        found["partial"] = 4.0 * visits.num_gradient_slots * sizes.trained.chunk_elements()
-    if outside := sizes.prologue_layers:
-        kept = sum(count * sizes.saved_activation_bytes(kind)[0] for kind, count in outside.items())
-        kept = message if by_chunk else kept
-        found["outside"] = schedule.prologue.num_slots * (message + kept)
-        found["outside"] += sizes.report_bytes(outside)
-    return found
+    if _uses_weight_window(sizes, schedule):
+        window = schedule.weight_window
+        terms["window"] = window.num_chunk_slots * gathered_bytes(sizes, layers.chunk_slots)
+        terms["partial"] = 4.0 * window.num_gradient_slots * sizes.trained.chunk_elements()
+    if layers.prologue:
+        saved = message if by_chunk else _saved_bytes(sizes, layers.prologue)[0]
+        terms["outside"] = schedule.prologue.num_slots * (message + saved)
+        terms["outside"] += activations.report_bytes(layers.prologue)
+    return terms
+
+
+def _saved_bytes(sizes: Sizes, layers: Mapping[str, int]) -> tuple[float, float]:
+    """Return the (device, host) bytes of the saved activations of these layers by type."""
+    saved = [(count, *sizes.activations.saved_bytes(kind)) for kind, count in layers.items()]
+    return sum(count * here for count, here, _ in saved), sum(
+        count * host for count, _, host in saved
+    )
 
 
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
     """Return the total size of the prologue layers in bytes.
 
-    The size includes state, gradients, gathered weights and buffers.
-
-    Temporary memory of a layer's backward pass is not included, because all layers share it.
+    The size includes state, gradients, gathered weights and buffers. Temporary memory of a layer's
+    backward pass is not included, because all layers share it.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
-    found = _stored_bytes(sizes, sizes.prologue_layers)
-    found += optimizer_layer_bytes(sizes, sizes.prologue_layers)
-    found += 4.0 * sizes.trained.prologue_elements(whole=once)
+    total = _layer_bytes(sizes, sizes.layers.prologue, sizes.params)
+    total += optimizer_layer_bytes(sizes, sizes.layers.prologue)
+    total += 4.0 * sizes.trained.prologue_elements(whole=once)
     if once:
-        found += gathered_bytes(sizes, sizes.prologue_layers)
-    return found + buffers(sizes, schedule)["outside"]
+        total += gathered_bytes(sizes, sizes.layers.prologue)
+    return total + buffers(sizes, schedule)["outside"]
 
 
 def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
@@ -234,31 +239,30 @@ def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
 
 
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
-    pipeline = sizes.config.pipeline
-    once = pipeline.weight_gather != "iteration"
-    layers = sizes.stage_elements(whole=_gathers_per_step(sizes, schedule))
-    layers += sizes.prologue_elements(whole=once)
-    ends = sizes.embedding_elements(whole=not sizes.splits_columns)
-    heads = sizes.head_elements(whole=once) + sizes.mtp_elements(whole=once)
-    return layers + ends + heads + sizes.norm_elements
+    once, params = sizes.config.pipeline.weight_gather != "iteration", sizes.trained
+    layers = params.stage_elements(whole=_gathers_per_step(sizes, schedule))
+    layers += params.prologue_elements(whole=once)
+    ends = params.embedding_elements(whole=not sizes.mesh.splits_columns) + params.norm_elements
+    return layers + ends + params.head_elements(whole=once) + params.mtp_elements(whole=once)
 
 
 def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Return the size in bytes of gathered weights that are kept for the complete step."""
     if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
-    size, held = BYTES[sizes.config.model.compute_dtype], sizes
+    params = sizes.params
     if _read_in_place(sizes):
         if sizes.platform == "cpu":
             return {"held": 0.0}
-        held = sizes.trained
+        params = sizes.trained
     # A tied output projection is stored in the layout of its matmuls.
-    head = sizes if sizes.model.ends.head is None else held
-    found = float(size * (head.head_elements(whole=True) + held.mtp_elements(whole=True)))
-    found += gathered_bytes(held, sizes.prologue_layers)
+    head = sizes.params if sizes.model.ends.head is None else params
+    ends = head.head_elements(whole=True) + params.mtp_elements(whole=True)
+    total = float(sizes.activations.itemsize * ends)
+    total += gathered_bytes(sizes, sizes.layers.prologue, params)
     if _gathers_per_step(sizes, schedule):
-        found += gathered_bytes(held, sizes.layer_slots)
-    return {"held": found}
+        total += gathered_bytes(sizes, sizes.layers.slots, params)
+    return {"held": total}
 
 
 def _read_in_place(sizes: Sizes) -> bool:
@@ -279,7 +283,7 @@ window; fitted on TPU."""
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
     return (
-        ARRIVING * gathered_bytes(sizes, sizes.chunk_layer_slots)
+        ARRIVING * gathered_bytes(sizes, sizes.layers.chunk_slots)
         if _uses_weight_window(sizes, schedule)
         else 0.0
     )
@@ -293,16 +297,16 @@ def _copies(sizes: Sizes) -> float:
     pipeline, model = sizes.config.pipeline, sizes.config.model
     if model.compute_dtype == model.param_dtype:
         return 0.0
-    elements = sizes.embedding_elements()
+    elements = sizes.params.embedding_elements()
     if pipeline.remat != "chunk" and pipeline.weight_gather != "step":
         elements += sum(
-            count * sizes.elements(param.dims)
-            for kind, count in sizes.layer_slots.items()
+            count * sizes.mesh.elements(param.dims)
+            for kind, count in sizes.layers.slots.items()
             for param in sizes.model.layer_types[kind].params.values()
             if not param.own_dtype
         )
         if pipeline.weight_gather == "iteration":
-            elements += sizes.head_elements()
+            elements += sizes.params.head_elements()
     return float(BYTES[model.compute_dtype] * elements)
 
 
@@ -316,8 +320,9 @@ def _transposed_shards(sizes: Sizes, schedule: Schedule) -> float:
     XLA for GPU gathers only along the first dimension. XLA hoists the transposes for other
     dimensions out of the loops.
     """
-    stays = not _gathers_per_step(sizes, schedule)
-    return float(stays * BYTES[sizes.config.model.param_dtype] * sizes.transposed_elements)
+    if _gathers_per_step(sizes, schedule):
+        return 0.0
+    return float(BYTES[sizes.config.model.param_dtype] * sizes.params.transposed_elements)
 
 
 def _with_float32(sizes: Sizes) -> Sizes:
@@ -368,7 +373,6 @@ gradients."""
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
-    size = BYTES[sizes.config.model.compute_dtype]
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
@@ -378,27 +382,30 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
         return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
 
     ring = max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(sizes)
-    kinds, waiting = sizes.model.layer_types, size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.mtp_heads)
-    behind = [needed(name, kinds[name]) for name in sizes.mtp_layers]
-    return max([ring, *(each + waiting * sizes.activation for each in behind)])
+    mtp = [needed(name, sizes.model.layer_types[name]) for name in sizes.layers.mtp]
+    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
+    return max([ring, *(layer + pending for layer in mtp)])
 
 
 def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
     """Return the size in bytes of a layer's dequantized matrices in the compute dtype."""
-    held = [param for key, param in kind.declared.items() if is_held(kind, key)]
-    size = BYTES[sizes.config.model.compute_dtype]
-    return float(size * sum(sizes.elements(each.dims, whole=True) for each in held))
+    elements = sum(
+        sizes.mesh.elements(param.dims, whole=True)
+        for key, param in kind.declared.items()
+        if is_held(kind, key)
+    )
+    return float(sizes.activations.itemsize * elements)
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
     """Return the peak size in bytes of a layer part's backward pass, excluding weights."""
-    size, held = BYTES[sizes.config.model.compute_dtype], part.backward_peak
-    narrow, wide, other = held.pairs
-    found = (wide * 4 + narrow * SCORE_COPIES * size + other) * sizes.stored_scores(part)
-    found += REMOTE_KEY_COPIES * size * sizes.remote_key_elements(part)
-    if found and sizes.tensor > 1:
-        found += REDUCED_COPIES * size * sizes.whole_activation
-    return found + sizes.declared_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
+    activations, peak = sizes.activations, part.backward_peak
+    size, (narrow, wide, other) = activations.itemsize, peak.pairs
+    total = (wide * 4 + narrow * SCORE_COPIES * size + other) * activations.stored_scores(part)
+    total += REMOTE_KEY_COPIES * size * activations.remote_key_elements(part)
+    if total and sizes.mesh.tensor > 1:
+        total += REDUCED_COPIES * size * activations.whole_hidden
+    return total + activations.declared_bytes(part, replace(peak, pairs=(0.0, 0.0, 0.0)))
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
@@ -427,18 +434,16 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
-    return CPU_GATHERING * 4 * sizes.stage_elements(whole=True)
+    return CPU_GATHERING * 4 * sizes.params.stage_elements(whole=True)
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
     """Return the additional bytes of the weight window: a copy, a float32 chunk and shards."""
     if not _uses_weight_window(sizes, schedule):
         return 0.0
-    chunk = sizes.chunk_elements()
-    window = (
-        BYTES[sizes.config.model.compute_dtype] * schedule.weight_window.num_chunk_slots * chunk
-    )
-    return float(window + 4 * chunk + 4 * sizes.stage_elements() * narrow)
+    chunk = sizes.params.chunk_elements()
+    window = sizes.activations.itemsize * schedule.weight_window.num_chunk_slots * chunk
+    return float(window + 4 * chunk + 4 * sizes.params.stage_elements() * narrow)
 
 
 def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
@@ -448,33 +453,34 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     independent of the compute dtype. `spared` is the fraction of the arrays that optimization
     barriers avoid.
     """
-    size = BYTES[sizes.config.model.compute_dtype]
+    activations, kinds = sizes.activations, sizes.model.layer_types
+    size = activations.itemsize
 
     def arrays_of(part: Part) -> float:
         arrays = (*part.backward_peak.compute_dtype, *part.backward_peak.float32)
-        found = sum(copies * sizes.activation_elements(dims) for copies, dims in arrays)
-        found -= spared * sum(
-            c * sizes.activation_elements(dims) for c, dims in part.barrier_copies.compute_dtype
+        elements = sum(copies * activations.elements(dims) for copies, dims in arrays)
+        elements -= spared * sum(
+            copies * activations.elements(dims)
+            for copies, dims in part.barrier_copies.compute_dtype
         )
-        return (CPU_KEPT if sizes.saves_all(part) else CPU_RECOMPUTED) * found
+        return (CPU_KEPT if activations.saves_all(part) else CPU_RECOMPUTED) * elements
 
     def needed(name: str, kind: Kind) -> float:
         parts = kind.parts.values()
-        pairs = sum(sum(part.backward_peak.pairs) * sizes.stored_scores(part) for part in parts)
+        pairs = sum(
+            sum(part.backward_peak.pairs) * activations.stored_scores(part) for part in parts
+        )
         pairs *= score_bytes / size
         arrays = sum(map(arrays_of, parts))
-        alive = REMOTE_KEY_COPIES * sum(map(sizes.remote_key_elements, parts))
+        alive = REMOTE_KEY_COPIES * sum(map(activations.remote_key_elements, parts))
         alive += max(CPU_SCORES_ALONE * pairs, CPU_SCORES * pairs + arrays)
-        alive += CPU_ACTIVATIONS * len(parts) * sizes.activation
-        alive += CPU_GATHERED * (sizes.token_shards > 1) * sizes.whole_activation
-        return alive + CPU_WEIGHTS * sizes.layer_elements(name, whole=True)
+        alive += CPU_ACTIVATIONS * len(parts) * activations.hidden
+        alive += CPU_GATHERED * (sizes.mesh.token_shards > 1) * activations.whole_hidden
+        return alive + CPU_WEIGHTS * sizes.params.layer_elements(name, whole=True)
 
-    ring = size * max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(
-        sizes
-    )
-    kinds = sizes.model.layer_types
-    behind = [size * needed(name, kinds[name]) for name in sizes.mtp_layers]
-    return max([ring, *(each + _mtp_layer_bytes(sizes) for each in behind)])
+    ring = size * max(needed(*kind) for kind in kinds.items()) + _chunk_inputs(sizes)
+    mtp = [size * needed(name, kinds[name]) for name in sizes.layers.mtp]
+    return max([ring, *(layer + _mtp_bytes(sizes, CPU_MTP_ACTIVATIONS) for layer in mtp)])
 
 
 CPU_MTP_ACTIVATIONS = 28.0
@@ -482,9 +488,10 @@ CPU_MTP_ACTIVATIONS = 28.0
 later heads; fitted."""
 
 
-def _mtp_layer_bytes(sizes: Sizes) -> float:
-    size = BYTES[sizes.config.model.compute_dtype]
-    return size * (CPU_MTP_ACTIVATIONS + 2 * sizes.mtp_heads) * sizes.activation
+def _mtp_bytes(sizes: Sizes, copies: float) -> float:
+    """Return the size in bytes of `copies` activations, and two more per MTP head."""
+    size = sizes.activations.itemsize
+    return size * (copies + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
@@ -493,29 +500,28 @@ MTP_PENDING_ACTIVATIONS = 8.0
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
     """Return the MTP bytes that are live with the logits, including a head-gradient copy."""
-    if not sizes.mtp_layers:
+    if not sizes.layers.mtp:
         return 0.0
-    size = BYTES[sizes.config.model.compute_dtype]
-    waiting = size * (MTP_PENDING_ACTIVATIONS + 2 * sizes.mtp_heads) * sizes.activation
-    return waiting + 2 * 4.0 * sizes.trained.head_elements(whole=True)
+    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
+    return pending + 2 * 4.0 * sizes.trained.head_elements(whole=True)
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
     """Return the size in bytes of a chunk's layer inputs after its recomputed forward pass."""
-    pipeline, size = sizes.config.pipeline, BYTES[sizes.config.model.compute_dtype]
-    layers = sum(sizes.chunk_layer_slots.values()) if pipeline.remat == "chunk" else 0
-    return float(layers * size * sizes.activation)
+    pipeline, size = sizes.config.pipeline, sizes.activations.itemsize
+    layers = sum(sizes.layers.chunk_slots.values()) if pipeline.remat == "chunk" else 0
+    return float(layers * size * sizes.activations.hidden)
 
 
 def loss_tokens(sizes: Sizes) -> int:
     """Return the number of tokens whose logits are in memory at once."""
     setting = sizes.config.pipeline.loss_block_tokens
-    return loss_block(setting, sizes.tokens, sizes.vocabulary) or sizes.tokens
+    return loss_block(setting, sizes.batch.tokens, sizes.params.vocabulary) or sizes.batch.tokens
 
 
 def loss_blocks(sizes: Sizes) -> int:
     """Return the number of token blocks in the loss of one microbatch."""
-    return -(-sizes.tokens // loss_tokens(sizes))
+    return -(-sizes.batch.tokens // loss_tokens(sizes))
 
 
 UNFUSED_LOGITS = 3.0
@@ -526,8 +532,8 @@ gradient."""
 def _logits(sizes: Sizes, platform: str) -> float:
     """Return the peak size in bytes of the loss head's backward pass."""
     model, gathers = sizes.config.model, sizes.config.pipeline.weight_gather == "iteration"
-    size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.vocabulary
-    matrix = sizes.head_elements(whole=True)
+    size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.params.vocabulary
+    matrix = sizes.params.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
     # The gradient of the head matrix becomes live after the other copies of the logits are freed.
     with_gradient = 4.0 * pairs + gradient
@@ -541,6 +547,6 @@ def _logits(sizes: Sizes, platform: str) -> float:
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
         # Count the inputs and outputs of all blocks, and the sums over blocks and heads.
-        sums = (platform != "tpu") + (sizes.mtp_heads > 0)
-        most += gradient * sums + 2 * size * sizes.whole_activation
+        sums = (platform != "tpu") + (sizes.layers.mtp_heads > 0)
+        most += gradient * sums + 2 * size * sizes.activations.whole_hidden
     return most + size * matrix * gathers + _mtp_pending_bytes(sizes)

@@ -17,6 +17,7 @@ from maxpipe.hardware import GIB
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
 from maxpipe.parallel.axes import axis_table, find_zero1_dim
+from maxpipe.plan.parameter_counts import ParameterCounts
 from maxpipe.plan.sizes import Sizes
 
 
@@ -127,9 +128,8 @@ def explain_out_of_memory(
     Return an empty text if the message lists no allocations, as in compilation for absent devices.
     `buffers` maps names in `TERMS` to array shapes, which may be sharded over `tensor` devices.
     """
-    found = _allocations(message)
     total: dict[str, float] = {}
-    for size, shape, origin in found:
+    for size, shape, origin in _allocations(message):
         name = _classify_allocation(shape, origin, buffers, tensor)
         total[name] = total.get(name, 0.0) + size
     return describe_largest(total)
@@ -147,10 +147,10 @@ def describe_largest(terms: Mapping[str, float]) -> str:
 def parse_out_of_memory(message: str) -> tuple[float, float] | None:
     """Return the required and available bytes in the compiler's out-of-memory message."""
     number = r"([\d.]+)([KMGT]?)"
-    found = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
+    match = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
         rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
     )
-    return found and (_bytes(found[1], found[2]), _bytes(found[3], found[4]))
+    return match and (_bytes(match[1], match[2]), _bytes(match[3], match[4]))
 
 
 def _bytes(number: str, unit: str) -> float:
@@ -159,15 +159,15 @@ def _bytes(number: str, unit: str) -> float:
 
 def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
     """Return (bytes, dims, origin) of each allocation in an out-of-memory message."""
-    found = []
+    allocations = []
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+)([KMGT]?)", block)
         shape = re.search(r"Shape: \w+\[([\d,]*)\]", block)
         origin = re.search(r'op_name="([^"]*)"', block)
         dims = tuple(int(dim) for dim in shape[1].split(",") if dim) if shape else ()
         if size:
-            found.append((_bytes(size[1], size[2]), dims, origin[1] if origin else ""))
-    return found
+            allocations.append((_bytes(size[1], size[2]), dims, origin[1] if origin else ""))
+    return allocations
 
 
 def _classify_allocation(
@@ -189,8 +189,8 @@ def _classify_allocation(
 def optimizer_bytes(sizes: Sizes) -> float:
     """Return the size of the optimizer state on one device in bytes."""
     ends = (_optimizer_memory_bytes(sizes, param) for param in sizes.model.ends.params.values())
-    layers = optimizer_layer_bytes(sizes, sizes.layer_slots)
-    return layers + optimizer_layer_bytes(sizes, sizes.prologue_layers) + sum(ends)
+    layers = optimizer_layer_bytes(sizes, sizes.layers.slots)
+    return layers + optimizer_layer_bytes(sizes, sizes.layers.prologue) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
@@ -218,24 +218,24 @@ def gradient_copy_bytes(sizes: Sizes) -> float:
             return CPU_COPIES.get(optim.name, 0.0) * is_cpu
         return (
             MUON_SHARDED_COPIES
-            if sizes.elements(param.dims) < math.prod(param.shape)
+            if sizes.mesh.elements(param.dims) < math.prod(param.shape)
             else MUON_WHOLE_COPIES
         )
 
-    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.reduced_over(param.dims)))
+    sums = _copies(sizes, lambda param: is_cpu and bool(sizes.mesh.reduced_over(param.dims)))
     return max(sums, _copies(sizes, in_update))
 
 
 def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
     """Return the total bytes of `number(param)` float32 copies of each gradient."""
-    kinds, layers = (
-        sizes.model.layer_types,
-        Counter(sizes.layer_slots) + Counter(sizes.prologue_layers),
-    )
-    counted = [(n, param) for kind, n in layers.items() for param in kinds[kind].params.values()]
+    counted = [
+        (count, param)
+        for kind, count in (Counter(sizes.layers.slots) + sizes.layers.prologue).items()
+        for param in sizes.model.layer_types[kind].params.values()
+    ]
     counted += [(1, param) for param in sizes.model.ends.params.values()]
     return 4.0 * sum(
-        count * number(param) * sizes.elements(sizes.padded(param.dims))
+        count * number(param) * sizes.mesh.elements(sizes.mesh.padded(param.dims))
         for count, param in counted
         if param.trainable
     )
@@ -246,34 +246,48 @@ def zero1_dim(sizes: Sizes, param: Param) -> int | None:
     if not sizes.config.optim.zero1:
         return None
     table = axis_table(sizes.config.mesh)
-    return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.axes)
+    return find_zero1_dim(param.dims, [table.get(axis, ()) for axis in param.axes], sizes.mesh.axes)
 
 
 def _optimizer_memory_bytes(sizes: Sizes, param: Param) -> float:
     config, total = sizes.config, 0.0
-    dim, data = zero1_dim(sizes, param), sizes.axes["data"]
-    for one in state_arrays(config.optim, param, config.model.param_dtype).values():
-        size = sizes.elements(sizes.padded(one.dims)) * BYTES[one.dtype]
-        is_shared = dim is not None and dim not in one.dropped_dims
+    dim, data = zero1_dim(sizes, param), sizes.mesh.axes["data"]
+    for array in state_arrays(config.optim, param, config.model.param_dtype).values():
+        size = sizes.mesh.elements(sizes.mesh.padded(array.dims)) * BYTES[array.dtype]
+        is_shared = dim is not None and dim not in array.dropped_dims
         total += size / data if is_shared else size
     return total
 
 
 def gathers_weights(sizes: Sizes) -> bool:
     """Return whether any parameter is gathered for use."""
-    kinds = (kind.params for kind in sizes.model.layer_types.values())
-    params = (param for each in (sizes.model.ends.params, *kinds) for param in each.values())
-    return any(sizes.gathered_over(param.dims) for param in params)
+    groups = (sizes.model.ends, *sizes.model.layer_types.values())
+    params = (param for group in groups for param in group.params.values())
+    return any(sizes.mesh.gathered_over(param.dims) for param in params)
 
 
-def gathered_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the size in bytes of gathered weights for the given numbers of layers by type."""
+def gathered_bytes(
+    sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts | None = None
+) -> float:
+    """Return the size in bytes of gathered weights for the given numbers of layers by type.
+
+    Only the parameters that `params` includes are counted (default: all parameters).
+    """
+    params = params or sizes.params
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
-        elements = sum(
-            count * sizes.layer_elements(kind, whole=True) for kind, count in layers.items()
+        return float(gathered_itemsize(sizes) * params.elements(layers, whole=True))
+    return float(
+        sum(
+            count
+            * (
+                gathered_itemsize(sizes, param) * sizes.mesh.elements(param.dims, whole=True)
+                + 4 * _scales(sizes, param)
+            )
+            for kind, count in layers.items()
+            for param in sizes.model.layer_types[kind].params.values()
+            if params.includes(param)
         )
-        return float(gathered_itemsize(sizes) * elements)
-    return float(sum(count * _gathered_layer_bytes(sizes, kind) for kind, count in layers.items()))
+    )
 
 
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
@@ -285,17 +299,8 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
     if param is None or not _is_quantized(sizes, param):
-        return BYTES[sizes.config.model.compute_dtype]
+        return sizes.activations.itemsize
     return 1 if sizes.config.model.matmul_scales == "tensor" else 2
-
-
-def _gathered_layer_bytes(sizes: Sizes, kind: str) -> int:
-    params = filter(sizes.includes, sizes.model.layer_types[kind].params.values())
-    return sum(
-        gathered_itemsize(sizes, each) * sizes.elements(each.dims, whole=True)
-        + 4 * _scales(sizes, each)
-        for each in params
-    )
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
@@ -311,4 +316,4 @@ def _scales(sizes: Sizes, param: Param) -> int:
     if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
         return int(_is_quantized(sizes, param))
     sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]
-    return sum(sizes.elements(dims, whole=True) for dims in sides)
+    return sum(sizes.mesh.elements(dims, whole=True) for dims in sides)

@@ -21,8 +21,15 @@ from maxpipe.plan import instruction_costs
 from maxpipe.plan.cost import CostModel
 from maxpipe.plan.memory import REFERENCE, prologue_bytes
 from maxpipe.plan.memory_terms import TERMS, gib, verdict
-from maxpipe.plan.search import NUM_RESULTS, Candidate, SearchResult, short_schedules
+from maxpipe.plan.search import (
+    NUM_RESULTS,
+    Candidate,
+    SearchResult,
+    short_schedules,
+    suggest_changes,
+)
 from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.topology import Topology
 from maxpipe.schedule import pictures
 from maxpipe.schedule.draw import Box, Canvas, Label, text_width
 from maxpipe.schedule.table import Costs
@@ -89,48 +96,48 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _table(found: Sequence[CollectiveTraffic]) -> list[str]:
-    if not found:
+def _table(traffic: Sequence[CollectiveTraffic]) -> list[str]:
+    if not traffic:
         return ["no collectives"]
     head = ("collective", "axes", "link", "times", "sent", "asynchronous", "overlap")
     rows = [
         (
-            each.kind,
-            each.axes,
-            each.link,
-            f"{each.count:.0f}",
-            gib(each.total_bytes),
-            "yes" if each.asynchronous else "no",
-            _overlapped_work(each),
+            entry.kind,
+            entry.axes,
+            entry.link,
+            f"{entry.count:.0f}",
+            gib(entry.total_bytes),
+            "yes" if entry.asynchronous else "no",
+            _overlapped_work(entry),
         )
-        for each in found
+        for entry in traffic
     ]
     return instruction_costs.align_columns(head, rows)
 
 
 def _hidden_transfers(report: CompileReport) -> list[str]:
     """Return the host-link bandwidth at which transfers are fully overlapped with compute."""
-    found = []
-    for each in report.transfers:
-        if meanwhile := each.cycles_behind / report.cycles * report.seconds:
-            rate = each.total_bytes / meanwhile / 1e9
-            work = f"{gib(each.total_bytes)} overlapped with {meanwhile:.3g} s of compute"
-            found.append(f"  {each.kind}: {work}, fully hidden at {rate:.3g} GB/s or more")
-    return found
+    lines = []
+    for transfer in report.transfers:
+        if meanwhile := transfer.cycles_behind / report.cycles * report.seconds:
+            rate = transfer.total_bytes / meanwhile / 1e9
+            work = f"{gib(transfer.total_bytes)} overlapped with {meanwhile:.3g} s of compute"
+            lines.append(f"  {transfer.kind}: {work}, fully hidden at {rate:.3g} GB/s or more")
+    return lines
 
 
-def _overlapped_work(each: CollectiveTraffic) -> str:
+def _overlapped_work(traffic: CollectiveTraffic) -> str:
     """Return the overlapped compute in cycles, or in FLOP if there is no cycle estimate."""
-    if each.cycles_behind:
-        return f"{each.cycles_behind / 1e6:.0f} Mcycles"
-    return format_si(each.flops_behind, "FLOP") if each.flops_behind else "-"
+    if traffic.cycles_behind:
+        return f"{traffic.cycles_behind / 1e6:.0f} Mcycles"
+    return format_si(traffic.flops_behind, "FLOP") if traffic.flops_behind else "-"
 
 
 def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """Return a plan as JSON-compatible values."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on_platform(hardware.platform)
-    divided = Divided.from_mesh(config.mesh, sizes.axes)
+    divided = Divided.from_mesh(config.mesh, sizes.mesh.axes)
     chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
@@ -138,16 +145,16 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     dtype = config.model.param_dtype
     saved = partial(saved_bytes, config.optim, param_dtype=dtype, trained_only=trained_only)
     per_stage = []
-    for stage in range(sizes.stages):
-        chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(sizes.repeats)]
-        layers = [sizes.layer_partition[chunk] for chunk in chunks]
+    for stage in range(sizes.mesh.stages):
+        chunks = [schedule.ring.chunk(stage, repeat) for repeat in range(config.pipeline.repeats)]
+        layers = [sizes.layers.partition[chunk] for chunk in chunks]
         deepest = int(schedule.stash_depth()[:, stage].max())
         per_stage.append({"chunks": chunks, "layers": sum(layers), "chunks_in_flight": deepest})
     return {
         "hardware": hardware.name,
         "measured": hardware.measured,
-        "num_devices": sizes.num_devices,
-        "num_slices": sizes.num_slices,
+        "num_devices": sizes.mesh.num_devices,
+        "num_slices": sizes.mesh.num_slices,
         "layout": candidate.layout_keys,
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
@@ -156,7 +163,7 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "ramp": _ramp(config),
-        "flops_per_step": candidate.cost.model_flops * sizes.num_devices,
+        "flops_per_step": candidate.cost.model_flops * sizes.mesh.num_devices,
         "checkpoint_bytes": int(total(sizes.model, saved)),
         "memory_bytes": hardware.memory_bytes,
         "argument_bytes": candidate.memory.arguments,
@@ -182,6 +189,12 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "mfu": candidate.cost.mfu,
         "tokens_per_second": tokens / candidate.cost.seconds,
     }
+
+
+def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
+    """Return the plan as JSON values, and the smallest changes with which it would fit, if any."""
+    values = plan_values(candidate, topology.hardware)
+    return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:
@@ -270,13 +283,13 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
 
 def _prologue_line(values: dict[str, Any]) -> list[str]:
     """Return a line that describes the prologue layers, if there are any."""
-    found = values["outside"]
-    if not found["layers"]:
+    outside = values["outside"]
+    if not outside["layers"]:
         return []
     return [
-        f"prologue on every stage: the first {pluralize(found['layers'], 'layer')}, "
-        f"{gib(found['bytes'])} ({found['bytes'] / values['total_bytes']:.1%}) of the memory and "
-        f"{found['seconds'] / values['seconds']:.1%} of the step"
+        f"prologue on every stage: the first {pluralize(outside['layers'], 'layer')}, "
+        f"{gib(outside['bytes'])} ({outside['bytes'] / values['total_bytes']:.1%}) of the memory "
+        f"and {outside['seconds'] / values['seconds']:.1%} of the step"
     ]
 
 
@@ -288,23 +301,23 @@ def search_values(
 ) -> dict[str, Any]:
     """Return a search result as JSON values, including rankings by compilation and measurement."""
     by_compiler = [
-        plan_values(each.candidate, hardware)
+        plan_values(ranked.candidate, hardware)
         | {
-            "compiled_fits": each.fits,
-            "compiled_seconds": each.seconds,
-            "report": each.report and each.report.to_json(),
+            "compiled_fits": ranked.fits,
+            "compiled_seconds": ranked.seconds,
+            "report": ranked.report and ranked.report.to_json(),
         }
-        for each in compiled
+        for ranked in compiled
     ]
     by_devices = [
-        plan_values(each.candidate, hardware) | {"measured_seconds": each.measured}
-        for each in measured
+        plan_values(ranked.candidate, hardware) | {"measured_seconds": ranked.measured}
+        for ranked in measured
     ]
     return {
         "considered": found.considered,
         "computed": found.computed,
         "too_large": found.too_large,
-        "best": [plan_values(each, hardware) for each in found.best[:NUM_RESULTS]],
+        "best": [plan_values(candidate, hardware) for candidate in found.best[:NUM_RESULTS]],
         "compiled": by_compiler,
         "measured": by_devices,
     }
@@ -394,13 +407,13 @@ def format_search(found: SearchResult, hardware: Hardware) -> str:
         f"{hardware.memory_gib:g} GiB",
         "",
     ]
-    for rank, each in enumerate(found.best[:NUM_RESULTS], 1):
-        parts = sorted(each.cost.parts.items(), key=lambda item: -item[1])
-        spent = ", ".join(f"{name} {s / each.cost.seconds:.0%}" for name, s in parts[:4])
+    for rank, candidate in enumerate(found.best[:NUM_RESULTS], 1):
+        parts = sorted(candidate.cost.parts.items(), key=lambda item: -item[1])
+        spent = ", ".join(f"{name} {s / candidate.cost.seconds:.0%}" for name, s in parts[:4])
         lines += [
-            f"{rank:>2}. {format_duration(each.cost.seconds)}, MFU {each.cost.mfu:.1%}, "
-            f"{gib(each.memory.total)}: {spent}",
-            f"    {each.overrides}",
+            f"{rank:>2}. {format_duration(candidate.cost.seconds)}, MFU {candidate.cost.mfu:.1%}, "
+            f"{gib(candidate.memory.total)}: {spent}",
+            f"    {candidate.overrides}",
         ]
     return "\n".join(lines)
 
@@ -477,7 +490,7 @@ def _memory(candidate: Candidate, hardware: Hardware) -> Canvas:
 
 def _timeline(candidate: Candidate, hardware: Hardware) -> Canvas:
     sizes = Sizes(candidate.config).on_platform(hardware.platform)
-    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.ring_layers)
+    slots = partial(CostModel(sizes, hardware).slots, layers=sizes.layers.pipelined)
     schedule = candidate.schedule
     if schedule.num_ticks > _MAX_TICKS:
         schedule = short_schedules(candidate.config)[0]

@@ -106,8 +106,8 @@ def _fit_figure(
     The figure is unchanged if the prediction does not depend on it. In that case, communication
     takes longer than the compute that overlaps with it.
     """
-    none, one = (predicted(dataclasses.replace(hardware, **{name: each})) for each in (0.0, 1.0))
-    return (measured - none) / (one - none) if one > none else getattr(hardware, name)
+    zero, unit = (predicted(dataclasses.replace(hardware, **{name: at})) for at in (0.0, 1.0))
+    return (measured - zero) / (unit - zero) if unit > zero else getattr(hardware, name)
 
 
 Pair = tuple[Config, Config]
@@ -129,7 +129,7 @@ def _predict_difference(pair: Pair, hardware: Hardware) -> float:
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
     """Return two runs with few layers, tensor size `split` and the same tokens per device."""
     train = dataclasses.replace(
-        config.train, batch_size=Sizes(config).microbatch_size * num_devices
+        config.train, batch_size=Sizes(config).batch.microbatch_size * num_devices
     )
     mesh = dataclasses.replace(
         ring_mesh_config(config.mesh, 1),
@@ -168,7 +168,9 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
     """Return a run with `LAYERS` layers per stage, and one stage and microbatch per device."""
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
-    train = dataclasses.replace(config.train, batch_size=Sizes(config).microbatch_size * stages)
+    train = dataclasses.replace(
+        config.train, batch_size=Sizes(config).batch.microbatch_size * stages
+    )
     schedule = ONE_FORWARD_ONE_BACKWARD if repeats == 1 else INTERLEAVED
     pipeline = PipelineConfig(schedule=schedule, repeats=repeats, microbatches=stages)
     mesh = ring_mesh_config(config.mesh, stages)
@@ -224,9 +226,9 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
     lowest = mean * np.exp(-error)
-    held = np.array([each.memory.total for each in candidates])
+    memory = np.array([candidate.memory.total for candidate in candidates])
     failed = [index for index, taken in ran.items() if taken is None]
-    smaller = held < held[failed].min() if failed else np.ones(len(candidates), bool)
+    smaller = memory < memory[failed].min() if failed else np.ones(len(candidates), bool)
     smaller[list(ran)] = False
     if smaller.any():  # candidates that need more memory than a failed candidate would also fail
         lowest[~smaller] = np.inf
@@ -238,7 +240,7 @@ def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `[N]` posterior median times in seconds, and `[N]` standard errors of their logs."""
-    predicted = np.array([each.cost.seconds for each in candidates])
+    predicted = np.array([candidate.cost.seconds for candidate in candidates])
     prior = (
         COMMON_ERROR**2
         + SETTING_ERROR**2 * _num_shared_settings(candidates)
@@ -254,18 +256,18 @@ def posterior_seconds(
 
 def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return the `[N, N]` matrix of the number of settings that two layouts share."""
-    settings = [_settings(each) for each in candidates]
+    settings = [_settings(layout) for layout in candidates]
     total = np.zeros((len(candidates),) * 2)
-    for key in sorted({key for each in settings for key in each}):
+    for key in sorted({key for layout in settings for key in layout}):
         codes: dict[Any, int] = {}
-        column = np.array([codes.setdefault(each.get(key), len(codes)) for each in settings])
+        column = np.array([codes.setdefault(layout.get(key), len(codes)) for layout in settings])
         total += column[:, None] == column
     return total
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
     """Return the keys and values of the layout, and its sequences per microbatch."""
-    return {**candidate.layout_keys, "rows": Sizes(candidate.config).microbatch_size}
+    return {**candidate.layout_keys, "rows": Sizes(candidate.config).batch.microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
@@ -368,4 +370,4 @@ def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
 
 
 def _ranked(checked: Sequence[RankedCandidate]) -> list[RankedCandidate]:
-    return sorted(checked, key=lambda each: (not each.fits, each.seconds))
+    return sorted(checked, key=lambda layout: (not layout.fits, layout.seconds))

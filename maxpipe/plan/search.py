@@ -28,7 +28,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
-from maxpipe.config.keys import default_of
+from maxpipe.config.keys import KEYS, default_of
+from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import has_experts, has_sequential_layers
 from maxpipe.errors import ConfigError
@@ -39,7 +40,7 @@ from maxpipe.plan.cost import Cost, predict_cost
 from maxpipe.plan.memory import Memory, predict_memory
 from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, gathers_weights
 from maxpipe.plan.sizes import Sizes, build_schedule
-from maxpipe.plan.topology import Topology
+from maxpipe.plan.topology import Topology, resolve_config
 from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, SCHEDULES, make_schedule
 from maxpipe.schedule.table import Schedule
 
@@ -186,22 +187,69 @@ def search(
     )
 
 
+def best_layouts(
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, Any],
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
+    """Return the `keep` fastest layouts of a config on a topology. For `report`, see `search`."""
+    return search(
+        config,
+        topology.hardware,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        fixed=fixed,
+        keep=keep,
+        report=report,
+    )
+
+
+def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the `section.key=value` settings that a search does not change.
+
+    Raises:
+        ConfigError: a key is not in mesh or pipeline, or its value is not valid.
+    """
+    fixed = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
+            raise ConfigError.one(
+                "command line: --fix",
+                text,
+                "must be a key of mesh or pipeline with its value.",
+                "Write --fix mesh.ici_stage=4.",
+            )
+        _, fixed[key] = parse_setting(text)
+        size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
+        if size_of_axis and fixed[key] < 1:
+            raise ConfigError.one(
+                f"command line: --fix {key}",
+                value,
+                "must be a number of devices of at least 1.",
+                f"Write --fix {key}=2, or remove it to search over all values.",
+            )
+    return fixed
+
+
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Sort layouts by predicted time. Among layouts within `TIE`, the simplest comes first."""
-    left = sorted(candidates, key=lambda each: each.cost.seconds)
-    complexities, found = [_complexity(each) for each in left], []
+    left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
+    complexities, ranked = [_complexity(candidate) for candidate in left], []
     while left:
         longest = left[0].cost.seconds * (1 + TIE)
-        num_tied = bisect.bisect_right(left, longest, key=lambda each: each.cost.seconds)
+        num_tied = bisect.bisect_right(left, longest, key=lambda candidate: candidate.cost.seconds)
         simplest = min(range(num_tied), key=complexities.__getitem__)
-        found.append(left.pop(simplest))
+        ranked.append(left.pop(simplest))
         del complexities[simplest]
-    return found
+    return ranked
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
     """Return a complexity key: stages, axis sizes that shard a layer, and repeats."""
-    axes, pipeline = Sizes(candidate.config).axes, candidate.config.pipeline
+    axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
 
@@ -243,9 +291,9 @@ class _LayoutScore(NamedTuple):
 def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
     """Return the score of a layout, extrapolated from short schedule tables."""
     short, long = short_schedules(layout)
-    held = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
-    fits = held <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
-    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, held)
+    num_bytes = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
+    fits = num_bytes <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
+    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, num_bytes)
 
 
 def _rank_layouts(
@@ -284,7 +332,7 @@ def _find_best(
 ) -> SearchResult:
     """Return the `keep` fastest layouts that fit in memory."""
     ranked, best = _rank_layouts(spaces, hardware, report), []
-    too_large = sum(math.isinf(each.seconds) for each in ranked.values())
+    too_large = sum(math.isinf(score.seconds) for score in ranked.values())
     for number, place in ranked:
         if len(best) == keep or math.isinf(ranked[number, place].seconds):
             break
@@ -305,6 +353,15 @@ def evaluate(config: Config, hardware: Hardware) -> Candidate:
     sizes, schedule = Sizes(config), build_schedule(config)
     held = predict_memory(sizes, schedule, platform=hardware.platform)
     return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
+
+
+def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
+    """Forecast the memory and step time of a config on a topology.
+
+    Raises:
+        ConfigError: the config does not fit the topology.
+    """
+    return evaluate(resolve_config(loaded, topology), topology.hardware)
 
 
 # Layouts.
@@ -384,7 +441,7 @@ def _meshes(
         across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
         if config.train.batch_size < num_devices and not has_sequential_layers(config):
             across.append("context")
-    tokens = config.train.sequence_length
+    tokens, described = config.train.sequence_length, Sizes(config)
     for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):
         total = sizes | {axis: sizes[axis] * num_slices}
         shards = total["data"] * total["fsdp"] * total["expert"]
@@ -392,7 +449,7 @@ def _meshes(
             continue
         if total["context"] > 1 and tokens % (2 * total["context"]):
             continue
-        if not Sizes(config).divides(total):
+        if not described.mesh.divides(described.model, total):
             continue
         mesh = {f"ici_{name}": size for name, size in sizes.items()}
         mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
@@ -402,20 +459,20 @@ def _meshes(
 
 def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
     """Yield the axis sizes within a slice."""
-    given, experts = Sizes(config), has_experts(config)
+    described, experts = Sizes(config), has_experts(config)
     for tensor in _divisors(inside):
-        if tensor > 8 or not given.divides({"tensor": tensor}):
+        if tensor > 8 or not described.mesh.divides(described.model, {"tensor": tensor}):
             continue
         for context in contexts:
             if (inside // tensor) % context:
                 continue
-            left = inside // tensor // context
-            for expert in _divisors(left) if experts else (1,):
-                if not given.divides({"expert": expert}):
+            remaining = inside // tensor // context
+            for expert in _divisors(remaining) if experts else (1,):
+                if not described.mesh.divides(described.model, {"expert": expert}):
                     continue
-                for stage in _divisors(left // expert):
-                    for fsdp in _divisors(left // expert // stage):
-                        data = left // expert // stage // fsdp
+                for stage in _divisors(remaining // expert):
+                    for fsdp in _divisors(remaining // expert // stage):
+                        data = remaining // expert // stage // fsdp
                         yield {
                             "stage": stage,
                             "data": data,
@@ -438,11 +495,11 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
 def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     """Return the pipeline options of a mesh. Cached because many meshes share the same options."""
     sizes = Sizes(config)
-    in_ring = config.mesh.context_attention == "ring" and sizes.axes["context"] > 1
+    in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
     return _pipeline_options(
-        sizes.stages,
+        sizes.mesh.stages,
         config.model.num_layers - config.pipeline.prologue_layers,
-        sizes.batch_per_device,
+        sizes.batch.per_device,
         gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,
     )
@@ -452,7 +509,7 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
 def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
-    found: list[Mapping[str, Any]] = []
+    options: list[Mapping[str, Any]] = []
     # Ring attention requires all stages, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
@@ -475,7 +532,7 @@ def _pipeline_options(
                     # too much.
                     if spec.split and remat in ("full", "chunk"):
                         continue
-                    found.append(
+                    options.append(
                         base
                         | {
                             "schedule": name,
@@ -486,7 +543,7 @@ def _pipeline_options(
                             "remat": remat,
                         }
                     )
-    return tuple(found)
+    return tuple(options)
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
@@ -509,8 +566,8 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(dict.fromkeys((*small, *(number // divisor for divisor in reversed(small)))))
 
 
 # Short schedule tables.
@@ -525,7 +582,7 @@ def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) 
 
 def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
     """Return the schedule table of a config, or two short tables for extrapolation."""
-    pipeline, stages = config.pipeline, Sizes(config).stages
+    pipeline, stages = config.pipeline, Sizes(config).mesh.stages
     turn = pipeline.group or stages
     if pipeline.microbatches <= 4 * turn:
         return _schedule_with(config, pipeline.microbatches), None
@@ -535,7 +592,7 @@ def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
 def _schedule_with(config: Config, microbatches: int) -> Schedule:
     pipeline = config.pipeline
     return _table(
-        pipeline.schedule, Sizes(config).stages, pipeline.repeats, microbatches, pipeline.group
+        pipeline.schedule, Sizes(config).mesh.stages, pipeline.repeats, microbatches, pipeline.group
     )
 
 
@@ -568,10 +625,10 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
     """Return single changes, or otherwise pairs, that make the run fit in memory, fastest first."""
-    limit, hits = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
+    limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):
-        if hits and len(changes) > 1:
+        if fitting and len(changes) > 1:
             break
         config = candidate.config
         for section, values in changes:
@@ -591,14 +648,14 @@ def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
                 for key, value in values.items()
                 if value != getattr(getattr(candidate.config, section), key)
             )
-            hits.append(
+            fitting.append(
                 (
                     other.cost.seconds,
                     f"{text}: {other.memory.total / 2**30:.1f} GiB, "
                     f"{other.cost.seconds:.3g} s per step",
                 )
             )
-    return [text for _, text in sorted(hits)[:3]]
+    return [text for _, text in sorted(fitting)[:3]]
 
 
 Change = tuple[str, dict[str, Any]]

@@ -11,9 +11,11 @@ from typing import Any
 from maxpipe.config.schema import Config
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.spec import Dims, Param
+from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import MESH_AXES, axis_table, axis_table_with_sequence
+from maxpipe.plan.activation_sizes import BETWEEN_MATMULS
 from maxpipe.plan.memory_terms import gib, optimizer_bytes
-from maxpipe.plan.sizes import BETWEEN_MATMULS, BYTES, Sizes
+from maxpipe.plan.sizes import Sizes
 
 STACK = ("repeat", "stage", "layer")
 """Leading logical axes of parameters in pipelined layers. Prologue layers have only the last of
@@ -63,7 +65,7 @@ class Shardings:
     @property
     def state_bytes(self) -> int:
         """Total bytes of parameters and optimizer state on one device."""
-        return sum(each.num_bytes for each in self.parameters) + self.optimizer_bytes
+        return sum(array.num_bytes for array in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-compatible values, including totals."""
@@ -75,7 +77,7 @@ def compute_shardings(config: Config) -> Shardings:
     sizes = Sizes(config)
     on = _Mesh(sizes)
     return Shardings(
-        {axis: size for axis, size in sizes.axes.items() if size > 1},
+        {axis: size for axis, size in sizes.mesh.axes.items() if size > 1},
         tuple(_parameters(on)),
         int(optimizer_bytes(sizes)),
         tuple(_activations(on)),
@@ -90,7 +92,7 @@ class _Mesh:
         self, name: str, dims: Dims, spec: Sequence[tuple[str, ...]], dtype: str, ignored: str = ""
     ) -> ArraySharding:
         """Return the sharding of an array. Replicas along the axis `ignored` are not counted."""
-        size = self.sizes.axes
+        size = self.sizes.mesh.axes
         shard = tuple(
             -(-length // math.prod(size[axis] for axis in axes))
             for (length, _), axes in zip(dims, spec, strict=True)
@@ -115,7 +117,7 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
     table = axis_table(sizes.config.mesh) | {"stage": ("stage",)}
 
     def parameter(name: str, param: Param, stacked: Dims = ()) -> ArraySharding:
-        dims = (*stacked, *sizes.padded(param.dims))
+        dims = (*stacked, *sizes.mesh.padded(param.dims))
         placed = on.place(
             name, dims, [table.get(logical, ()) for _, logical in dims], param.own_dtype or dtype
         )
@@ -127,11 +129,11 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
                 yield parameter(".".join(name), param)
 
     yield from of_end("embedding")
-    for kind, count in sizes.prologue_layers.items():
+    for kind, count in sizes.layers.prologue.items():
         for (part, name), each in model.layer_types[kind].params.items():
             yield parameter(f"outside.{kind}.{part}.{name}", each, ((count, STACK[-1]),))
-    for kind, length in sizes.chunk_layer_slots.items():
-        lengths = (sizes.repeats, sizes.stages, length)
+    for kind, length in sizes.layers.chunk_slots.items():
+        lengths = (sizes.config.pipeline.repeats, sizes.mesh.stages, length)
         for (part, name), each in model.layer_types[kind].params.items():
             stacked = tuple(zip(lengths, STACK, strict=True))
             yield parameter(f"layers.{kind}.{part}.{name}", each, stacked)
@@ -142,7 +144,7 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
 def _activations(on: _Mesh) -> Iterator[ArraySharding]:
     sizes, config = on.sizes, on.sizes.config
     table = axis_table_with_sequence(config.mesh)
-    rows = sizes.microbatch_size * math.prod(sizes.axes[axis] for axis in table[BATCH])
+    rows = sizes.batch.microbatch_size * math.prod(sizes.mesh.axes[axis] for axis in table[BATCH])
     tokens: Dims = ((rows, BATCH), (config.train.sequence_length, TOKENS))
 
     def activation(name: str, dims: Dims) -> ArraySharding:
@@ -158,8 +160,8 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
         return on.place(name, (*tokens, *dims), whole, dtype, ignored="stage")
 
     yield activation("residual stream", ((config.model.d_model, "embed"),))
-    for kind, each in sizes.model.layer_types.items():
-        for name, dims in each.activations.items():
+    for kind, layer_type in sizes.model.layer_types.items():
+        for name, dims in layer_type.activations.items():
             yield activation(f"{kind}.{name}", dims)
 
 
@@ -186,17 +188,17 @@ def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
     head = ("name", "axes", "sharded over", "shape", "shard", "bytes", "replicated over")
     cells = [
         (
-            each.name + " (frozen)" * each.frozen,
-            ", ".join(each.axes),
-            ", ".join("+".join(filter(mesh.__contains__, axes)) or "-" for axes in each.spec),
-            _shape(each.shape),
-            _shape(each.shard),
-            gib(each.num_bytes),
-            f"{' x '.join(each.replicated)}: {pluralize(each.copies, 'device')}"
-            if each.copies > 1
+            array.name + " (frozen)" * array.frozen,
+            ", ".join(array.axes),
+            ", ".join("+".join(filter(mesh.__contains__, axes)) or "-" for axes in array.spec),
+            _shape(array.shape),
+            _shape(array.shard),
+            gib(array.num_bytes),
+            f"{' x '.join(array.replicated)}: {pluralize(array.copies, 'device')}"
+            if array.copies > 1
             else "-",
         )
-        for each in rows
+        for array in rows
     ]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     return [

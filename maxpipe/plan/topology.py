@@ -32,8 +32,8 @@ from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus
 from maxpipe.io.formatting import pluralize
-from maxpipe.parallel.axes import MeshConfig, infer_axis_sizes
-from maxpipe.plan.sizes import Sizes
+from maxpipe.parallel.axes import infer_axis_sizes
+from maxpipe.plan.shards import MeshShards
 
 UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
@@ -154,8 +154,8 @@ def missing_compiler() -> tuple[str, str] | None:
 def _required_plugin_version(jax: str) -> str:
     """Return the compiler version that the installed jax requires (default: the jax version)."""
     needed = importlib.metadata.requires("jax") or ()
-    found = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", each) for each in needed)
-    return next((each[1] for each in found if each), jax)
+    matches = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", package) for package in needed)
+    return next((match[1] for match in matches if match), jax)
 
 
 def has_cudnn() -> bool:
@@ -250,13 +250,13 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
-    found = Topology(hardware, dims, num_slices)
-    if found.devices_per_slice > hardware.largest_slice:
-        rule = f"has {pluralize(found.devices_per_slice, 'device')}; a slice of {hardware.name} "
+    topology = Topology(hardware, dims, num_slices)
+    if topology.devices_per_slice > hardware.largest_slice:
+        rule = f"has {pluralize(topology.devices_per_slice, 'device')}; a slice of {hardware.name} "
         rule += f"has at most {hardware.largest_slice}."
         action = f"Use several smaller slices, such as {kind}:{example}."
         raise ConfigError.one(where, text, rule, action)
-    return found
+    return topology
 
 
 def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
@@ -342,15 +342,15 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
     return (side, *_cube(count // side, num_dims - 1))
 
 
-def _mesh_advice(mesh: MeshConfig, sizes: Sizes, topology: Topology) -> str:
+def _mesh_advice(mesh: MeshShards, topology: Topology) -> str:
     """Return the suggested action for a mesh that does not match the devices of a topology."""
-    others = sizes.num_devices // sizes.axes["data"] * mesh.dcn_data  # without ici_data
-    if others and topology.num_devices % others == 0 and sizes.num_slices == topology.num_slices:
+    others = mesh.num_devices // mesh.axes["data"] * mesh.config.dcn_data  # without ici_data
+    if others and topology.num_devices % others == 0 and mesh.num_slices == topology.num_slices:
         return "Set mesh.ici_data=-1 to use the remaining devices, or change the size of an axis."
     here = f"their product is {topology.num_devices}"
     if topology.num_slices > 1:
         here += f" and the product of mesh.dcn_* is {topology.num_slices}"
-    wanted, kind = sizes.num_devices, topology.hardware.topology
+    wanted, kind = mesh.num_devices, topology.hardware.topology
     if topology.option != "--topology":
         is_asked = topology.platform == "cpu" or topology.option != CPU_DEVICES
         other = f", or {topology.option} to {wanted}" if is_asked else ""
@@ -369,19 +369,18 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     Raises:
         ConfigError: the mesh does not match the topology.
     """
-    mesh = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
-    config = dataclasses.replace(loaded.config, mesh=mesh)
-    sizes = Sizes(config)
+    resolved = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
+    config, mesh = dataclasses.replace(loaded.config, mesh=resolved), MeshShards(resolved)
     # On GPUs and CPUs, ici sizes may span several slices.
     slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
-    if sizes.num_devices != topology.num_devices or sizes.num_slices not in slices:
-        wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.axes.items() if size > 1)
+    if mesh.num_devices != topology.num_devices or mesh.num_slices not in slices:
+        wanted = " x ".join(f"{axis} {size}" for axis, size in mesh.axes.items() if size > 1)
         raise ConfigError.one(
             "mesh",
             wanted or "one device",
-            f"must multiply to the devices of the topology: the mesh has {sizes.num_devices} in "
-            f"{pluralize(sizes.num_slices, 'slice')}, and the topology is {topology}.",
-            _mesh_advice(mesh, sizes, topology),
+            f"must multiply to the devices of the topology: the mesh has {mesh.num_devices} in "
+            f"{pluralize(mesh.num_slices, 'slice')}, and the topology is {topology}.",
+            _mesh_advice(mesh, topology),
         )
     problems = check(config, loaded.origins)
     if problems:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 from maxpipe.models.count import matrices_ahead
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
-from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
+from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.plan.memory import loss_blocks
 from maxpipe.plan.memory_terms import gathered_itemsize, zero1_dim
-from maxpipe.plan.sizes import BYTES, Sizes
+from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule.table import Schedule
 
 INTEGER = 4
@@ -86,66 +86,71 @@ class LayerTraffic:
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
         """Reduce-scatters of the layer's gradient."""
-        return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
+        size = gradient_itemsize(self.sizes)
+        return _gather_traffic(self.sizes, _trainable(self._params), size=size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
         """Reductions of the layer's gradient over the remaining axes at the end of a step."""
-        return _reduction_traffic(self.sizes.trained, self._params)
+        return _reduction_traffic(self.sizes, self._params)
 
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
         """Token exchanges of attention and expert layers."""
-        found = []
+        exchanges = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
-                found += _expert_exchanges(self.sizes, part)
-            for each in part.operations:
-                if isinstance(each, Scores):
-                    found += _context_exchanges(self.sizes, each)
-        return tuple(found)
+                exchanges += _expert_exchanges(self.sizes, part)
+            for operation in part.operations:
+                if isinstance(operation, Scores):
+                    exchanges += _context_exchanges(self.sizes, operation)
+        return tuple(exchanges)
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
     """Merge the volumes that use the same axes."""
-    found: dict[tuple[str, ...], float] = defaultdict(float)
-    for each in sent:
-        found[each.axes] += each.num_bytes
-    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in found.items())
+    total: dict[tuple[str, ...], float] = defaultdict(float)
+    for volume in sent:
+        total[volume.axes] += volume.num_bytes
+    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in total.items())
 
 
 def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
     """Return the gathers or reduce-scatters of parameters, merged by axes."""
-    found: dict[tuple[str, ...], CommVolume] = {}
+    mesh = sizes.mesh
+    merged: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
-        if sizes.includes(param) and (axes := sizes.gathered_over(param.dims)):
-            entry = size or gathered_itemsize(sizes, param)
-            whole = entry * sizes.elements(param.dims, whole=True)
-            before = found.get(axes, CommVolume(axes, 0.0, 0))
-            sent = before.num_bytes + sizes.ring_share(axes) * whole
-            found[axes] = CommVolume(axes, sent, before.num_collectives + 1)
-    return tuple(found.values())
+        if axes := mesh.gathered_over(param.dims):
+            itemsize = size or gathered_itemsize(sizes, param)
+            whole = itemsize * mesh.elements(param.dims, whole=True)
+            before = merged.get(axes, CommVolume(axes, 0.0, 0))
+            sent = before.num_bytes + mesh.ring_share(axes) * whole
+            merged[axes] = CommVolume(axes, sent, before.num_collectives + 1)
+    return tuple(merged.values())
 
 
 def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
     """Return the reductions of gradients over the axes that do not shard them."""
-    return tuple(
-        sent for param in filter(sizes.includes, params) for sent in _param_reductions(sizes, param)
-    )
+    return tuple(sent for param in _trainable(params) for sent in _param_reductions(sizes, param))
+
+
+def _trainable(params: Iterable[Param]) -> list[Param]:
+    return [param for param in params if param.trainable]
 
 
 def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    axes, size = sizes.reduced_over(param.dims), gradient_itemsize(sizes)
-    elements, data = sizes.elements(param.dims), sizes.nontrivial_axes(["data"])
+    mesh = sizes.mesh
+    axes, size = mesh.reduced_over(param.dims), gradient_itemsize(sizes)
+    elements, data = mesh.elements(param.dims), mesh.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
         # Reduce-scatter gradients to the shard that a device updates, then all-gather the
         # parameters.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
-        yield CommVolume(data, sizes.ring_share(data) * size * elements)
-        yield CommVolume(data, sizes.ring_share(data) * stored * elements)
+        yield CommVolume(data, mesh.ring_share(data) * size * elements)
+        yield CommVolume(data, mesh.ring_share(data) * stored * elements)
     if axes:
-        yield CommVolume(axes, 2 * sizes.ring_share(axes) * size * elements, is_all_reduce=True)
+        yield CommVolume(axes, 2 * mesh.ring_share(axes) * size * elements, is_all_reduce=True)
     if is_orthogonalised(sizes.config.optim, param):
         yield from _muon_traffic(sizes, param)
 
@@ -155,15 +160,15 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
     The number of matrices may be padded (`optim.muon`).
     """
-    matrix, table = matrix_dims(param), axis_table(sizes.config.mesh)
+    mesh, matrix, table = sizes.mesh, matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
-    dim, data = zero1_dim(sizes, param), sizes.nontrivial_axes(["data"])
-    shard = FLOAT32_BYTES * sizes.elements(param.dims) / (1 if dim is None else sizes.shards(data))
+    dim, data = zero1_dim(sizes, param), mesh.nontrivial_axes(["data"])
+    shard = FLOAT32_BYTES * mesh.elements(param.dims) / (1 if dim is None else mesh.shards(data))
     for side in matrix:
-        over = {axis for each in side for axis in table.get(param.axes[each], ())}
-        axes = sizes.nontrivial_axes(over | ({*data} if dim in side else set()))
+        over = {axis for number in side for axis in table.get(param.axes[number], ())}
+        axes = mesh.nontrivial_axes(over | ({*data} if dim in side else set()))
         if axes:
-            yield CommVolume(axes, 2 * sizes.ring_share(axes) * shard, 2, is_all_to_all=True)
+            yield CommVolume(axes, 2 * mesh.ring_share(axes) * shard, 2, is_all_to_all=True)
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
@@ -175,28 +180,25 @@ def gradient_itemsize(sizes: Sizes) -> int:
 
 
 def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
-    if not (axes := sizes.nontrivial_axes(["context"])):
+    mesh, activations = sizes.mesh, sizes.activations
+    if not (axes := mesh.nontrivial_axes(["context"])):
         return
-    context, size = sizes.axes["context"], BYTES[sizes.config.model.compute_dtype]
-    keys = sum(map(sizes.activation_elements, scores.keys))
-    found = sizes.context_method(scores)
-    if found.method == "heads":
-        all_heads = (
-            keys + sizes.activation_elements(scores.query) + sizes.activation_elements(scores.mixed)
-        )
-        once = CommVolume(axes, sizes.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
+    context, size = mesh.axes["context"], activations.itemsize
+    keys = sum(map(activations.elements, scores.keys))
+    exchange = activations.context_method(scores)
+    if exchange.method == "heads":
+        all_heads = keys + activations.elements(scores.query) + activations.elements(scores.mixed)
+        once = CommVolume(axes, mesh.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
-    elif found.method == "ring":
+    elif exchange.method == "ring":
         # Gradients travel around the ring together with keys and values, in float32.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
-        kept = {
-            "context"
-        } <= sizes.saved_activation_names and sizes.config.pipeline.remat == "names"
-        yield TokenExchange(around, around * (not kept), back, overlaps=True)
+        saves = sizes.config.pipeline.remat == "names" and "context" in activations.saved_names
+        yield TokenExchange(around, around * (not saves), back, overlaps=True)
     else:
-        sent = (context - 1) * found.share * size * keys
+        sent = (context - 1) * exchange.share * size * keys
         once = CommVolume(axes, sent, len(scores.keys))
         yield TokenExchange(once, once, once)
 
@@ -205,23 +207,22 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
 
 
 def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
-    context = sizes.nontrivial_axes(["context"])
+    mesh = sizes.mesh
+    context = mesh.nontrivial_axes(["context"])
     if part.capacity and context:
         # Expert capacity is allocated for complete sequences.
-        choices = INTEGER * sizes.tokens * part.per_token
-        places = CommVolume(context, (sizes.axes["context"] - 1) * choices)
+        choices = INTEGER * sizes.batch.tokens * part.per_token
+        places = CommVolume(context, (mesh.axes["context"] - 1) * choices)
         yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
-    if not (axes := sizes.nontrivial_axes(["expert"])):
+    if not (axes := mesh.nontrivial_axes(["expert"])):
         return
-    size, around = BYTES[sizes.config.model.compute_dtype], sizes.ring_share(axes)
+    size, around = sizes.activations.itemsize, mesh.ring_share(axes)
     if part.permutes_tokens:
         # Send padded buffers or, on TPUs, only the used part.
-        rows = sizes.tokens * (
-            part.per_token if sizes.platform == "tpu" else part.rows_received or 0.0
-        )
+        ragged = sizes.platform == "tpu"
+        rows = sizes.batch.tokens * (part.per_token if ragged else part.rows_received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
         # The forward pass exchanges token counts for ragged transfers, or for the backward pass.
-        ragged = sizes.platform == "tpu"
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
             CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
@@ -230,8 +231,8 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         )
         return
     # All-gather the tokens along the axis, and reduce-scatter the expert outputs.
-    width = around * size * sizes.axes["expert"] * sizes.whole_activation
-    weights = around * FLOAT32_BYTES * sizes.tokens * part.num_experts
+    width = around * size * mesh.axes["expert"] * sizes.activations.whole_hidden
+    weights = around * FLOAT32_BYTES * sizes.batch.tokens * part.num_experts
     once = CommVolume(axes, 2 * width + weights, 3)
     yield TokenExchange(once, CommVolume(axes, width + weights, 2), once)
 
@@ -241,10 +242,11 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
     """Return the tensor-parallel reductions of a layer's forward pass, or its token gathers."""
-    axes = sizes.nontrivial_axes(["tensor"])
-    whole = BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation
+    mesh = sizes.mesh
+    axes = mesh.nontrivial_axes(["tensor"])
+    whole = sizes.activations.itemsize * sizes.activations.whole_hidden
     branches = len(sizes.model.layer_types[kind].branches)
-    sent, gathers = branches * 2 * sizes.ring_share(axes) * whole, sizes.token_shards > 1
+    sent, gathers = branches * 2 * mesh.ring_share(axes) * whole, mesh.token_shards > 1
     rounds = 2 * branches if gathers else branches
     return CommVolume(axes, sent, rounds, is_all_reduce=not gathers, of_tokens=gathers)
 
@@ -256,7 +258,7 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
     pass.
     """
     sums = tensor_sums(sizes, kind)
-    if sizes.token_shards == 1 or action not in "BW":
+    if sizes.mesh.token_shards == 1 or action not in "BW":
         return sums * 0.0
     return sums * (1.0 if action == "W" else 0.5 * max(0.0, 1.0 - recomputed))
 
@@ -266,24 +268,25 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
 
 def message(sizes: Sizes) -> float:
     """Return the size in bytes of a message between two stages."""
-    return float(BYTES[sizes.config.model.compute_dtype] * sizes.activation)
+    return float(sizes.activations.itemsize * sizes.activations.hidden)
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
     """Return the communication of the embedding lookup of one microbatch and its gradient."""
+    mesh = sizes.mesh
     stage, columns = (
-        sizes.nontrivial_axes(["stage"]),
-        sizes.gathered_over(sizes.model.ends.embedding.dims),
+        mesh.nontrivial_axes(["stage"]),
+        mesh.gathered_over(sizes.model.ends.embedding.dims),
     )
-    rows = float(BYTES[sizes.config.model.compute_dtype] * sizes.whole_activation)
-    ids = CommVolume(columns, INTEGER * sizes.tokens * (sizes.shards(columns) - 1.0))
-    travelled = CommVolume(columns, sizes.ring_share(columns) * rows, is_all_to_all=True)
-    summed = CommVolume(stage, 2 * sizes.ring_share(stage) * rows, is_all_reduce=True)
+    rows = float(sizes.activations.itemsize * sizes.activations.whole_hidden)
+    ids = CommVolume(columns, INTEGER * sizes.batch.tokens * (mesh.shards(columns) - 1.0))
+    travelled = CommVolume(columns, mesh.ring_share(columns) * rows, is_all_to_all=True)
+    summed = CommVolume(stage, 2 * mesh.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
     # With prologue layers, each stage looks up its own microbatch and sends it to the ring later.
-    if sizes.prologue_layers:
-        part = 1 / sizes.stages
-        own = CommVolume(stage, sizes.ring_share(stage) * rows, part)
+    if sizes.layers.prologue:
+        part = 1 / mesh.stages
+        own = CommVolume(stage, mesh.ring_share(stage) * rows, part)
         once = [
             ids._replace(num_collectives=part),
             travelled._replace(num_collectives=part) * part,
@@ -298,11 +301,14 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
     The all-reduces cover the output, its float32 cotangent, and three values per token and head.
     """
-    stage, size = sizes.nontrivial_axes(["stage"]), BYTES[sizes.config.model.compute_dtype]
-    numbers = FLOAT32_BYTES * 3 * (1 + sizes.mtp_heads) * sizes.tokens
-    sent = (size + FLOAT32_BYTES) * sizes.activation + numbers
+    stage, size = sizes.mesh.nontrivial_axes(["stage"]), sizes.activations.itemsize
+    numbers = FLOAT32_BYTES * 3 * (1 + sizes.layers.mtp_heads) * sizes.batch.tokens
+    sent = (size + FLOAT32_BYTES) * sizes.activations.hidden + numbers
     return CommVolume(
-        stage, 2 * sizes.ring_share(stage) * sent, 1 + 4 * loss_blocks(sizes), is_all_reduce=True
+        stage,
+        2 * sizes.mesh.ring_share(stage) * sent,
+        1 + 4 * loss_blocks(sizes),
+        is_all_reduce=True,
     )
 
 
@@ -320,7 +326,7 @@ class HeadTraffic:
         sizes, ends = self.sizes, self.sizes.model.ends
         own = ends.params["embedding" if ends.head is None else "head",]
         ahead = (ends.params[name] for name in matrices_ahead(sizes.model))
-        return (replace(own, dims=sizes.padded(own.dims)), *ahead)
+        return (replace(own, dims=sizes.mesh.padded(own.dims)), *ahead)
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
@@ -330,13 +336,14 @@ class HeadTraffic:
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
         """Reduce-scatters of the head gradients."""
-        return _gather_traffic(self.sizes.trained, self._params, size=gradient_itemsize(self.sizes))
+        size = gradient_itemsize(self.sizes)
+        return _gather_traffic(self.sizes, _trainable(self._params), size=size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
         """Reductions of gradients at the end of a step, including embedding and norm gradients."""
-        sizes, ends = self.sizes.trained, self.sizes.model.ends
-        embedding = replace(ends.params["embedding",], dims=sizes.padded(ends.embedding.dims))
+        sizes, ends = self.sizes, self.sizes.model.ends
+        embedding = replace(ends.params["embedding",], dims=sizes.mesh.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
         return _reduction_traffic(sizes, (*self._params, embedding, *norms))
 
@@ -362,22 +369,22 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
     """Return the number of layer executions for the selected `pipeline.weight_gather`."""
     pipeline = sizes.config.pipeline
     # Every stage runs the MTP layers for all microbatches.
-    ahead = {kind: count * sizes.stages for kind, count in sizes.mtp_layers.items()}
-    each = sizes.microbatches / sizes.stages
-    layers = sizes.ring_layers + sizes.prologue_layers + Counter(ahead)
-    run = {kind: each * count for kind, count in layers.items()}
+    ahead = {kind: count * sizes.mesh.stages for kind, count in sizes.layers.mtp.items()}
+    runs = sizes.batch.microbatches / sizes.mesh.stages
+    layers = sizes.layers.pipelined + sizes.layers.prologue + Counter(ahead)
+    run = {kind: runs * count for kind, count in layers.items()}
     if pipeline.weight_gather == "iteration":
         times = 3 if pipeline.remat == "chunk" else 2
         gathered = {kind: times * count for kind, count in run.items()}
-        return LayerExecutions(run, gathered, run, sizes.microbatches)
-    once = sizes.prologue_layers + Counter(sizes.mtp_layers)
+        return LayerExecutions(run, gathered, run, sizes.batch.microbatches)
+    once = sizes.layers.prologue + Counter(sizes.layers.mtp)
     if pipeline.weight_gather == "step" or not schedule.weight_window.num_chunk_slots:
-        held = once + Counter(sizes.layer_slots)
-        stacks = (sizes.layer_slots, sizes.prologue_layers, sizes.mtp_layers)
+        held = once + Counter(sizes.layers.slots)
+        stacks = (sizes.layers.slots, sizes.layers.prologue, sizes.layers.mtp)
         together = {kind: float(sum(kind in stack for stack in stacks)) for kind in held}
         return LayerExecutions(run, held, held, 1.0, together)
     ticks = (schedule.weight_window.gather_tick, schedule.weight_window.reduce_tick)
-    chunk = Counter(sizes.chunk_layer_slots)
+    chunk = Counter(sizes.layers.chunk_slots)
     gathered, scattered = (
         once + Counter({kind: len(column) * chunk[kind] for kind in chunk}) for column in ticks
     )
@@ -386,14 +393,14 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
 
 def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
     """Yield the reductions of gradients at the end of a step."""
-    held = Counter(sizes.layer_slots) + sizes.prologue_layers + Counter(sizes.mtp_layers)
+    held = Counter(sizes.layers.slots) + sizes.layers.prologue + Counter(sizes.layers.mtp)
     for kind, count in held.items():
         yield from (sent * count for sent in LayerTraffic(sizes, kind).reduced)
     yield from HeadTraffic(sizes).reduced
-    stage, trained = sizes.nontrivial_axes(["stage"]), sizes.trained
+    stage, trained = sizes.mesh.nontrivial_axes(["stage"]), sizes.trained
     elements = trained.prologue_elements() + trained.mtp_elements() + trained.norm_elements
     yield CommVolume(
-        stage, 2 * sizes.ring_share(stage) * FLOAT32_BYTES * elements, is_all_reduce=True
+        stage, 2 * sizes.mesh.ring_share(stage) * FLOAT32_BYTES * elements, is_all_reduce=True
     )
 
 
@@ -407,30 +414,27 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 
     Keys have the form `fsdp+context`.
     """
-    found: dict[str, float] = defaultdict(float)
+    counts: dict[str, float] = defaultdict(float)
     for sent, times, together in _all_traffic(sizes, schedule, recomputed):
         if sent.axes and sent.num_bytes and not sent.is_all_reduce:
-            found["+".join(sent.axes)] += sent.num_collectives * (
-                times if together is None else together
-            )
-    return dict(found)
+            number = times if together is None else together
+            counts["+".join(sent.axes)] += sent.num_collectives * number
+    return dict(counts)
 
 
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Return the number of bytes that a device sends per step, keyed by axes and link. Axes have
-    the form `fsdp+context`.
+    """Return the number of bytes that a device sends per step, keyed by axes and link.
 
-    `recomputed` is the number of forward passes that a backward pass recomputes.
+    Axes have the form `fsdp+context`. `recomputed` is the number of forward passes that a backward
+    pass recomputes.
     """
-    found = merge_by_axes(
-        sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed)
-    )
+    volumes = (sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed))
     return {
-        ("+".join(each.axes), link(sizes, each.axes)): each.num_bytes
-        for each in found
-        if each.axes and each.num_bytes
+        ("+".join(total.axes), link(sizes, total.axes)): total.num_bytes
+        for total in merge_by_axes(volumes)
+        if total.axes and total.num_bytes
     }
 
 
@@ -444,19 +448,18 @@ def _all_traffic(
         once = None if of.num_grouped is None else of.num_grouped.get(kind, 0.0)
         yield from ((sent, of.gathered.get(kind, 0.0), once) for sent in layer.gathered)
         yield from ((sent, of.scattered.get(kind, 0.0), once) for sent in layer.scattered)
-        for each in layer.exchanges:
-            yield from (
-                (sent, run, None) for action in "FB" for sent in each.in_slot(action, remat)
-            )
+        for exchange in layer.exchanges:
+            for action in "FB":
+                yield from ((sent, run, None) for sent in exchange.in_slot(action, remat))
         yield tensor_sums(sizes, kind), (2 + recomputed) * run, None
         yield regather_traffic(sizes, kind, "W" if schedule.mixed else "B", recomputed), run, None
-    head, lookups = HeadTraffic(sizes), sizes.microbatches * (2 if sizes.mtp_layers else 1)
+    head, lookups = HeadTraffic(sizes), sizes.batch.microbatches * (2 if sizes.layers.mtp else 1)
     yield from ((sent, of.head, None) for sent in (*head.gathered, *head.scattered))
     yield from ((sent, lookups, None) for sent in lookup(sizes))
-    yield loss_head_traffic(sizes), sizes.microbatches, None
+    yield loss_head_traffic(sizes), sizes.batch.microbatches, None
     ways = sum(1 for way in schedule.arrivals if way.direction)
     yield (
-        CommVolume(sizes.nontrivial_axes(["stage"]), message(sizes)),
+        CommVolume(sizes.mesh.nontrivial_axes(["stage"]), message(sizes)),
         schedule.num_ticks * ways,
         None,
     )

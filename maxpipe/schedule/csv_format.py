@@ -32,14 +32,14 @@ def to_csv(schedule: Schedule) -> str:
     for stage in range(ring.num_stages):
         cells: list[str] = []
         for tick in range(schedule.num_ticks):
-            found = [
+            actions = [
                 f"{ring.chunk(stage, int(slots.repeat[tick, stage]))}{kind}"
                 f"{slots.microbatch[tick, stage]}"
                 if slots.active[tick, stage]
                 else ""
                 for kind, slots in schedule.kinds
             ]
-            cells += ["".join(found)] if schedule.mixed else found
+            cells += ["".join(actions)] if schedule.mixed else actions
         writer.writerow(cells)
     return out.getvalue()
 
@@ -61,14 +61,14 @@ def read_orders(
     count = 1 + max(cell.microbatch for line in lines for cell in line.cells)
     for line in lines:
         _check_line(line, ring, count, path)
-    for key, given, found in (
+    for key, wanted, found in (
         ("mesh.ici_stage", stages, ring.num_stages),
         ("pipeline.repeats", repeats, ring.num_repeats),
         ("pipeline.microbatches", microbatches, count),
     ):
-        if given is not None and given != found:
+        if wanted is not None and wanted != found:
             rule = f"must be {found}, as in {path}."
-            raise ConfigError.one(key, given, rule, f"Set {key}={found}.")
+            raise ConfigError.one(key, wanted, rule, f"Set {key}={found}.")
     return ring, _orders(lines, ring)
 
 
@@ -150,8 +150,8 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
 def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
     """Return the ring that assigns each chunk to the stage of its line."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
-    repeats, rest = divmod(num_chunks, len(lines))
-    if rest:
+    repeats, remainder = divmod(num_chunks, len(lines))
+    if remainder:
         raise ConfigError.one(
             f"{path}",
             f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",

@@ -232,21 +232,21 @@ class _BufferAllocator:
         """Assign slots to saved activations, which live from F to B or I; return the number of
         slots.
         """
-        found: dict[int, list[_Interval]] = {}
+        intervals: dict[int, list[_Interval]] = {}
         f, b = self.slots["F"].stash, self.slots["I"].stash
         for _, stage, start, end in self._spans("F", self.backward):
             span = (_PHASES_PER_TICK * start[0] + _FORWARD, _PHASES_PER_TICK * end[0] + _BACKWARD)
-            found.setdefault(stage, []).append(_Interval(*span, [(f, start), (b, end)]))
-        return self._per_stage(found)
+            intervals.setdefault(stage, []).append(_Interval(*span, [(f, start), (b, end)]))
+        return self._per_stage(intervals)
 
     def allocate_deferred(self) -> int:
         """Assign slots to the inputs of W, which live from I to W; return the number of slots."""
-        found: dict[int, list[_Interval]] = {}
+        intervals: dict[int, list[_Interval]] = {}
         i, w = self.slots["I"].deferred, self.slots["W"].deferred
         for _, stage, start, end in self._spans("I", "W"):
             span = (_PHASES_PER_TICK * start[0] + _BACKWARD, _PHASES_PER_TICK * end[0] + _WEIGHT)
-            found.setdefault(stage, []).append(_Interval(*span, [(i, start), (w, end)]))
-        return self._per_stage(found)
+            intervals.setdefault(stage, []).append(_Interval(*span, [(i, start), (w, end)]))
+        return self._per_stage(intervals)
 
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
         """Assign slots to messages, which live from their arrival to the slot that reads them.
@@ -263,15 +263,15 @@ class _BufferAllocator:
             moment = _FORWARD if kind == "F" else _BACKWARD
             ends[way][arrival] = _PHASES_PER_TICK * reader[0] + moment
             readers[way, arrival] = [(self.slots["F" if kind == "F" else "I"].inbox, reader)]
-        found: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
+        intervals: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
         for way, column in columns.items():
             for cell in np.ndindex(shape):
                 start = _PHASES_PER_TICK * cell[0] + self._arrival_phase(way)
                 end = max(start, int(ends[way][cell]))
                 cells = [(column, cell), *readers.get((way, cell), [])]
-                found[cell[1]].append(_Interval(start, end, cells))
+                intervals[cell[1]].append(_Interval(start, end, cells))
         arrivals = tuple(Arrival(*way, column) for way, column in columns.items())  # type: ignore[arg-type]
-        return arrivals, self._per_stage(found)
+        return arrivals, self._per_stage(intervals)
 
     def _port(self, kind: str) -> str:
         return "X" if self.mixed else "F" if kind == "F" else "B"
@@ -279,14 +279,14 @@ class _BufferAllocator:
     def _directions(self) -> list[tuple[str, int]]:
         """Return (port, step) for every direction in which messages travel on the ring."""
         ring = self.ring
-        found = set()
+        directions = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
             for chunk in range(ring.num_chunks - 1):
                 pair = ring.locate_chunk(chunk), ring.locate_chunk(chunk + 1)
                 (_, repeat), (_, other) = pair if kind == "F" else reversed(pair)
                 step = ring.direction(repeat, turns=repeat != other, backward=kind != "F")
-                found.add((self._port(kind), step))
-        order = sorted(found, key=lambda way: ("FBX".index(way[0]), -way[1]))
+                directions.add((self._port(kind), step))
+        order = sorted(directions, key=lambda way: ("FBX".index(way[0]), -way[1]))
         trains = any(action.kind != "F" for action, _ in self.at)
         return [("loss", 0), *order] if trains else order
 
@@ -339,7 +339,7 @@ class _Run(NamedTuple):
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
     """Return each stage's maximal runs of work on one repeat, in slots of one kind."""
-    found: list[list[_Run]] = []
+    runs_of_stages: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
         for tick in np.flatnonzero(slots.active[:, stage]):
@@ -348,8 +348,8 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
                 runs[-1] = runs[-1]._replace(last=int(tick))
             else:
                 runs.append(_Run(repeat, int(tick), int(tick), column, stage))
-        found.append(runs)
-    return found
+        runs_of_stages.append(runs)
+    return runs_of_stages
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:

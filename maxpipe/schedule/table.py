@@ -280,8 +280,8 @@ class Schedule:
         costs = costs or Costs()
         total = float(self.tick_costs(costs).sum())
         work = self.num_microbatches * self.num_repeats
-        done = work * (costs.forward + (costs.backward if self.trains else 0.0))
-        return 1.0 - done / total if total else 0.0
+        busy = work * (costs.forward + (costs.backward if self.trains else 0.0))
+        return 1.0 - busy / total if total else 0.0
 
     def stash_depth(self) -> np.ndarray:
         """Return `[K, P]`: the number of chunks with saved activations on each stage in each tick.
@@ -346,12 +346,12 @@ def balance_layers(
         for chunk in range(1, num_chunks + 1):
             before, cost = value[chunk - 1], spans + ends[chunk - 1]
             if np.isinf(limit):
-                found = np.maximum(before, cost)
+                total_cost = np.maximum(before, cost)
             else:
-                found = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
+                total_cost = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
             # Break ties by the shortest last chunk, so that longer chunks come first.
-            start = points[-1] - np.argmin(found[:, ::-1], axis=1)
-            value[chunk], taken[chunk] = found[points, start], points - start
+            start = points[-1] - np.argmin(total_cost[:, ::-1], axis=1)
+            value[chunk], taken[chunk] = total_cost[points, start], points - start
         return value, taken
 
     limit = best(np.inf)[0][-1, -1]

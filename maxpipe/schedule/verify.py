@@ -101,9 +101,9 @@ def _check_weight_window(schedule: Schedule) -> None:
         ("window", visits.gather_slot, visits.num_chunk_slots),
         ("gradient", visits.reduce_slot, visits.num_gradient_slots),
     ):
-        found = int(used.max(initial=-1)) + 1
-        if found != declared:
-            reason = f"{buffer} has {declared} slots but uses {found}."
+        num_slots = int(used.max(initial=-1)) + 1
+        if num_slots != declared:
+            reason = f"{buffer} has {declared} slots but uses {num_slots}."
             raise ScheduleError(schedule, 0, 0, "F", reason)
 
 

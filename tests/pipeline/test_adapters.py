@@ -163,7 +163,12 @@ def test_no_product_makes_a_gradient_of_the_base() -> None:
     sizes = Sizes(adapted)
     kind = sizes.model.layer_types["layer"]
     factors = sum(size(kind.params[key]) for key in kind.params if kind.params[key].trainable)
-    tokens = sizes.microbatches * sizes.tokens * sum(sizes.layer_partition) // sizes.stages
+    tokens = (
+        sizes.batch.microbatches
+        * sizes.batch.tokens
+        * sum(sizes.layers.partition)
+        // sizes.mesh.stages
+    )
     # Forward, forward again, and both gradients.
     assert 0 < after - before <= 2 * tokens * 4 * factors
     base = sum(size(param) for param in kind.declared.values() if len(param.dims) > 1)

@@ -137,29 +137,31 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     config = replace(frozen, model=replace(frozen.model, frozen=[]))
     (before, flops), (after, fewer) = compiled_traffic(config), compiled_traffic(frozen)
     sizes = Sizes(config)
-    tables = sizes.embedding_elements()
+    tables = sizes.params.embedding_elements()
     kind = sizes.model.layer_types["layer"]
     mine = [param for (part, _), param in kind.params.items() if part == "attention"]
-    layers = sizes.microbatches * sum(sizes.layer_partition) // sizes.stages
+    layers = sizes.batch.microbatches * sum(sizes.layers.partition) // sizes.mesh.stages
     scattered = ("reduce-scatter", "fsdp")
     # Each of four weights of each layer of each microbatch; a device sends its half.
     assert before[scattered][0] - after[scattered][0] == 4 * layers
     sent = 4 * layers * sum(map(size, mine)) / 2
     assert before[scattered][1] - after[scattered][1] == pytest.approx(sent)
     summed = lambda found: sum(sent for (kind, axes), (_, sent) in found.items() if "data" in axes)  # noqa: E731
-    shards = sum(sizes.layer_slots["layer"] * sizes.elements(param.dims) for param in mine)
+    shards = sum(sizes.layers.slots["layer"] * sizes.mesh.elements(param.dims) for param in mine)
     assert summed(before) - summed(after) == pytest.approx(4 * (shards + tables))
     # Weights are gathered as before, and messages sent; tokens are looked up, and not once more
     # for a gradient.
     assert before["collective-permute", "stage"] == after["collective-permute", "stage"]
     (times, sent), (fewer_times, less) = (each["all-gather", "fsdp"] for each in (before, after))
-    ids = sizes.microbatches * 4 * sizes.tokens
-    assert (times - fewer_times, sent - less) == (sizes.microbatches, ids)
+    ids = sizes.batch.microbatches * 4 * sizes.batch.tokens
+    assert (times - fewer_times, sent - less) == (sizes.batch.microbatches, ids)
     rows, tokens = config.train.batch_size // 4, config.train.sequence_length
-    product = 2 * rows * tokens * sum(map(size, mine)) * sum(sizes.layer_partition) // sizes.stages
+    product = (
+        2 * rows * tokens * sum(map(size, mine)) * sum(sizes.layers.partition) // sizes.mesh.stages
+    )
     assert flops - fewer == pytest.approx(product)
     whole, part = (train_flops_per_token(Sizes(each).model, tokens) for each in (config, frozen))
-    assert (whole - part) * rows * tokens / sizes.stages == product
+    assert (whole - part) * rows * tokens / sizes.mesh.stages == product
 
 
 def test_less_is_predicted() -> None:

@@ -105,7 +105,7 @@ class Compiled:
         for each in average.collectives:
             along = len(each.group) == TENSOR and each.stride == 1
             if along and each.region in ("forward", "backward", "input_grad", "weight_grad"):
-                large = each.num_bytes >= 4 * self.sizes.whole_activation // TENSOR
+                large = each.num_bytes >= 4 * self.sizes.activations.whole_hidden // TENSOR
                 found[each.kind] += each.total_bytes * large
         return {kind: size for kind, size in found.items() if size}
 

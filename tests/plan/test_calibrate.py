@@ -65,7 +65,9 @@ def test_the_cost_model_gives_back_what_was_measured(
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
     latency, rate = 5e-6, 2e8
-    weights = sizes.layer_elements(sizes.most_common_layer_type, whole=True) * (1 - 1 / NUM_DEVICES)
+    weights = sizes.params.layer_elements(sizes.layers.most_common, whole=True) * (
+        1 - 1 / NUM_DEVICES
+    )
     found = Measurements(
         forward=forward * contention,
         input_grad=1.5 * forward * contention,
@@ -73,12 +75,12 @@ def test_the_cost_model_gives_back_what_was_measured(
         names_recomputed=0.2 * forward * contention,
         forward_alone=forward,
         deferred=0.3 * forward * contention,
-        hop=latency + 2 * sizes.activation / rate,
+        hop=latency + 2 * sizes.activations.hidden / rate,
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
-        exchange=latency + 0.5 * 2 * sizes.activation * (1 - 1 / NUM_DEVICES) / rate,
+        exchange=latency + 0.5 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
         # Gathered at half of the rate.
-        tokens=latency + 2 * 2 * sizes.activation * (1 - 1 / NUM_DEVICES) / rate,
+        tokens=latency + 2 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
         latency=latency,
         fresh=4e-9,
     )
@@ -129,7 +131,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
     before = fit_hardware(flat, sizes, published_hardware()["cpu"], NUM_DEVICES)
     timed = calibrate._sizes(sizes)
-    assert [each.microbatch_size for each in timed] == [1, 2, 4]
+    assert [each.batch.microbatch_size for each in timed] == [1, 2, 4]
     taken = [
         longer * calibrate._predict_row_seconds(each, before)
         for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
@@ -220,13 +222,11 @@ def test_split_tokens_travel_at_their_own_rate() -> None:
     sizes = Sizes(dataclasses.replace(config, mesh=mesh))
     before = dataclasses.replace(published_hardware()["cpu"], latency_us=0.0)
     slow = dataclasses.replace(before, tokens_rate=0.25)
-    sent = tensor_sums(sizes, sizes.most_common_layer_type)
+    sent = tensor_sums(sizes, sizes.layers.most_common)
     usual, slower = (CostModel(sizes, each).send_seconds(sent) for each in (before, slow))
     assert slower == pytest.approx(4 * usual) and usual > 0
     whole = dataclasses.replace(mesh, sequence_parallel=False)
-    summed = tensor_sums(
-        Sizes(dataclasses.replace(config, mesh=whole)), sizes.most_common_layer_type
-    )
+    summed = tensor_sums(Sizes(dataclasses.replace(config, mesh=whole)), sizes.layers.most_common)
     assert CostModel(sizes, before).send_seconds(summed) == CostModel(sizes, slow).send_seconds(
         summed
     )

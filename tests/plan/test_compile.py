@@ -52,15 +52,15 @@ def report() -> CompileReport:
 
 def test_operations_are_those_of_the_layers_and_the_head(report: CompileReport) -> None:
     sizes, model = Sizes(CONFIG), CONFIG.model
-    matrices = sizes.layer_elements(sizes.most_common_layer_type, whole=True) - 2 * model.d_model
-    matmuls = 2 * sizes.tokens * matrices
+    matrices = sizes.params.layer_elements(sizes.layers.most_common, whole=True) - 2 * model.d_model
+    matmuls = 2 * sizes.batch.tokens * matrices
     pairs = scored_pairs(CONFIG.train.sequence_length)
-    forward = matmuls + 4 * sizes.microbatch_size * pairs * model.num_heads * model.head_dim
-    head = 2 * sizes.tokens * sizes.head_elements(whole=True)
+    forward = matmuls + 4 * sizes.batch.microbatch_size * pairs * model.num_heads * model.head_dim
+    head = 2 * sizes.batch.tokens * sizes.params.head_elements(whole=True)
     # Forward, recomputation, and a backward of twice as much, but for the last recomputed matmul.
-    layers = 4 * forward - 2 * sizes.tokens * model.d_mlp * model.d_model
-    per_stage = sum(sizes.layer_partition) / sizes.stages
-    wanted = sizes.microbatches * (per_stage * layers + 3 * head)
+    layers = 4 * forward - 2 * sizes.batch.tokens * model.d_mlp * model.d_model
+    per_stage = sum(sizes.layers.partition) / sizes.mesh.stages
+    wanted = sizes.batch.microbatches * (per_stage * layers + 3 * head)
     assert report.flops == pytest.approx(wanted, rel=0.02)
     assert 1 < report.flops / report.model_flops < 1.7
 
@@ -76,8 +76,8 @@ def test_collectives_are_named_by_their_axes(report: CompileReport) -> None:
         each for each in report.collectives if (each.kind, each.axes) == ("all-gather", "fsdp")
     ]
     # Each layer of each microbatch, forward and backward; a device sends its half of the weights.
-    whole = sizes.layer_elements(sizes.most_common_layer_type, whole=True) * 4 / 2
-    layers = sizes.microbatches * sum(sizes.layer_partition) / sizes.stages
+    whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True) * 4 / 2
+    layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
 
@@ -109,8 +109,8 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
         for kind in ("all-gather", "reduce-scatter")
     }
     # Half of each weight's tensor shard, twice gathered and once reduced, in float32.
-    layers = sizes.microbatches * sum(sizes.layer_partition) / sizes.stages
-    part = 4 * layers * sizes.layer_elements(sizes.most_common_layer_type, whole=True) / 2
+    layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
+    part = 4 * layers * sizes.params.layer_elements(sizes.layers.most_common, whole=True) / 2
     assert sent["all-gather"] == pytest.approx(2 * part, rel=0.1)
     assert sent["reduce-scatter"] == pytest.approx(part, rel=0.1)
     assert not any(each.kind == "all-gather" and each.axes == "tensor" for each in found)
@@ -158,8 +158,10 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
         assert not read.unknown_loops
         found[name] = read.flops
     sizes = Sizes(config)
-    turns = sizes.microbatches * sum(sizes.layer_partition) / sizes.stages
-    product = 2 * sizes.microbatch_size * turns * config.model.num_heads * config.model.head_dim
+    turns = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
+    product = (
+        2 * sizes.batch.microbatch_size * turns * config.model.num_heads * config.model.head_dim
+    )
     pairs = {"blockwise": tokens**2 * 3 / 5, "xla": scored_pairs(tokens)}
     # Forward, recomputation and backward: by blocks scores are computed once more.
     products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}

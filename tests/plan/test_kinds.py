@@ -117,10 +117,10 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
 def test_the_cut_knows_what_layers_cost(config: Config) -> None:
     costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
-    assert Sizes(config).layer_partition == (3, 6)
+    assert Sizes(config).layers.partition == (3, 6)
     outside = replace(config.pipeline, prologue_layers=1)
     fewer = Sizes(replace(config, pipeline=outside))
-    assert sum(fewer.layer_partition) == 8 and fewer.prologue_layers == {"wide": 1}
+    assert sum(fewer.layers.partition) == 8 and fewer.layers.prologue == {"wide": 1}
 
 
 @pytest.mark.parametrize("remat", ["full", "chunk", "names", "none"])
@@ -130,27 +130,35 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     config = replace(config, pipeline=pipeline)
     sizes, table = Sizes(config), build_schedule(config)
     assert (
-        sizes.chunk_layer_slots == {"wide": 3, "layer": 5}
-        and sizes.layer_slots == sizes.chunk_layer_slots
+        sizes.layers.chunk_slots == {"wide": 3, "layer": 5}
+        and sizes.layers.slots == sizes.layers.chunk_slots
     )
     found = buffers(sizes, table)
-    kept = {kind: sizes.saved_activation_bytes(kind)[0] for kind in sizes.chunk_layer_slots}
-    chunk = 2.0 * sizes.activation if remat == "chunk" else 3 * kept["wide"] + 5 * kept["layer"]
+    kept = {kind: sizes.activations.saved_bytes(kind)[0] for kind in sizes.layers.chunk_slots}
+    chunk = (
+        2.0 * sizes.activations.hidden if remat == "chunk" else 3 * kept["wide"] + 5 * kept["layer"]
+    )
     assert found["stash"] == table.num_stash * chunk
     assert found["reports"] == 4 * (1 + 3 * 15)
     if schedule == "zb_h1":
-        deferred = 3 * sizes.deferred_bytes("wide") + 5 * sizes.deferred_bytes("layer")
+        deferred = 3 * sizes.activations.deferred_bytes(
+            "wide"
+        ) + 5 * sizes.activations.deferred_bytes("layer")
         assert found["deferred"] == table.num_deferred * deferred
     assert (kept["wide"] > kept["layer"]) == (remat in ("names", "none"))
-    parameters = 3 * sizes.layer_elements("wide") + 5 * sizes.layer_elements("layer")
-    tables = sizes.embedding_elements() + sizes.head_elements() + sizes.norm_elements
+    parameters = 3 * sizes.params.layer_elements("wide") + 5 * sizes.params.layer_elements("layer")
+    tables = (
+        sizes.params.embedding_elements()
+        + sizes.params.head_elements()
+        + sizes.params.norm_elements
+    )
     # In float32, beside two moments.
     assert optimizer_bytes(sizes) == 2 * 4 * (parameters + tables)
     assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
     # The layer at work is the larger one.
     working = predict_memory(sizes, table, platform="tpu").terms["layer"]
-    mlp = 6 * 2 * sizes.activation_elements(((4 * config.model.d_mlp, "mlp"),))
-    assert working >= 0.8 * 2 * sizes.layer_elements("wide", whole=True) + mlp
+    mlp = 6 * 2 * sizes.activations.elements(((4 * config.model.d_mlp, "mlp"),))
+    assert working >= 0.8 * 2 * sizes.params.layer_elements("wide", whole=True) + mlp
 
 
 def test_ticks_take_what_their_layers_take(config: Config) -> None:
@@ -197,7 +205,7 @@ def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
 
 def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
     model = CostModel(Sizes(config), published_hardware()["v5p"])
-    assert model.sizes.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
+    assert model.sizes.layers.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
     # The last chunk's wide layer is its last: where the first chunk has none.
     hardware = replace(model.hardware, measured="now")
     model = CostModel(model.sizes, hardware)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from maxpipe.plan import rerank
-from maxpipe.plan.forecast import best_layouts
 from maxpipe.plan.rerank import NOISE, choose_next, posterior_seconds
-from maxpipe.plan.search import Candidate
+from maxpipe.plan.search import Candidate, best_layouts
 from maxpipe.plan.topology import parse_topology
 from tests.plan.test_search import config_of
 

@@ -233,7 +233,9 @@ def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> No
     found, table = buffer_bytes(steps), steps.train_schedule
     wanted = buffers(sizes, table)
     num_experts = model[model["family"]]["num_experts"]
-    per_sequence = 4 * sizes.microbatch_size * num_experts * sizes.chunk_layer_slots["experts"]
+    per_sequence = (
+        4 * sizes.batch.microbatch_size * num_experts * sizes.layers.chunk_slots["experts"]
+    )
     assert found.pop("stash") == wanted.pop("stash") + table.num_stash * per_sequence
     assert wanted == {name: found[name] for name in wanted}
 
@@ -296,7 +298,7 @@ def test_activations_of_a_weights_shape() -> None:
     for remat in ("full", "none"):
         config = from_dict(sections | {"pipeline": sections["pipeline"] | {"remat": remat}})
         model, train = config.model, config.train
-        rows = Sizes(config).microbatch_size
+        rows = Sizes(config).batch.microbatch_size
         assert (rows, train.sequence_length) == (model.num_heads, model.head_dim)
         check_buffers(config, steps_of(config))
 
@@ -323,7 +325,7 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
     (kind,) = sizes.model.layer_types
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.microbatch_size, tokens)
+    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.batch.microbatch_size, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     key = jax.random.key(0) if config.model.dropout else None
@@ -341,8 +343,8 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
-    assert size(found[0].saved) == sizes.saved_activation_bytes(kind)[0]
-    assert size(found[0].deferred) == sizes.deferred_bytes(kind)
+    assert size(found[0].saved) == sizes.activations.saved_bytes(kind)[0]
+    assert size(found[0].deferred) == sizes.activations.deferred_bytes(kind)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
@@ -376,7 +378,7 @@ def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
     check_kept({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
-    assert sizes.norm_elements == 2 * MODEL["d_model"]
+    assert sizes.params.norm_elements == 2 * MODEL["d_model"]
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
@@ -428,19 +430,22 @@ def attention_of(config: Config) -> Part:
 def test_a_fused_attention_holds_no_scores() -> None:
     pipeline = {"microbatches": 2, "remat": "none"}
     plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
-    pairs, mask = (Sizes(each).stored_scores(attention_of(each)) for each in (plain, fused))
-    assert mask == Sizes(fused).microbatch_size * 32**2  # for all heads
+    pairs, mask = (
+        Sizes(each).activations.stored_scores(attention_of(each)) for each in (plain, fused)
+    )
+    assert mask == Sizes(fused).batch.microbatch_size * 32**2  # for all heads
     assert pairs > mask
     # Of each pair: whether it counts, its score in float32, its probability in bfloat16; of each
     # query a second statistic.
     kept = (
-        Sizes(plain).saved_activation_bytes("layer")[0]
-        - Sizes(fused).saved_activation_bytes("layer")[0]
+        Sizes(plain).activations.saved_bytes("layer")[0]
+        - Sizes(fused).activations.saved_bytes("layer")[0]
     )
     assert (
-        kept == (1 + 4 + 2) * pairs + 4 * Sizes(fused).microbatch_size * 32 * fused.model.num_heads
+        kept
+        == (1 + 4 + 2) * pairs + 4 * Sizes(fused).batch.microbatch_size * 32 * fused.model.num_heads
     )
-    layers = build_schedule(plain).num_stash * Sizes(plain).chunk_layer_slots["layer"]
+    layers = build_schedule(plain).num_stash * Sizes(plain).layers.chunk_slots["layer"]
     needs = [
         predict_memory(Sizes(each), build_schedule(each), platform="cuda").temporary
         for each in (plain, fused)
@@ -494,7 +499,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
     last = [each.dims for each in params.values() if each.dims[-1][1] == "embed"]
     behind = [dims for dims in last if len(dims) > 1]
     assert len(behind) == 2
-    turned = 4 * sizes.layer_slots["layer"] * sum(map(sizes.elements, behind))
+    turned = 4 * sizes.layers.slots["layer"] * sum(map(sizes.mesh.elements, behind))
     assert found["iteration"]["turned"] == turned and "turned" not in found["step"]
 
 
@@ -515,7 +520,7 @@ def test_a_chunk_arrives_beside_the_window() -> None:
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     schedule = build_schedule(config)
-    chunk = Sizes(config).chunk_layer_slots["layer"] * Sizes(config).layer_elements(
+    chunk = Sizes(config).layers.chunk_slots["layer"] * Sizes(config).params.layer_elements(
         "layer", whole=True
     )
     found = predict_memory(Sizes(config), schedule, platform="tpu").terms

@@ -8,8 +8,8 @@ import pytest
 
 from maxpipe.errors import ConfigError
 from maxpipe.plan import rerank
-from maxpipe.plan.forecast import best_layouts
 from maxpipe.plan.report import format_ranking
+from maxpipe.plan.search import best_layouts
 from maxpipe.plan.topology import parse_topology
 from tests.plan.test_search import config_of
 

@@ -16,14 +16,17 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import published_hardware
 from maxpipe.plan.cost import predict_cost
-from maxpipe.plan.forecast import best_layouts, forecast_layout, forecast_values, parse_fixed_keys
+from maxpipe.plan.report import forecast_values
 from maxpipe.plan.search import (
     TIE,
     Candidate,
     SearchResult,
     _seconds,
+    best_layouts,
     evaluate,
+    forecast_layout,
     layouts,
+    parse_fixed_keys,
     rank_candidates,
     search,
     short_schedules,
@@ -56,7 +59,7 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
     found = list(layouts(config_of(), 32, 1, {}))
     assert len(found) > 5000 and len(set(map(repr, found))) == len(found)
     for config in found[::97]:
-        assert Sizes(config).num_devices == 32
+        assert Sizes(config).mesh.num_devices == 32
         assert not check(config, {})
 
 
@@ -73,7 +76,7 @@ def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch)
 
 def test_slices_are_crossed_by_one_axis_only() -> None:
     for config in list(layouts(config_of(), 32, 2, {}))[::97]:
-        assert Sizes(config).num_slices == 2 and Sizes(config).num_devices == 32
+        assert Sizes(config).mesh.num_slices == 2 and Sizes(config).mesh.num_devices == 32
 
 
 @pytest.mark.parametrize(
@@ -294,7 +297,7 @@ def test_a_mesh_of_another_size_is_refused() -> None:
 
 
 def test_planning_takes_no_jax() -> None:
-    code = "import sys, maxpipe.plan.forecast; print('jax' in sys.modules)"
+    code = "import sys, maxpipe.plan.report; print('jax' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
 

@@ -114,7 +114,7 @@ def test_activations_are_split_over_rows_and_tensor() -> None:
     assert (stream.replicated, stream.copies) == (("tensor",), 2)
     assert gate.spec == (("data", "fsdp", "expert"), ("context",), ("tensor",))
     assert (gate.shard, gate.num_bytes, gate.copies) == ((2, 32, 48), 2 * 2 * 32 * 48, 1)
-    assert stream.num_bytes == 2 * Sizes(config).activation
+    assert stream.num_bytes == 2 * Sizes(config).activations.hidden
 
 
 ARGUMENTS = ["plan", "tiny", "train.steps=1", "--topology", "cpu:4", "mesh.ici_fsdp=4"]
