@@ -299,7 +299,7 @@ class DecodeEngine:
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
-                *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
+                *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
             )
             kept, drawn = self._prefill_program(params, kept, named, piece)
         assert drawn is not None

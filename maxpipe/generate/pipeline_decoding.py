@@ -126,7 +126,7 @@ class PipelineDecodeEngine:
             named, turning = self._place(given), self._init_program(size)
             for start in range(0, size.prompt_length, size.prefill_chunk):
                 piece = TokenBatch(
-                    *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
+                    *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
                 )
                 turning, newest = self._prefill_program(params, turning, named, piece)
                 found = [newest]
@@ -269,10 +269,10 @@ class PipelineDecodeEngine:
             mine, leaving = now - stage, now - (stages - 1)
             works = (mine >= 0) & (mine < stages)
             mine = jnp.clip(mine, 0, stages - 1)
-            inputs = {name: each[mine] for name, each in piece._asdict().items()}
+            inputs = {name: array[mine] for name, array in piece._asdict().items()}
             y, caches = self._layers(params, turning.caches, x, mine, works, inputs)
             done = jnp.maximum(leaving, 0)
-            behind = TokenBatch(*(each[done] for each in piece))
+            behind = TokenBatch(*(array[done] for array in piece))
             turning = turning._replace(caches=caches)
             turning = self._sample_tokens(params, turning, y, numbers, done, leaving >= 0, behind)
             entering = piece.tokens[jnp.minimum(now + 1, stages - 1)]
@@ -292,13 +292,13 @@ class PipelineDecodeEngine:
         def tick(now: Array, turning: RingState) -> RingState:
             mine, leaving = (now - stage) % stages, (now + 1) % stages
             on_way = self._in_flight_tokens(turning.newest_tokens)
-            inputs = {name: each[mine] for name, each in on_way._asdict().items()}
+            inputs = {name: array[mine] for name, array in on_way._asdict().items()}
             works = is_full | (now >= stage)
             y, caches = self._layers(
                 params, turning.caches, turning.stage_inputs, mine, works, inputs
             )
             behind, done = (
-                TokenBatch(*(each[leaving] for each in on_way)),
+                TokenBatch(*(array[leaving] for array in on_way)),
                 is_full | (now == stages - 1),
             )
             turning = turning._replace(caches=caches)

@@ -117,9 +117,10 @@ class Fixed:
         found = self.default if found is None else found
         # 0 equals false, and 1 equals true.
         if not any(
-            found == each and (type(found) is bool) == (type(each) is bool) for each in self.values
+            found == value and (type(found) is bool) == (type(value) is bool)
+            for value in self.values
         ):
-            allowed = " or ".join("null" if each is None else repr(each) for each in self.values)
+            allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
             raise Unlike(self.theirs, found, f"must be {allowed}: other values are not supported.")
         return {}
 
@@ -214,7 +215,7 @@ class Rotary:
             said = an_object(said, self.layers)
         found, kind = {self.theta: said["rope_theta"]}, said["rope_type"]
         if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
-            known = " or ".join(repr(each) for each in ("default", *self.scalings))
+            known = " or ".join(repr(scaling) for scaling in ("default", *self.scalings))
             raise Unlike("rope_type", kind, f"must be {known}.")
         if kind == "default":
             found |= dict(self.unscaled)
@@ -318,7 +319,7 @@ class HuggingFace:
     def names(self) -> frozenset[str]:
         """Return the keys of `config.json` that the table handles."""
         named = (name for row in self.keys for name in row.names)
-        return frozenset(named) | {each.other for each in self.duplicate_keys}
+        return frozenset(named) | {pair.other for pair in self.duplicate_keys}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:

@@ -400,7 +400,9 @@ class Kind:
         the layer's output.
         """
         last = self.branches[-1]
-        return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
+        return 2 + sum(
+            branch.post_norm is not None or branch is not last for branch in self.branches
+        )
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:

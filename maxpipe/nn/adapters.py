@@ -45,7 +45,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
         return jnp.round(found * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
     # Summing comparisons with the thresholds gives the code without an array over all codes.
-    below = ((found > each).astype(jnp.uint8) for each in middle)
+    below = ((found > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(found.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
     pairs = pairs.reshape(*pairs.shape[:-1], -1, 2)

@@ -222,7 +222,9 @@ def _balance(
     sequence, over the sequences of this call, or over the sequences of all devices
     (arXiv:2501.11873).
     """
-    used, likely = ((counts * each).sum(1) for each in (routes.expert_mask, routes.probabilities))
+    used, likely = (
+        (counts * weight).sum(1) for weight in (routes.expert_mask, routes.probabilities)
+    )
     load = used.sum(0)
     if over == "devices":
         used = sum_count(load)
@@ -361,7 +363,7 @@ class Experts(SpecModule):
         not read. `filled` is the mean fraction of pairs that are not empty.
         """
         x, *routes = tokens
-        places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
+        places, weights = (array.reshape(-1, array.shape[-1]) for array in routes)
         num_experts = weights.shape[-1]
         rows, sizes = sort_by_expert(places, num_experts)
         spread = grouped_matmul.GroupedMatmulOptions(
@@ -426,7 +428,7 @@ class Experts(SpecModule):
         )
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         places, weights = (
-            each.reshape(-1, each.shape[-1]) for each in (routes.expert_ids, routes.weights)
+            array.reshape(-1, array.shape[-1]) for array in (routes.expert_ids, routes.weights)
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
         weights = weights.astype(x.dtype)

@@ -105,19 +105,19 @@ def _up_projection_backward(
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
         found = [
             _grouped_matmul(
-                spread.quantize_rows(each, divided=True, gradient=True),
+                spread.quantize_rows(cotangent, divided=True, gradient=True),
                 spread.quantize_weights(weight, 1),
                 sizes,
                 spread,
                 dim=1,
                 transposed=True,
             )
-            for each, weight in zip(cotangents, weights, strict=True)
+            for cotangent, weight in zip(cotangents, weights, strict=True)
         ]
         return sum_rows_by_token(found, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
-        return tuple(_outer(tokens, each, sizes, spread, dim=1) for each in cotangents)
+        return tuple(_outer(tokens, cotangent, sizes, spread, dim=1) for cotangent in cotangents)
 
     to_tokens = map_shards(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
@@ -353,7 +353,7 @@ def _select_tiles(
         m, k, n = tiles
         return 2 * size * (m * k + k * n + m * n) + 4 * sums(m, k, n) <= _VMEM_BYTES
 
-    return next((each for each in tries if all(each) and fits(each)), None)
+    return next((tiles for tiles in tries if all(tiles) and fits(tiles)), None)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -448,11 +448,11 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
         mine, theirs = (
-            lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
+            lax.dynamic_slice_in_dim(array, visit.start, block) for array in (rows, cotangents)
         )
         # Mask both operands, because rows without an expert may hold any values.
         mine, theirs = (
-            jnp.where(_expert_row_mask(visit, block), each, 0) for each in (mine, theirs)
+            jnp.where(_expert_row_mask(visit, block), array, 0) for array in (mine, theirs)
         )
         added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
         old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)

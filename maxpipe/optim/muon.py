@@ -138,8 +138,8 @@ class _Flat(NamedTuple):
 
 def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[KeyPath, Array]]:
     axes = group[0].axes
-    x = jnp.concatenate([each.matrices for each in group])
-    count, ways = len(x), math.prod(_ways(mesh, each) for each in axes)
+    x = jnp.concatenate([update.matrices for update in group])
+    count, ways = len(x), math.prod(_ways(mesh, axis) for axis in axes)
     x = jnp.pad(x, ((0, -count % ways), (0, 0), (0, 0)))
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
@@ -149,9 +149,9 @@ def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[K
     for over, dim in reversed(split):
         x = _return_matrices(x, over, dim, _ways(mesh, over))
     start = 0
-    for each in group:
-        end = start + len(each.matrices)
-        yield each.path, each.back(x[start:end])
+    for update in group:
+        end = start + len(update.matrices)
+        yield update.path, update.back(x[start:end])
         start = end
 
 

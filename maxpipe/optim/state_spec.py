@@ -63,7 +63,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
     if config.name == "adafactor" and (matrix := matrix_dims(param)) is not None:
         inputs, outputs = matrix
         for name, left_out in (("rows", outputs), ("columns", inputs)):
-            dims = tuple(each for n, each in enumerate(param.dims) if n not in left_out)
+            dims = tuple(dim for n, dim in enumerate(param.dims) if n not in left_out)
             found[name] = StateArray(dims, "float32", left_out)
     if config.ema_decay:
         found[EMA] = StateArray(param.dims, "float32")
@@ -99,4 +99,4 @@ def saved_bytes(
         return 0.0
     own = StateArray(param.dims, param.own_dtype or param_dtype)
     held = (own, *state_arrays(config, param, param_dtype).values())
-    return sum(math.prod(size for size, _ in each.dims) * BYTES[each.dtype] for each in held)
+    return sum(math.prod(size for size, _ in array.dims) * BYTES[array.dtype] for array in held)

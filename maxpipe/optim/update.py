@@ -385,7 +385,7 @@ class Optimizer:
         found: dict[str, dict[str, int]] = {}
         for name, those in self.state_arrays.items():
             axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
-            found[name] = {p[0]: each.index("vocab") for p, each in axes.items() if "vocab" in each}
+            found[name] = {p[0]: dims.index("vocab") for p, dims in axes.items() if "vocab" in dims}
         return found
 
     @property
@@ -404,9 +404,9 @@ class Optimizer:
             self.config,
             reach,
             norm,
-            rate * max((each.rate for each in targets), default=1.0),
-            decay=max((each.decay for each in targets), default=0.0),
-            largest=max_direction(self.config, (each.param for each in targets)),
+            rate * max((target.rate for target in targets), default=1.0),
+            decay=max((target.decay for target in targets), default=0.0),
+            largest=max_direction(self.config, (target.param for target in targets)),
         )
 
     @cached_property

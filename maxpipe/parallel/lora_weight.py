@@ -75,7 +75,7 @@ class LoraWeight:
 
     def astype(self, dtype: Any) -> LoraWeight:
         """Cast the weight and its update; magnitudes remain float32."""
-        weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
+        weight, down, up = (array.astype(dtype) for array in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
@@ -155,4 +155,4 @@ def merge_lora(weight: Any) -> Any:
 
 def base_weights(weights: Sequence[Any]) -> list[Any]:
     """Return the weights without their low-rank updates."""
-    return [each.weight if isinstance(each, LoraWeight) else each for each in weights]
+    return [weight.weight if isinstance(weight, LoraWeight) else weight for weight in weights]

@@ -254,8 +254,8 @@ class MatmulQuantizer:
             mine, theirs, tokens, most = row
             if self.scales == "block":
                 pair = (
-                    quantize_dequantize_blocks(each, (0,), self.operand_dtype())
-                    for each in (theirs, mine)
+                    quantize_dequantize_blocks(array, (0,), self.operand_dtype())
+                    for array in (theirs, mine)
                 )
                 first, second = pair if into else reversed(tuple(pair))
                 return _dot_general(first, second, ((0,), (0,)))
@@ -450,7 +450,7 @@ def _matmuls(
         mine = how.quantize_tokens(x, most)
         # Several matmuls share the rounded input. A single matmul may fuse the rounding.
         mine = lax.optimization_barrier(mine) if into else mine
-    return tuple(how.matmul(mine, each, dims).compute().astype(x.dtype) for each in weights)
+    return tuple(how.matmul(mine, weight, dims).compute().astype(x.dtype) for weight in weights)
 
 
 def _matmuls_forward(

@@ -73,7 +73,7 @@ class SequenceParallel:
         """Whether the caller may quantize the input once for matmuls with all these weights."""
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
-        return not any(isinstance(each, LoraWeight) for each in weights)
+        return not any(isinstance(weight, LoraWeight) for weight in weights)
 
     def column_parallel(
         self,
@@ -160,7 +160,7 @@ class SequenceParallel:
         """Return the matmuls for tokens that are unsharded or sharded by the compiler."""
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
-        arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
+        arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Flattening sequences and sharded tokens into one dim would require communication.
         divided = self.axis or CONTEXT in auto_axes()
@@ -186,7 +186,7 @@ def _flattened_matmuls(
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
     found = _matmuls(x.reshape(math.prod(rows), inside), matrices)
     outside = (weight.shape[summed:] for weight in weights)
-    return [each.reshape(*rows, *dims) for each, dims in zip(found, outside, strict=True)]
+    return [array.reshape(*rows, *dims) for array, dims in zip(found, outside, strict=True)]
 
 
 @jax.custom_vjp
@@ -304,10 +304,10 @@ class _ShardedMatmul:
             products = [
                 self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
             ]
-            moving: list[Any] = [each.tokens for each in products]
-            multiplies: list[Any] = [each.compute_for for each in products]
+            moving: list[Any] = [product.tokens for product in products]
+            multiplies: list[Any] = [product.compute_for for product in products]
         else:
-            turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
+            turned = [jnp.moveaxis(weight, 0, -1) if gradient else weight for weight in weights]
             moving, sums = list(arrays), jnp.float32 if self.collective_matmul else dtype
             product = partial(collective_matmul.matmul, dtype=sums)
             multiplies = [partial(product, weight=weight) for weight in turned]
@@ -338,8 +338,8 @@ class _ShardedMatmul:
             outer = partial(
                 quantized_matmul.weight_grad, how=self.quantizer, into=first, over=(self.axis,)
             )
-        found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
-        return tuple(each.astype(dtype) for each in found)
+        found = [outer(moving, array) if first else outer(array, moving) for array in arrays]
+        return tuple(array.astype(dtype) for array in found)
 
     def _gather_tokens(self, x: Array) -> Array:
         if self.collective_matmul:

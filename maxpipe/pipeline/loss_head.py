@@ -207,7 +207,7 @@ class LossHead(NamedTuple):
             # Ties are broken by the smaller id, independently of how the columns are sharded.
             mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
-            all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
+            all_mine, all_ids = (all_gather(array, STAGE, 2) for array in (mine, ids))
             largest, at = jax.lax.top_k(all_mine, count)
             ids = jnp.take_along_axis(all_ids, at, axis=2)
             return None, mark_varying((largest / temperature - log[..., None], ids))
@@ -323,7 +323,7 @@ class LossHead(NamedTuple):
     def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
         """Return the last layer's output, the loss mask and the other per-token arrays."""
         extra = (
-            name for name, each in self.objective.batch_arrays.items() if not each.per_sequence
+            name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
         names = dict.fromkeys([*(read.ids for read in self.objective.log_prob_specs), *extra])
         given = {name: inputs[name] for name in names}
@@ -387,8 +387,8 @@ class LossHead(NamedTuple):
         """Return the sums over each segment's tokens `[B, S]`, across all context devices."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
-        of_rows = (segment_sums(each * mask, ids, count) for each in scores)
-        return tuple(mark_varying(sum_over(each, CONTEXT)) for each in of_rows)
+        of_rows = (segment_sums(score * mask, ids, count) for score in scores)
+        return tuple(mark_varying(sum_over(score, CONTEXT)) for score in of_rows)
 
     def _token_losses(
         self,
@@ -410,24 +410,24 @@ class LossHead(NamedTuple):
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
-        of_tokens = tuple(broadcast_segments(each, ids) * mask for each in cotangents)
+        of_tokens = tuple(broadcast_segments(cotangent, ids) * mask for cotangent in cotangents)
         return self._weighted_sums((lost, *reports), mask_other_devices(weight), sources), of_tokens
 
     def _weighted_sums(
         self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
     ) -> Float[Array, "*sums"]:
-        weighted = [each * weight for each in values]
+        weighted = [value * weight for value in values]
         if sources is None:
-            return mark_varying(jnp.stack([each.sum() for each in weighted]))
+            return mark_varying(jnp.stack([value.sum() for value in weighted]))
         return mark_varying(
-            jnp.stack([sum_by_source(each, self.num_sources, sources) for each in weighted])
+            jnp.stack([sum_by_source(value, self.num_sources, sources) for value in weighted])
         )
 
 
 def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
     """Return the precomputed cotangents of a block, with zeros for masked tokens."""
     del scores
-    return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
+    return None, tuple(jnp.where(mask != 0, cotangent, 0) for cotangent in given[_COTANGENTS])
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:

@@ -221,7 +221,8 @@ class PrologueLayers:
     def zeros(self) -> Tree:
         """Return zero gradient accumulators for the layers."""
         return {
-            kind: each.zeros(self.local_weights[kind]) for kind, each in self.slots.weights.items()
+            kind: weights.zeros(self.local_weights[kind])
+            for kind, weights in self.slots.weights.items()
         }
 
     def enter(
@@ -307,7 +308,7 @@ class PrologueLayers:
 
     def finish(self, totals: Tree) -> Tree:
         """Return gradients summed over devices, with the tree structure of the parameters."""
-        found = {kind: each.finish(totals[kind]) for kind, each in self.slots.weights.items()}
+        found = {kind: weights.finish(totals[kind]) for kind, weights in self.slots.weights.items()}
         return jax.tree.map(lambda total: sum_over(total, STAGE), found)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:

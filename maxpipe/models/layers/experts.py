@@ -302,7 +302,8 @@ class Experts(Part):
         count.
         """
         return replace(
-            held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)
+            held,
+            compute_dtype=tuple(array for array in held.compute_dtype if array[1] != self._width),
         )
 
     @property

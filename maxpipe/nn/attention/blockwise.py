@@ -124,7 +124,7 @@ def _mean_trips(
     last = np.minimum(first + query_block, keys) - 1
     end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
     begin = [np.maximum(first - size + 1, 0) // key_block * (size > 0) for size in windows]
-    return float(np.mean([end - np.minimum(each, end) for each in begin]))
+    return float(np.mean([end - np.minimum(start, end) for start in begin]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

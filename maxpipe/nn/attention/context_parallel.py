@@ -71,7 +71,7 @@ def attend(
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
         return _attend_in_window(backend, query, key, value, mask, before)
-    key, value = (context_parallel.gather_sequences(each, 1) for each in (key, value))
+    key, value = (context_parallel.gather_sequences(array, 1) for array in (key, value))
     return backend(query, key, value, mask)
 
 
@@ -86,7 +86,7 @@ def _tensor_shards() -> int:
 def _by_heads(
     backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask
 ) -> Float[Array, "B T N v"]:
-    query, key, value = (_to_heads(each) for each in (query, key, value))
+    query, key, value = (_to_heads(array) for array in (query, key, value))
     if mask.sinks is not None:
         mask = replace(mask, sinks=_own_heads(mask.sinks))
     return _to_tokens(backend(query, key, value, mask))
@@ -140,7 +140,7 @@ def _attend_in_window(
         places=before + jnp.arange(mask.run),
         run=mask.run,
     )
-    key, value = (_prepend_preceding_tokens(each, before, starts) for each in (key, value))
+    key, value = (_prepend_preceding_tokens(array, before, starts) for array in (key, value))
     found = backend(_as_rows(query), key, value, near)
     return jnp.concatenate(jnp.split(found, 2), axis=1)
 
@@ -264,7 +264,7 @@ def _backward_rule(
             given = (query, keys, values, None, mine, mixed, log_sum)
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
             d_query, found = d_query + more, [*found, of_keys]
-        added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        added = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
         # Gradients rotate with their keys and values, and are back on the original device after the
         # last hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query

@@ -65,7 +65,7 @@ def attend(
         interpret=interpret,
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
-    key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
+    key, value = (interface.repeat_kv_heads(array, query.shape[2]) for array in (key, value))
     # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
