@@ -247,11 +247,11 @@ def encode_prompts(
     Raises:
         ConfigError: a prompt leaves no space for a new token, or is not valid text.
     """
-    found = []
+    prompts = []
     for number, text in enumerate(texts, first):
         _check_text(number, text)
-        found.append(_check_length(Prompt(number, text, tokenizer.encode_prompt(text)), room))
-    return found
+        prompts.append(_check_length(Prompt(number, text, tokenizer.encode_prompt(text)), room))
+    return prompts
 
 
 def _check_text(number: int, text: str) -> None:
@@ -300,7 +300,7 @@ def encode_chats(
     for number, conversation in enumerate(conversations, first):
         for message in conversation.messages:
             _check_text(number, str(message.get("content", "")))
-    found = []
+    prompts = []
     for number, text in enumerate(chat.render(conversations), first):
         said = str(conversations[number - first].messages[-1].get("content", ""))
         ids = tokenizer.encode_chat(text).tolist()
@@ -311,8 +311,8 @@ def encode_chats(
                 f"must return a text, but returns none for prompt {number + 1}.",
                 f"Correct the template, or omit {where.rpartition(' ')[2]}.",
             )
-        found.append(_check_length(Prompt(number, said, ids), room))
-    return found
+        prompts.append(_check_length(Prompt(number, said, ids), room))
+    return prompts
 
 
 def _check_length(prompt: Prompt, room: int) -> Prompt:

@@ -211,13 +211,13 @@ def padded_length(longest: int) -> int:
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
     """Pad prompts on the left; sequences without a prompt contain only padding."""
-    found = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
+    batch = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
-        found.tokens[row, start:] = prompt
-        found.segment_ids[row, start:] = TEXT
-        found.positions[row, start:] = np.arange(len(prompt))
-    return found
+        batch.tokens[row, start:] = prompt
+        batch.segment_ids[row, start:] = TEXT
+        batch.positions[row, start:] = np.arange(len(prompt))
+    return batch
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
@@ -322,9 +322,9 @@ class DecodeEngine:
         beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))
         number = self._place(np.full(rows, new.number, np.int32))
         prompts = [new.prompt] * rows
-        found = self._prefill(params, beside, number, prompts, DecodeShape(rows, width, 0))
+        prefilled = self._prefill(params, beside, number, prompts, DecodeShape(rows, width, 0))
         return self._insert_program(
-            kept, drawn, named, *found, np.int32(new.row), np.int32(new.number)
+            kept, drawn, named, *prefilled, np.int32(new.row), np.int32(new.number)
         )
 
     def _place(self, rows: np.ndarray) -> Array:

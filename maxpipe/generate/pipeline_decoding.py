@@ -121,7 +121,7 @@ class PipelineDecodeEngine:
         assert refill is None
         given = np.zeros(size.batch_size, np.int32)
         given[: len(numbers)] = numbers
-        rows, found = left_pad(prompts, size.batch_size, size.prompt_length), []
+        rows, newest_tokens = left_pad(prompts, size.batch_size, size.prompt_length), []
         with jax.set_mesh(self.mesh):
             named, turning = self._place(given), self._init_program(size)
             for start in range(0, size.prompt_length, size.prefill_chunk):
@@ -129,18 +129,20 @@ class PipelineDecodeEngine:
                     *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
                 )
                 turning, newest = self._prefill_program(params, turning, named, piece)
-                found = [newest]
+                newest_tokens = [newest]
         try:
             # After turn n the first microbatch has token n, and the others have token n - 1.
             for number in range(size.max_new_tokens):
-                while len(found) < min(
+                while len(newest_tokens) < min(
                     number + 3, size.max_new_tokens + 1
                 ):  # one turn is computed ahead
                     with jax.set_mesh(self.mesh):
-                        is_full = np.array(len(found) > 1)
+                        is_full = np.array(len(newest_tokens) > 1)
                         turning, newest = self._decode_program(params, turning, named, is_full)
-                    found.append(newest)
-                yield _join_microbatches(found[number], found[number + 1] if number else found[0])
+                    newest_tokens.append(newest)
+                yield _join_microbatches(
+                    newest_tokens[number], newest_tokens[number + 1] if number else newest_tokens[0]
+                )
         finally:
             jax.block_until_ready(turning)  # devices must be idle if Python exits next
 
@@ -168,9 +170,9 @@ class PipelineDecodeEngine:
         def mine(params: Tree, turning: RingState, *given: Any) -> RingState:
             layers = jax.tree.map(lambda leaf: leaf[0, 0], params["layers"])
             turning = jax.tree.map(lambda leaf: leaf[0], turning)
-            found = program(*mark_varying((params | {"layers": layers}, turning, *given)))
+            state = program(*mark_varying((params | {"layers": layers}, turning, *given)))
             return jax.tree.map(
-                lambda leaf, spec: _from_first_device(leaf, spec)[None], found, self._specs
+                lambda leaf, spec: _from_first_device(leaf, spec)[None], state, self._specs
             )
 
         axes, turning = manual_axes_of(self.mesh), self._specs
@@ -183,8 +185,8 @@ class PipelineDecodeEngine:
         )
 
         def both(*given: Any) -> tuple[RingState, SampledTokens]:
-            found = run(*given)
-            return found, SampledTokens(*(leaf[0] for leaf in found.newest_tokens))
+            state = run(*given)
+            return state, SampledTokens(*(leaf[0] for leaf in state.newest_tokens))
 
         shardings = self._on_mesh((turning, PartitionSpec()))
         return jax.jit(both, donate_argnums=1, out_shardings=shardings)

@@ -161,13 +161,13 @@ def residuals_of_changes(kind: Kind) -> Held:
     The residuals are the activations between the two factors, the product before DoRA magnitudes
     are applied, and the dropout masks.
     """
-    found = Held()
+    held = Held()
     for (part, name), adapter in kind.adapters.items():
         down, up = (kind.params[part, name + end].dims for end in (DOWN, UP))
         stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in kind.stored else ()
         masks = ((1.0, down[:-1]),) if adapter.dropout else ()
-        found += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
-    return found
+        held += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
+    return held
 
 
 def is_held(kind: Kind, key: Key) -> bool:

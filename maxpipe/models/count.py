@@ -136,12 +136,12 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
     """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
-    found = dict.fromkeys(counted(kind), 1.0)
+    shares = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
         for matmul in part.operations:
             if isinstance(matmul, Matmul):
-                found[name, matmul.param] = matmul.computed
-    return found
+                shares[name, matmul.param] = matmul.computed
+    return shares
 
 
 def _matmul_weights(kind: Kind, *, needed: bool) -> float:

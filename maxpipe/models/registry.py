@@ -45,9 +45,9 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
         for part in family.metric_parts:
-            for found in part.metrics.items():
-                families.setdefault(found, []).append(family.name)
-    return ((*found, names) for found, names in families.items())
+            for metric in part.metrics.items():
+                families.setdefault(metric, []).append(family.name)
+    return ((*metric, names) for metric, names in families.items())
 
 
 @lru_cache(maxsize=64)

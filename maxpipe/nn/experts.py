@@ -327,11 +327,11 @@ class Experts(SpecModule):
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
-        found = self._grouped_experts(
+        outputs = self._grouped_experts(
             received, self._params(x), filled=min(filled, 1.0), low=context.quantizer
         )
         lost = sent.slots.dropped_fraction.reshape(x.shape[:2]) if self.part.drops_tokens else None
-        return combine_tokens(found, sent).reshape(x.shape), lost
+        return combine_tokens(outputs, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
         """Return the parameters of the experts in the dtype of `x`."""

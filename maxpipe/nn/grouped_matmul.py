@@ -103,7 +103,7 @@ def _up_projection_backward(
     split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
-        found = [
+        outputs = [
             _grouped_matmul(
                 spread.quantize_rows(cotangent, divided=True, gradient=True),
                 spread.quantize_weights(weight, 1),
@@ -114,7 +114,7 @@ def _up_projection_backward(
             )
             for cotangent, weight in zip(cotangents, weights, strict=True)
         ]
-        return sum_rows_by_token(found, row, complete=spread.complete)[None]
+        return sum_rows_by_token(outputs, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
         return tuple(_outer(tokens, cotangent, sizes, spread, dim=1) for cotangent in cotangents)
@@ -151,8 +151,8 @@ def down_projection(
             spread.quantize_rows(hidden, divided=True),
             spread.quantize_weights(weight, 0),
         )
-        found = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
-        return sum_rows_by_token([found], row, complete=spread.complete)[None]
+        product = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
+        return sum_rows_by_token([product], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
     run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
@@ -287,8 +287,8 @@ def outer_by_kernel(
     """Implement `_outer` on a TPU."""
     run = _megablox().tgmm
     with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
-        found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
-    return jnp.moveaxis(found, 0, dim)
+        product = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
+    return jnp.moveaxis(product, 0, dim)
 
 
 def _megablox() -> Any:

@@ -132,5 +132,5 @@ def _reduce_over_devices(
         largest = jax.shard_map(
             largest, mesh=mesh, in_specs=(everywhere, specs), out_specs=everywhere, check_vma=False
         )
-    found = largest(flags, operands)
-    return found[0] > 0, found[1] > 0, found[2:]
+    decision = largest(flags, operands)
+    return decision[0] > 0, decision[1] > 0, decision[2:]

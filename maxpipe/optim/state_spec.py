@@ -59,15 +59,15 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
     if not param.trainable:
         return {}
     dtype = param_dtype if config.state_dtype == "same" else config.state_dtype
-    found = {name: StateArray(param.dims, dtype) for name in _full_size_arrays(config, param)}
+    arrays = {name: StateArray(param.dims, dtype) for name in _full_size_arrays(config, param)}
     if config.name == "adafactor" and (matrix := matrix_dims(param)) is not None:
         inputs, outputs = matrix
         for name, left_out in (("rows", outputs), ("columns", inputs)):
             dims = tuple(dim for n, dim in enumerate(param.dims) if n not in left_out)
-            found[name] = StateArray(dims, "float32", left_out)
+            arrays[name] = StateArray(dims, "float32", left_out)
     if config.ema_decay:
-        found[EMA] = StateArray(param.dims, "float32")
-    return found
+        arrays[EMA] = StateArray(param.dims, "float32")
+    return arrays
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:

@@ -197,13 +197,13 @@ def adafactor(
         mean = rows.sum(inputs, keepdims=True) / sides.num_inputs
         rows = (rows + SQUARE) / (mean + SQUARE)
         columns = jnp.expand_dims(new["columns"], inputs) + SQUARE
-        found = gradient * _inverse_root(columns) * _inverse_root(rows)
+        direction = gradient * _inverse_root(columns) * _inverse_root(rows)
     else:
-        found = gradient * _inverse_root(new["nu"] + SQUARE)
-    found = jnp.clip(found, -HUGE, HUGE)
+        direction = gradient * _inverse_root(new["nu"] + SQUARE)
+    direction = jnp.clip(direction, -HUGE, HUGE)
     entries = sides.num_inputs * sides.num_outputs
-    mean = jnp.square(found).sum(inputs + outputs, keepdims=True) / entries
-    return found / jnp.maximum(1.0, jnp.sqrt(mean)), new
+    mean = jnp.square(direction).sum(inputs + outputs, keepdims=True) / entries
+    return direction / jnp.maximum(1.0, jnp.sqrt(mean)), new
 
 
 def _inverse_root(x: Array) -> Array:
@@ -268,8 +268,8 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = (bits + (drawn >> 16)) & jnp.uint32(0xFFFF0000)
-    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(x), found, x).astype(jnp.bfloat16)
+    rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 Tree = Any
@@ -353,11 +353,11 @@ class Optimizer:
     @cached_property
     def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
         """State arrays of each parameter, keyed by the name of the tree and by path."""
-        found: dict[str, dict[KeyPath, StateArray]] = {}
+        arrays: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
             for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
-                found.setdefault(name, {})[path] = one
-        return found
+                arrays.setdefault(name, {})[path] = one
+        return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
         """Return the result of `of` for each state array, as trees keyed by name."""
@@ -382,11 +382,13 @@ class Optimizer:
     @cached_property
     def vocab_dims(self) -> dict[str, dict[str, int]]:
         """Index of the vocabulary dim of state arrays, keyed by tree name and parameter."""
-        found: dict[str, dict[str, int]] = {}
+        vocab_dims: dict[str, dict[str, int]] = {}
         for name, those in self.state_arrays.items():
             axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
-            found[name] = {p[0]: dims.index("vocab") for p, dims in axes.items() if "vocab" in dims}
-        return found
+            vocab_dims[name] = {
+                p[0]: dims.index("vocab") for p, dims in axes.items() if "vocab" in dims
+            }
+        return vocab_dims
 
     @property
     def is_elementwise(self) -> bool:
@@ -444,21 +446,21 @@ class Optimizer:
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[KeyPath, Array]] = {name: {} for name in before}
         moved: dict[KeyPath, Array] = {}
-        found: dict[KeyPath, Array] = {}
+        directions: dict[KeyPath, Array] = {}
         for path in self._matrices:
             # From here on, Muon's float32 direction replaces the gradient.
             slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
             have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
             dtype = slopes[path].dtype
             new = self.map_layers(path, partial(self._update_moments, path, now, dtype), have)
-            found[path] = new.pop(_GRADIENT)
+            directions[path] = new.pop(_GRADIENT)
             for name in self._names(path):
                 after[name][path] = new[name]
-        found = muon.compute_updates(found, self._matrices, self.mesh)
+        directions = muon.compute_updates(directions, self._matrices, self.mesh)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         for path in self.trainable_params:
             names = [name for name in before if path in before[name] and path not in after[name]]
-            have = {_GRADIENT: found.get(path, slopes[path]), _PARAMETER: given[path]}
+            have = {_GRADIENT: directions.get(path, slopes[path]), _PARAMETER: given[path]}
             have |= {name: before[name][path] for name in names}
             new = self.map_layers(path, partial(self._update_param, path, now), have)
             moved[path] = new[_PARAMETER]
@@ -496,8 +498,8 @@ class Optimizer:
         for path, x in flatten(tree).items():
 
             def look(_: LayerSlice, have: Arrays) -> Arrays:
-                found = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
-                return {_LARGEST: jnp.maximum(found, have[_LARGEST])}
+                largest_here = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
+                return {_LARGEST: jnp.maximum(largest_here, have[_LARGEST])}
 
             largest = self.map_layers(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
         return largest
@@ -534,13 +536,15 @@ class Optimizer:
         """Return the direction under the gradient's key, and the new state arrays."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
-        found, new = self._direction(path, slope, old, now.updates, now.corrections, now.is_applied)
+        direction, new = self._direction(
+            path, slope, old, now.updates, now.corrections, now.is_applied
+        )
         kept = {}
         for name, x in new.items():
             kept[name] = self._cast_for_storage(
                 path, name, x, self.state_arrays[name][path], now, layer
             )
-        return {_GRADIENT: found} | kept
+        return {_GRADIENT: direction} | kept
 
     def _update_param(
         self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays

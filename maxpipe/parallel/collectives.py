@@ -167,8 +167,8 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     if not dim or not _is_cpu_program():
         return lax.all_gather(x, present, axis=dim, tiled=True)
     # XLA for CPU gathers along the first dim and transposes the result for other dims.
-    found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
-    return jnp.moveaxis(found, 0, dim)
+    gathered = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
+    return jnp.moveaxis(gathered, 0, dim)
 
 
 def _is_cpu_program() -> bool:
@@ -197,8 +197,8 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     if not after and size % LANES and math.prod(own) % LANES == 0:
         first = (size, *x.shape[:dim], *x.shape[dim + 1 :])
         compact = jnp.moveaxis(x, dim, 0).reshape(-1, LANES)
-        found = _sum_in_float32(partial(add, scatter_dimension=0), compact).reshape(first)
-        return jnp.moveaxis(found, 0, dim)
+        scattered = _sum_in_float32(partial(add, scatter_dimension=0), compact).reshape(first)
+        return jnp.moveaxis(scattered, 0, dim)
     before = [math.prod(x.shape[:dim])] if math.prod(x.shape[:dim]) > 1 else []
     compact = x.reshape(*before, x.shape[dim], *after)
     return _sum_in_float32(partial(add, scatter_dimension=len(before)), compact).reshape(own)

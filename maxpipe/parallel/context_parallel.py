@@ -94,5 +94,5 @@ def local_shard(rows: Array, dim: int) -> Array:
         return rows
     pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])
     mine = jnp.stack([place, 2 * size - 1 - place])
-    found = jnp.take(pieces, mine, axis=dim)
-    return found.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])
+    selected = jnp.take(pieces, mine, axis=dim)
+    return selected.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])

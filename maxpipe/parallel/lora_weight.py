@@ -97,8 +97,8 @@ class LoraWeight:
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
         """Combine the outputs of the frozen weight and of its low-rank update."""
-        found = product + (change * self.scale).astype(product.dtype)
-        return found if self.magnitudes is None else _scale_columns(found, self._column_scale())
+        total = product + (change * self.scale).astype(product.dtype)
+        return total if self.magnitudes is None else _scale_columns(total, self._column_scale())
 
     def _column_scale(self) -> Float[Array, "*N"]:
         assert self.magnitudes is not None
@@ -112,9 +112,9 @@ class LoraWeight:
 
     def merge(self) -> Float[Array, "*K *N"]:
         """Return a single equivalent weight, without dropout."""
-        found = self._unscaled_merge()
-        found = found if self.magnitudes is None else found * self._column_scale()
-        return found.astype(self.weight.dtype)
+        merged = self._unscaled_merge()
+        merged = merged if self.magnitudes is None else merged * self._column_scale()
+        return merged.astype(self.weight.dtype)
 
 
 @jax.custom_vjp

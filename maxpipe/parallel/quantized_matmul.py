@@ -65,14 +65,14 @@ class MatmulQuantizer:
         known.
         """
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
-        found = quantize_array(
+        quantized = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
         )
         if x.ndim > 3:
-            return found
+            return quantized
         # Otherwise XLA for TPU would choose the layout of attention, with tokens as the last dim,
         # and add a copy.
-        return found._replace(values=with_layout(found.values, (0, 1, 2)))
+        return quantized._replace(values=with_layout(quantized.values, (0, 1, 2)))
 
     def matmul(
         self,
@@ -196,8 +196,8 @@ class MatmulQuantizer:
         kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
-        found, scale = quantize_array(x, dims, kind, over)
-        return (found.astype(jnp.float32) * scale).astype(x.dtype)
+        values, scale = quantize_array(x, dims, kind, over)
+        return (values.astype(jnp.float32) * scale).astype(x.dtype)
 
     def quantize_dequantize_weight(
         self,
@@ -214,8 +214,8 @@ class MatmulQuantizer:
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
-        found, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
-        return (found.astype(jnp.float32) * scale).astype(weight.dtype)
+        values, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
+        return (values.astype(jnp.float32) * scale).astype(weight.dtype)
 
     def weight_grad(
         self,
@@ -268,8 +268,8 @@ class MatmulQuantizer:
 
         rows = (inside, other, tokens, most)
         if len(other) <= MAX_UNROLLED_SEQUENCES:
-            found = [of_row(row) for row in zip(*rows, strict=True)]
-            return sum(found[1:], found[0])
+            products = [of_row(row) for row in zip(*rows, strict=True)]
+            return sum(products[1:], products[0])
         shape = (*(other if into else inside).shape[2:], *(inside if into else other).shape[2:])
         add = lambda total, row: (total + of_row(row), None)  # noqa: E731
         return lax.scan(add, mark_varying(jnp.zeros(shape, jnp.float32)), rows)[0]
@@ -341,10 +341,10 @@ class ScaledMatmul(NamedTuple):
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
         """Compute the float32 result for some of the tokens."""
-        found = _dot_general(rows.values, self.weight, self.contracted_dims)
+        product = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
-            found = found if scale is None else found * scale
-        return found
+            product = product if scale is None else product * scale
+        return product
 
     def compute(self) -> Float[Array, ...]:
         """Compute the float32 result for all tokens."""
@@ -389,8 +389,8 @@ def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
     most = jnp.abs(split).max(inner, keepdims=True)
     scale = _next_power_of_two(jnp.maximum(most / max_of_dtype(dtype), _MIN_SCALE))
     scale = jnp.where(jnp.isfinite(most), scale, most)
-    found = _round_to_dtype(split / scale, dtype).astype(jnp.float32) * scale
-    return found.astype(x.dtype).reshape(x.shape)
+    rounded = _round_to_dtype(split / scale, dtype).astype(jnp.float32) * scale
+    return rounded.astype(x.dtype).reshape(x.shape)
 
 
 def _next_power_of_two(x: Array) -> Array:
@@ -411,8 +411,8 @@ def _round_to_dtype(x: Array, dtype: Any) -> Array:
 
 def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, ...]:
     sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    found = lax.dot_general(x, y, (summed, ((), ())), preferred_element_type=sums)
-    return found.astype(jnp.float32)
+    product = lax.dot_general(x, y, (summed, ((), ())), preferred_element_type=sums)
+    return product.astype(jnp.float32)
 
 
 # Matmuls with custom gradients.
@@ -456,8 +456,8 @@ def _matmuls(
 def _matmuls_forward(
     x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: MatmulQuantizer, into: bool
 ) -> Any:
-    found = _matmuls(x, most, weights, dims, how, into)
-    return found, (x, most, tuple(map(weight_residual, weights)))
+    products = _matmuls(x, most, weights, dims, how, into)
+    return products, (x, most, tuple(map(weight_residual, weights)))
 
 
 def _matmuls_backward(

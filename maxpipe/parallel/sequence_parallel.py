@@ -86,14 +86,14 @@ class SequenceParallel:
 
         `largest` is the maximum absolute value of each token's activations, if known.
         """
-        found = self._column_parallel(x, base_weights(weights), axes, largest)
+        outputs = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
             if isinstance(each, LoraWeight):
                 how, (first, *rest) = replace(self, quantizer=None), axes[number]
                 (inner,) = how._column_parallel(each.apply_dropout(x), [each.down], [(first, None)])
                 (change,) = how._column_parallel(inner, [each.up], [(None, *rest)])
-                found[number] = each.combine(found[number], change)
-        return found
+                outputs[number] = each.combine(outputs[number], change)
+        return outputs
 
     def _column_parallel(
         self,
@@ -108,12 +108,12 @@ class SequenceParallel:
             return self._matmuls(x, weights, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
         how = _ShardedMatmul(self.axis, self.rules.collective_matmul, chosen, self.quantizer)
-        found = dict(
+        quantized = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
         # Replicated weights multiply each device's own tokens.
         return [
-            found[number] if number in found else self._matmuls(x, [weight], into=True)[0]
+            quantized[number] if number in quantized else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
         ]
 
@@ -123,9 +123,9 @@ class SequenceParallel:
         """Multiply by the weight, whose `dims` are sharded, and sum over the devices."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
-        how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
+        how, product = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
         inner = how._row_parallel(weight.apply_dropout(x), weight.down, (*axes[:-1], None))
-        return weight.combine(found, how._matmuls(inner, [weight.up], into=False)[0])
+        return weight.combine(product, how._matmuls(inner, [weight.up], into=False)[0])
 
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
@@ -184,9 +184,9 @@ def _flattened_matmuls(
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
-    found = _matmuls(x.reshape(math.prod(rows), inside), matrices)
+    outputs = _matmuls(x.reshape(math.prod(rows), inside), matrices)
     outside = (weight.shape[summed:] for weight in weights)
-    return [array.reshape(*rows, *dims) for array, dims in zip(found, outside, strict=True)]
+    return [array.reshape(*rows, *dims) for array, dims in zip(outputs, outside, strict=True)]
 
 
 @jax.custom_vjp
@@ -278,10 +278,10 @@ class _ShardedMatmul:
 
         def multiply(x: Array, weight: Array) -> Array:
             if self.quantizer is not None:
-                found = self._quantized_matmul(
+                product = self._quantized_matmul(
                     x, weight, divided=False, gradient=gradient
                 ).compute()
-                return found.astype(x.dtype)
+                return product.astype(x.dtype)
             return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
 
         if self.collective_matmul:
@@ -313,10 +313,10 @@ class _ShardedMatmul:
             multiplies = [partial(product, weight=weight) for weight in turned]
         if self.collective_matmul:
             return collective_matmul.matmul_reduce_scatter(moving, multiplies, self.axis, dtype)
-        found: list[Array] = [
+        outputs: list[Array] = [
             multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
         ]
-        return _psum_scatter_tokens(sum(found[1:], found[0]), self.axis)
+        return _psum_scatter_tokens(sum(outputs[1:], outputs[0]), self.axis)
 
     def _quantized_matmul(
         self, x: Array, weight: Array, *, divided: bool, gradient: bool
@@ -338,8 +338,8 @@ class _ShardedMatmul:
             outer = partial(
                 quantized_matmul.weight_grad, how=self.quantizer, into=first, over=(self.axis,)
             )
-        found = [outer(moving, array) if first else outer(array, moving) for array in arrays]
-        return tuple(array.astype(dtype) for array in found)
+        products = [outer(moving, array) if first else outer(array, moving) for array in arrays]
+        return tuple(array.astype(dtype) for array in products)
 
     def _gather_tokens(self, x: Array) -> Array:
         if self.collective_matmul:
@@ -354,8 +354,8 @@ def _psum_scatter_tokens(x: Array, axis: str) -> Array:
     """
     rows, tokens, width = x.shape
     matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)
-    found = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
-    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKEN_DIM)
+    sums = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(sums.reshape(-1, rows, width), 0, TOKEN_DIM)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

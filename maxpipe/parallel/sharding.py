@@ -196,10 +196,10 @@ all stages."""
 
 def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
     """Return, for each process, the sorted indices of the sequences that its devices hold."""
-    found: dict[int, list[np.ndarray]] = {}
+    rows_by_process: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
-        found.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
-    return {process: np.unique(np.concatenate(rows)) for process, rows in found.items()}
+        rows_by_process.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
+    return {process: np.unique(np.concatenate(rows)) for process, rows in rows_by_process.items()}
 
 
 def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
@@ -231,14 +231,14 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
-    found: dict[str, jax.Array] = {}
+    global_batch: dict[str, jax.Array] = {}
     for name, array in arrays.items():
         parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
         mine = [np.asarray(parts[first].data) for first in sorted(parts)]
         assert isinstance(array.sharding, NamedSharding)
         rows = local_sequences(array.sharding, len(array))
-        found |= make_global_batch({name: np.concatenate(mine)}, rows, len(array), sharding)
-    return found
+        global_batch |= make_global_batch({name: np.concatenate(mine)}, rows, len(array), sharding)
+    return global_batch
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:

@@ -155,14 +155,14 @@ class LayerLayout:
 
         Types that are missing from both trees are missing from the result.
         """
-        found = {}
+        layers = {}
         for kind, stack in self.stacks.items():
             if kind in ring:
                 trees = [tree[kind] for tree in (ring, front) if kind in tree]
-                found[kind] = jax.tree.map(stack.unstack, *trees)
+                layers[kind] = jax.tree.map(stack.unstack, *trees)
             elif kind in front:
-                found[kind] = front[kind]
-        return found
+                layers[kind] = front[kind]
+        return layers
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def map_token_blocks(
 
     def one(number: Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         (x, mask, more), start, fresh = block(number)
-        found, arrays = run(x, jnp.where(fresh, mask, 0), more)
+        new_sums, arrays = run(x, jnp.where(fresh, mask, 0), more)
 
         def put(whole: Array, part: Array) -> Array:
             if total % size:
@@ -84,7 +84,7 @@ def map_token_blocks(
             return lax.dynamic_update_slice_in_dim(whole, part, start, 1)
 
         sums, wholes = state
-        return jax.tree.map(jnp.add, sums, found), jax.tree.map(put, wholes, arrays)
+        return jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(put, wholes, arrays)
 
     sums, arrays = jax.eval_shape(lambda number: run(*block(number)[0]), mark_varying(jnp.int32(0)))
     start = (
@@ -183,8 +183,8 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Scores:
         """Return the objective's inputs: per-token scores, or sums over segments `[B, S]`."""
-        found = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
-        return self._sum_by_segment(found, inputs) if self.objective.segments_per_loss else found
+        scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+        return self._sum_by_segment(scores, inputs) if self.objective.segments_per_loss else scores
 
     def top_log_probs(
         self,
@@ -303,9 +303,9 @@ class LossHead(NamedTuple):
             logits = self._logits(hidden, head)
             scores, softmaxes = self._log_probs(logits, reads, given)
             total, cotangents = cotangents_of(scores, mask, given)
-            found = zip(reads, softmaxes, cotangents, strict=True)
+            terms = zip(reads, softmaxes, cotangents, strict=True)
             errors = [
-                _logits_cotangent(logits, softmax, read, given, ct) for read, softmax, ct in found
+                _logits_cotangent(logits, softmax, read, given, ct) for read, softmax, ct in terms
             ]
             error = sum(errors[1:], start=errors[0])
             error = error if logits.slope is None else error * logits.slope
@@ -477,8 +477,8 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
     place, mine = _local_columns(logits, ids)
-    found = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
-    return sum_over(jnp.where(mine, found, 0.0), STAGE)
+    picked = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
+    return sum_over(jnp.where(mine, picked, 0.0), STAGE)
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:

@@ -308,8 +308,10 @@ class PrologueLayers:
 
     def finish(self, totals: Tree) -> Tree:
         """Return gradients summed over devices, with the tree structure of the parameters."""
-        found = {kind: weights.finish(totals[kind]) for kind, weights in self.slots.weights.items()}
-        return jax.tree.map(lambda total: sum_over(total, STAGE), found)
+        gradients = {
+            kind: weights.finish(totals[kind]) for kind, weights in self.slots.weights.items()
+        }
+        return jax.tree.map(lambda total: sum_over(total, STAGE), gradients)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:
         """Return the stage that runs this microbatch in its round."""

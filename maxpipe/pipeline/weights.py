@@ -40,10 +40,10 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
     """
     if not isinstance(is_trained, Mapping):
         return tree if is_trained else None
-    found = {name: select_trainable(part, is_trained[name]) for name, part in tree.items()}
+    parts = {name: select_trainable(part, is_trained[name]) for name, part in tree.items()}
     return {
         name: part
-        for name, part in found.items()
+        for name, part in parts.items()
         if part is not None and not (isinstance(part, Mapping) and not part)
     }
 
@@ -111,7 +111,7 @@ class WeightSharding:
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
         """Return the sharding for the specs of a parameter and its gradient."""
-        dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
+        dim = NOT_SHARDED if (sharded_dim := fsdp_dim(spec)) is None else sharded_dim
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
         kept = tuple(axis for others in by_dim for axis in others)
@@ -273,7 +273,7 @@ class LayerWeights:
 
     def empty_window(self, shards: Tree, num_layers: int) -> Tree:
         """Return zero weights for `num_layers` unsharded layers."""
-        found = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
+        layers = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
 
         def held(whole: jax.Array, division: WeightSharding) -> Tree:
             if (low := division.quantizer) is None:
@@ -283,7 +283,7 @@ class LayerWeights:
             )
             return mark_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
 
-        return jax.tree.map(held, found, self.weight_shardings)
+        return jax.tree.map(held, layers, self.weight_shardings)
 
     def empty_gradient_window(self, shards: Tree, num_layers: int) -> Tree:
         """Return zero float32 gradients for `num_layers` unsharded layers."""

@@ -97,14 +97,14 @@ def backward(
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
     """Return the gradients of queries, keys and values."""
-    found = tuple(
+    gradients = tuple(
         jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in _HEADS_FIRST), x.dtype)
         for x in (query, key, value)
     )
     bias, packed = _operands(query, key, beside)
     operands = (query, key, value, sums, d_mixed, *bias, mixed, *packed)
-    found = _call("Backward", kernel, operands, found, bool(bias))
-    return tuple(array.transpose(_HEADS_FIRST) for array in found)
+    gradients = _call("Backward", kernel, operands, gradients, bool(bias))
+    return tuple(array.transpose(_HEADS_FIRST) for array in gradients)
 
 
 def _operands(
