@@ -398,17 +398,17 @@ def _steps(
     new: list[RefillPrompt] = []
 
     def refill() -> list[RefillPrompt]:
-        given = new.copy()
+        inputs = new.copy()
         new.clear()
-        return given
+        return inputs
 
-    given = (
+    inputs = (
         params,
         [completion.prompt.ids for completion in batch],
         [completion.prompt.number for completion in batch],
     )
     more = refill if decoding.supports_refill and waiting else None
-    with contextlib.closing(decoding.run(*given, size, more)) as drawn:
+    with contextlib.closing(decoding.run(*inputs, size, more)) as drawn:
         for tokens, logprobs in drawn:
             for row, completion in enumerate(batch):
                 if completion.finish_reason is not None:

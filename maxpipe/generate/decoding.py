@@ -359,12 +359,12 @@ class DecodeEngine:
         """Map (size, state, tokens) to an empty state that ends at the same slot after `tokens`."""
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
-            mine = self._init_state(size)
+            empty = self._init_state(size)
 
             def begun(leaf: Array, other: Array) -> Array:
                 return leaf if other.ndim else other - tokens
 
-            return mine._replace(caches=jax.tree.map(begun, mine.caches, kept.caches))
+            return empty._replace(caches=jax.tree.map(begun, empty.caches, kept.caches))
 
         return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
 
@@ -396,7 +396,6 @@ class DecodeEngine:
 
     @cached_property
     def _shardings(self) -> Any:
-        """Return the shardings of state and tokens."""
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
             return NamedSharding(self.mesh, self.decoder.rules.spec(axes, "the cache"))
@@ -419,12 +418,12 @@ class DecodeEngine:
         """
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
-        given = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
-        types = SampledTokens._make((given, given.update(dtype=jnp.float32), given))
+        indices = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
+        types = SampledTokens._make((indices, indices.update(dtype=jnp.float32), indices))
         drawn = with_shardings(types, drawn)
         with jax.set_mesh(self.mesh):
             abstract = with_shardings(self._init_program.eval_shape(size), kept)
-            return self._decode_program.lower(params, abstract, given, drawn)
+            return self._decode_program.lower(params, abstract, indices, drawn)
 
     def _decode_token(
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], drawn: SampledTokens

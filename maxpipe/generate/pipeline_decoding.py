@@ -220,7 +220,6 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _specs(self) -> RingState:
-        """Return the PartitionSpec of each array of the state."""
         rules = self.decoder.rules
         table = dict(rules.table) | {"batch": TOKEN_AXES}
         rules = replace(rules, table=tuple(table.items()))
@@ -268,11 +267,11 @@ class PipelineDecodeEngine:
 
         def tick(now: Array, carried: tuple[RingState, Array]) -> tuple[RingState, Array]:
             turning, x = carried
-            mine, leaving = now - stage, now - (stages - 1)
-            works = (mine >= 0) & (mine < stages)
-            mine = jnp.clip(mine, 0, stages - 1)
-            inputs = {name: array[mine] for name, array in piece._asdict().items()}
-            y, caches = self._layers(params, turning.caches, x, mine, works, inputs)
+            microbatch, leaving = now - stage, now - (stages - 1)
+            works = (microbatch >= 0) & (microbatch < stages)
+            microbatch = jnp.clip(microbatch, 0, stages - 1)
+            inputs = {name: array[microbatch] for name, array in piece._asdict().items()}
+            y, caches = self._layers(params, turning.caches, x, microbatch, works, inputs)
             done = jnp.maximum(leaving, 0)
             behind = TokenBatch(*(array[done] for array in piece))
             turning = turning._replace(caches=caches)
@@ -292,12 +291,12 @@ class PipelineDecodeEngine:
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:
-            mine, leaving = (now - stage) % stages, (now + 1) % stages
+            microbatch, leaving = (now - stage) % stages, (now + 1) % stages
             on_way = self._in_flight_tokens(turning.newest_tokens)
-            inputs = {name: array[mine] for name, array in on_way._asdict().items()}
+            inputs = {name: array[microbatch] for name, array in on_way._asdict().items()}
             works = is_full | (now >= stage)
             y, caches = self._layers(
-                params, turning.caches, turning.stage_inputs, mine, works, inputs
+                params, turning.caches, turning.stage_inputs, microbatch, works, inputs
             )
             behind, done = (
                 TokenBatch(*(array[leaving] for array in on_way)),
@@ -333,7 +332,7 @@ class PipelineDecodeEngine:
             is_mine = kind_at[position] == number
             place = jnp.where(is_mine, place_at[position], 0)
             stacked, divided = params["layers"][kind], self._weight_shardings["layers"][kind]
-            one = jax.tree.map(
+            layer = jax.tree.map(
                 lambda leaf, by: gather_weight(leaf[place], by.unstacked(3), leaf.dtype),
                 stacked,
                 divided,
@@ -341,7 +340,7 @@ class PipelineDecodeEngine:
             old = jax.tree.map(lambda leaf: leaf[place, at], stack)
 
             def run(x: Array, old: Tree) -> tuple[Array, Tree]:
-                x, new = self.decoder.decode_layer(kind, one, x, inputs, layer_at[position], old)
+                x, new = self.decoder.decode_layer(kind, layer, x, inputs, layer_at[position], old)
                 kept = jax.tree.map(lambda new, old: jnp.where(works, new, old), new, old)
                 return mark_varying((x, kept))
 
@@ -402,7 +401,6 @@ class PipelineDecodeEngine:
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
     def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Look up embeddings in the table, which is sharded over the stages."""
         scale, dtype = self.decoder.model.ends.embed_scale, self.decoder.config.compute_dtype
         table = Embedding(self._weight_shardings["embedding"], scale)
         held = table.prepare(params["embedding"], jnp.dtype(dtype))
@@ -470,8 +468,8 @@ def decode_param_shardings(parts: ParamLayout) -> Tree:
         return parts.shardings(parts.specs)
     specs, layers = parts.split_layer_types(parts.saved_specs), {}
     for kind, stack in specs["layers"].items():
-        one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
-        layers[kind] = one
+        layer_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
+        layers[kind] = layer_specs
     each = [layers[kind] for kind in parts.decoder.model.layers]
     return parts.shardings(specs | {"layers": each})
 

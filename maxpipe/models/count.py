@@ -181,7 +181,6 @@ def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> fl
 
 
 def _heads(kind: Kind) -> float:
-    """Return the sum of the sizes of all attention heads."""
     return sum(
         scores.heads * scores.head_dim
         for part in kind.parts.values()

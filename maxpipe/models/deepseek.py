@@ -139,11 +139,11 @@ class _HeadSizes:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the head size and the number of rotated entries."""
-        rest, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
-        for name, size in zip(self.names[2:], (rest + turned, turned), strict=True):
+        unrotated, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
+        for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
             if theirs.get(name, size) != size:
                 raise Unlike(name, theirs[name], f"must be {size} to match the other keys.")
-        return {"head_dim": rest + turned, "deepseek.qk_rope_head_dim": turned}
+        return {"head_dim": unrotated + turned, "deepseek.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
         turned = ours["deepseek.qk_rope_head_dim"]

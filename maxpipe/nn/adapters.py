@@ -125,8 +125,8 @@ def apply_adapters(
     if not kind.stored:
         return params
     weights = {
-        part: {name: each for name, each in mine.items() if (part, name) in kind.declared}
-        for part, mine in params.items()
+        part: {name: each for name, each in part_params.items() if (part, name) in kind.declared}
+        for part, part_params in params.items()
     }
     for part, name in kind.declared:
         if is_held(kind, (part, name)):
@@ -137,12 +137,12 @@ def apply_adapters(
         if key is not None and adapter.dropout:
             own = jax.random.fold_in(jax.random.fold_in(key, _STREAM), number)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(own, inputs["example_ids"])
-        mine = params[part]
+        part_params = params[part]
         weights[part][name] = LoraWeight(
             weights[part][name],
-            mine[name + DOWN],
-            mine[name + UP],
-            mine.get(name + LENGTH),
+            part_params[name + DOWN],
+            part_params[name + UP],
+            part_params.get(name + LENGTH),
             keys,
             scale=adapter.scale,
             dropout_rate=adapter.dropout,

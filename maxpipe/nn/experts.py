@@ -82,8 +82,8 @@ def dispatch_tokens(
     choices and earlier tokens precede later tokens, regardless of the expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
-    mine = num_experts // size
-    target = places // mine
+    local_experts = num_experts // size
+    target = places // local_experts
     lengths = (target.reshape(-1, 1) == jnp.arange(size)).sum(0, dtype=jnp.int32)
     slots = assign_capacity_slots(target, lengths, room)
     counts = jnp.minimum(lengths, room)
@@ -92,9 +92,11 @@ def dispatch_tokens(
     factors = row_weights(of_tokens, flat, slots, num_experts)
     expert = flat.reshape(-1).at[slots.choice_of_row].get(mode="fill", fill_value=num_experts)
     # Empty rows get the expert index that follows the local experts.
-    expert = all_to_all(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
+    expert = all_to_all(
+        jnp.where(expert < num_experts, expert % local_experts, local_experts), EXPERT, 0, 0
+    )
     factors = all_to_all(factors, EXPERT, 0, 0)
-    of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
+    of_mine = jnp.where(expert[:, None] == jnp.arange(local_experts), factors[:, None], 0)
     rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.received_counts)
     return ReceivedTokens(rows[None], expert[None, :, None], of_mine[None]), sent
 

@@ -197,8 +197,8 @@ def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: A
         return (d_state, d_norm + more.astype(jnp.float32)), d_chunk
 
     nothing = lax.full_like(d_state, 0, shape=weights["norm"].shape)
-    given = (states, chunks, d_read)
-    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
+    inputs = (states, chunks, d_read)
+    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), inputs, reverse=True)
     d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
     d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
     # A split backward pass saves these small gradients instead of their inputs.
@@ -329,10 +329,10 @@ def _gates(
 
 def _cut(x: Array, size: int) -> Array:
     """Split `[B, T, K, ..., d]` into chunks `[N, B, K, ..., C, d]`, padded with zeros."""
-    rows, tokens, *rest = x.shape
+    rows, tokens, *other_dims = x.shape
     count = -(-tokens // size)
-    x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(rest)])
-    x = x.reshape(rows, count, size, *rest)
+    x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(other_dims)])
+    x = x.reshape(rows, count, size, *other_dims)
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 

@@ -431,9 +431,9 @@ def grouped_matmul_loop(
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
-        mine = lax.dynamic_slice_in_dim(rows, visit.start, block)
+        block_rows = lax.dynamic_slice_in_dim(rows, visit.start, block)
         weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
-        new = mine @ (weight.T if transposed else weight)
+        new = block_rows @ (weight.T if transposed else weight)
         old = lax.dynamic_slice_in_dim(found, visit.start, block)
         new = jnp.where(_expert_row_mask(visit, block), new, old)
         return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
@@ -447,14 +447,17 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
-        mine, theirs = (
+        block_rows, block_cotangents = (
             lax.dynamic_slice_in_dim(array, visit.start, block) for array in (rows, cotangents)
         )
         # Mask both operands, because rows without an expert may hold any values.
-        mine, theirs = (
-            jnp.where(_expert_row_mask(visit, block), array, 0) for array in (mine, theirs)
+        block_rows, block_cotangents = (
+            jnp.where(_expert_row_mask(visit, block), array, 0)
+            for array in (block_rows, block_cotangents)
         )
-        added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
+        added = jnp.einsum(
+            "bk,bj->kj", block_rows, block_cotangents, preferred_element_type=jnp.float32
+        )
         old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
         new = old + jnp.expand_dims(added, dim)
         return lax.dynamic_update_slice_in_dim(found, new, visit.expert, dim), None

@@ -124,8 +124,10 @@ def _reduce_over_devices(
     def largest(flags: Array, operands: Tree) -> Array:
         finite, reach = check(*operands)
         broken, spike = flags.at[0].set(flags[0] | ~jnp.asarray(finite))
-        mine = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(jnp.float32)
-        return mine if mesh.size == 1 else jax.lax.pmax(mine, AXES)
+        flags_and_bounds = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(
+            jnp.float32
+        )
+        return flags_and_bounds if mesh.size == 1 else jax.lax.pmax(flags_and_bounds, AXES)
 
     if mesh.size > 1:
         everywhere = PartitionSpec()

@@ -355,26 +355,26 @@ class Optimizer:
         """State arrays of each parameter, keyed by the name of the tree and by path."""
         arrays: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
-            for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
-                arrays.setdefault(name, {})[path] = one
+            for name, array in state_arrays(self.config, target.param, self.param_dtype).items():
+                arrays.setdefault(name, {})[path] = array
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
         """Return the result of `of` for each state array, as trees keyed by name."""
         return {
-            name: unflatten({path: of(name, path, one) for path, one in those.items()})
-            for name, those in self.state_arrays.items()
+            name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
+            for name, arrays in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
         """Return the state of a new run: zero moments, and an EMA equal to the parameters."""
-        given = flatten(params)
+        params_by_path = flatten(params)
 
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
             if name == EMA:
-                return given[path].astype(one.dtype)
+                return params_by_path[path].astype(one.dtype)
             target = self.trainable_params[path]
-            shape = target.shape_of(one, given[path].shape)
+            shape = target.shape_of(one, params_by_path[path].shape)
             return auto_sharded(lambda: jnp.zeros(shape, one.dtype), target.spec_of(one))()
 
         return OptState(jnp.zeros((), jnp.int32), self._map_state(first))
@@ -383,8 +383,8 @@ class Optimizer:
     def vocab_dims(self) -> dict[str, dict[str, int]]:
         """Index of the vocabulary dim of state arrays, keyed by tree name and parameter."""
         vocab_dims: dict[str, dict[str, int]] = {}
-        for name, those in self.state_arrays.items():
-            axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
+        for name, arrays in self.state_arrays.items():
+            axes = {path: [axis for _, axis in array.dims] for path, array in arrays.items()}
             vocab_dims[name] = {
                 p[0]: dims.index("vocab") for p, dims in axes.items() if "vocab" in dims
             }
@@ -442,17 +442,21 @@ class Optimizer:
             draw: whether to round as configured. False: round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
-        slopes, given = flatten(gradients), flatten(params)
+        gradients_by_path, params_by_path = flatten(gradients), flatten(params)
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[KeyPath, Array]] = {name: {} for name in before}
         moved: dict[KeyPath, Array] = {}
         directions: dict[KeyPath, Array] = {}
         for path in self._matrices:
             # From here on, Muon's float32 direction replaces the gradient.
-            slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
-            have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
-            dtype = slopes[path].dtype
-            new = self.map_layers(path, partial(self._update_moments, path, now, dtype), have)
+            slope = (
+                gradients_by_path[path].astype(jnp.float32)
+                if self.config.offload_state
+                else gradients_by_path[path]
+            )
+            arrays = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
+            dtype = gradients_by_path[path].dtype
+            new = self.map_layers(path, partial(self._update_moments, path, now, dtype), arrays)
             directions[path] = new.pop(_GRADIENT)
             for name in self._names(path):
                 after[name][path] = new[name]
@@ -460,9 +464,12 @@ class Optimizer:
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         for path in self.trainable_params:
             names = [name for name in before if path in before[name] and path not in after[name]]
-            have = {_GRADIENT: directions.get(path, slopes[path]), _PARAMETER: given[path]}
-            have |= {name: before[name][path] for name in names}
-            new = self.map_layers(path, partial(self._update_param, path, now), have)
+            arrays = {
+                _GRADIENT: directions.get(path, gradients_by_path[path]),
+                _PARAMETER: params_by_path[path],
+            }
+            arrays |= {name: before[name][path] for name in names}
+            new = self.map_layers(path, partial(self._update_param, path, now), arrays)
             moved[path] = new[_PARAMETER]
             for name in names:
                 after[name][path] = new[name]
@@ -475,11 +482,19 @@ class Optimizer:
         """Compute an elementwise update layer by layer; return whether all values are finite."""
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
-        slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
+        gradients_by_path, params_by_path, finite = (
+            flatten(gradients),
+            flatten(params),
+            jnp.ones((), bool),
+        )
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         for path in self.trainable_params:
-            have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
-            have |= {name: those[path] for name, those in before.items()}
+            have = {
+                _GRADIENT: gradients_by_path[path],
+                _PARAMETER: params_by_path[path],
+                _FINITE: finite,
+            }
+            have |= {name: arrays_by_path[path] for name, arrays_by_path in before.items()}
 
             def look(layer: LayerSlice, have: Arrays, path: KeyPath = path) -> Arrays:
                 new = self._update_param(path, now, layer, have).values()
@@ -570,7 +585,9 @@ class Optimizer:
 
     def _names(self, path: KeyPath) -> Iterator[str]:
         """Yield the names of the state arrays that a parameter's update uses."""
-        return (name for name, those in self.state_arrays.items() if path in those and name != EMA)
+        return (
+            name for name, arrays in self.state_arrays.items() if path in arrays and name != EMA
+        )
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
@@ -642,7 +659,6 @@ class Optimizer:
         now: _UpdateContext,
         layer: LayerSlice,
     ) -> Array:
-        """Return the array in its storage dtype."""
         if not (
             now.rounds_stochastically
             and one.dtype == "bfloat16"

@@ -69,7 +69,6 @@ def bound_update(
 
 
 def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
-    """Return the decay of each first moment that the optimizer uses."""
     match config.name:
         case "adamw":
             return (config.beta1,)

@@ -63,7 +63,7 @@ def matmul_reduce_scatter(
     the corresponding array by this device's weights in float32. Sums are float32 on a device, and
     are sent in `dtype`.
     """
-    size, mine = lax.axis_size(axis), lax.axis_index(axis)
+    size, own_index = lax.axis_size(axis), lax.axis_index(axis)
     length = jax.tree.leaves(arrays)[0].shape[TOKEN_DIM] // size
 
     def part(place: Array) -> Array:
@@ -78,12 +78,12 @@ def matmul_reduce_scatter(
         ]
         return sum(products[1:], products[0])
 
-    total = part(mine)
+    total = part(own_index)
     for step, hops in _ring_directions(size):
         # The partial sum that arrives here started on the device `hops` positions earlier.
         travelling: Array | None = None
         for hop in range(hops, 0, -1):
-            added = part(mine + step * hop)
+            added = part(own_index + step * hop)
             travelling = added if travelling is None else travelling.astype(jnp.float32) + added
             travelling = _ring_shift(travelling.astype(dtype), axis, step)
         if travelling is not None:
@@ -124,14 +124,14 @@ def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
     """Yield (source device's index, shard), starting with this device's shard."""
-    size, mine = lax.axis_size(axis), lax.axis_index(axis)
-    yield mine, x
+    size, own_index = lax.axis_size(axis), lax.axis_index(axis)
+    yield own_index, x
     moving = {step: x for step, _ in _ring_directions(size)}
     for hop in range(1, size // 2 + 1):
         for step, hops in _ring_directions(size):
             if hop <= hops:
                 moving[step] = _ring_shift(moving[step], axis, step)
-                yield (mine - step * hop) % size, moving[step]
+                yield (own_index - step * hop) % size, moving[step]
 
 
 def _ring_shift(x: Array, axis: str, step: int) -> Array:

@@ -54,11 +54,11 @@ def map_shards(
     checks, for a `run` that declares varying axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rest = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
-    if not rest:
+    auto_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    if not auto_axes:
         return run
     inside = jax.shard_map(
-        run, axis_names=rest, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
+        run, axis_names=auto_axes, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
     )
     return lambda *arguments: mark_varying(inside(*arguments))
 
@@ -72,9 +72,9 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
     axes = tuple(axis for axis in BATCH_AXES if axis in auto_axes())
     if not axes:
         return run(rows, shared)
-    mine = PartitionSpec(axes)
+    spec = PartitionSpec(axes)
     return jax.shard_map(
-        run, axis_names=set(axes), in_specs=(mine, PartitionSpec()), out_specs=mine
+        run, axis_names=set(axes), in_specs=(spec, PartitionSpec()), out_specs=spec
     )(rows, shared)
 
 

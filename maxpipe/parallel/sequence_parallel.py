@@ -322,9 +322,9 @@ class _ShardedMatmul:
         self, x: Array, weight: Array, *, divided: bool, gradient: bool
     ) -> ScaledMatmul:
         assert self.quantizer is not None
-        axis, rest = (self.axis,), weight.ndim - 1
+        axis, num_other_dims = (self.axis,), weight.ndim - 1
         multiply = self.quantizer.input_grad if gradient else self.quantizer.matmul
-        dims = rest if divided != gradient else 1
+        dims = num_other_dims if divided != gradient else 1
         return multiply(x, weight, dims, over=axis if divided else (), around=axis)
 
     def all_gather_weight_grad(

@@ -234,10 +234,12 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
     global_batch: dict[str, jax.Array] = {}
     for name, array in arrays.items():
         parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
-        mine = [np.asarray(parts[first].data) for first in sorted(parts)]
+        local_parts = [np.asarray(parts[first].data) for first in sorted(parts)]
         assert isinstance(array.sharding, NamedSharding)
         rows = local_sequences(array.sharding, len(array))
-        global_batch |= make_global_batch({name: np.concatenate(mine)}, rows, len(array), sharding)
+        global_batch |= make_global_batch(
+            {name: np.concatenate(local_parts)}, rows, len(array), sharding
+        )
     return global_batch
 
 
@@ -268,10 +270,12 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
     unless such axes are auto axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
-    rest = tuple(axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES)
-    if not rest or automatic.isdisjoint(BATCH_AXES):
+    other_axes = tuple(
+        axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES
+    )
+    if not other_axes or automatic.isdisjoint(BATCH_AXES):
         return x
-    for dim in (rest, None):
+    for dim in (other_axes, None):
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES, None, dim))
     return x
 

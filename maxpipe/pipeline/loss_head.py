@@ -205,10 +205,10 @@ class LossHead(NamedTuple):
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
             # Ties are broken by the smaller id, independently of how the columns are sharded.
-            mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
+            local_logits, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
-            all_mine, all_ids = (all_gather(array, STAGE, 2) for array in (mine, ids))
-            largest, at = jax.lax.top_k(all_mine, count)
+            all_logits, all_ids = (all_gather(array, STAGE, 2) for array in (local_logits, ids))
+            largest, at = jax.lax.top_k(all_logits, count)
             ids = jnp.take_along_axis(all_ids, at, axis=2)
             return None, mark_varying((largest / temperature - log[..., None], ids))
 
@@ -274,14 +274,14 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """Return the cross entropy of an MTP head and its gradients."""
-        objective, given = CrossEntropy(), {"targets": targets}
+        objective, arrays = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._loss_gradients(
             objective.log_prob_specs,
             partial(self._token_losses, objective, scale),
             head,
             hidden,
             mask,
-            given,
+            arrays,
         )
         assert total is not None
         return total[0], d_hidden, d_head
@@ -326,11 +326,11 @@ class LossHead(NamedTuple):
             name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
         names = dict.fromkeys([*(read.ids for read in self.objective.log_prob_specs), *extra])
-        given = {name: inputs[name] for name in names}
+        arrays = {name: inputs[name] for name in names}
         mask = inputs["loss_mask"]
         if self.num_sources:
-            given["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
-        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, given
+            arrays["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
+        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, arrays
 
     def _logits(self, hidden: Float[Array, "B T D"], head: Float[Array, "D v"]) -> _Logits:
         num_columns = head.shape[1]
@@ -374,7 +374,6 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> Scores:
-        """Return the per-token scores that the objective uses."""
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
@@ -476,9 +475,9 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
     if ids.ndim == 2:
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
-    place, mine = _local_columns(logits, ids)
-    picked = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
-    return sum_over(jnp.where(mine, picked, 0.0), STAGE)
+    place, is_local = _local_columns(logits, ids)
+    picked = jnp.take_along_axis(logits.values, jnp.where(is_local, place, 0), axis=-1)
+    return sum_over(jnp.where(is_local, picked, 0.0), STAGE)
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
@@ -500,8 +499,8 @@ def _logits_cotangent(
     if ids.ndim == 2:
         is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
-    place, mine = _local_columns(logits, ids)
-    place = jnp.where(mine, place, logits.token_ids.shape[0])  # dropped as out of range
+    place, is_local = _local_columns(logits, ids)
+    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # dropped as out of range
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place
@@ -513,8 +512,8 @@ def sum_by_source(
 ) -> Float[Array, " sources"]:
     """Return the sum over the tokens of each data source."""
     # One sum per source, because a scatter-add would add in a device-dependent order.
-    mine = sources == jnp.arange(num_sources)[:, None, None]
-    return jnp.where(mine, values, 0.0).sum((1, 2))
+    is_source = sources == jnp.arange(num_sources)[:, None, None]
+    return jnp.where(is_source, values, 0.0).sum((1, 2))
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

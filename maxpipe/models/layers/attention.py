@@ -157,8 +157,8 @@ class Attention(Part):
         if self.head_norm is not None:
             scale = self.head_norm.params["scale"]
             for name, dims in (("query", self._query), ("key", self._key)):
-                one = replace(scale, dims=dims) if self.joint_norm else scale
-                params[f"{name}_norm"] = one
+                norm_scale = replace(scale, dims=dims) if self.joint_norm else scale
+                params[f"{name}_norm"] = norm_scale
         return params
 
     @property
@@ -272,7 +272,6 @@ class Attention(Part):
 
     @property
     def _projected(self) -> int:
-        """Return the number of entries per head of the query projection."""
         return self.head_dim * (2 if self.gated else 1)
 
     @property

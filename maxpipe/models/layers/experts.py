@@ -371,10 +371,10 @@ class Experts(Part):
 
         The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
         """
-        choices, mine = rows * tokens * self.per_token, self.num_experts // shards
-        most = rows * tokens * min(self.per_token, mine)
+        choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
+        most = rows * tokens * min(self.per_token, local_experts)
         if self.capacity:
-            most = min(most, mine * rows * min(self.expert_capacity(whole), tokens))
+            most = min(most, local_experts * rows * min(self.expert_capacity(whole), tokens))
         if self.send_capacity_factor:
             most = min(most, math.ceil(self.send_capacity_factor * choices / shards))
         return most
@@ -397,7 +397,6 @@ class Experts(Part):
 
     @property
     def _weights(self) -> Held:
-        """Return the weights of the token-expert pairs."""
         return Held(compute_dtype=(self._per_token_rows(1.0, ()),))
 
     @property

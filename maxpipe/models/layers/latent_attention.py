@@ -186,11 +186,11 @@ class LatentAttention(Part):
         norms.
         """
         del normed
-        rest = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
+        unrotated = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
         turned = ((self.rope_size, "head_dim"),)
         width = (1.0 if recomputed else 2.0, self._width)
         held = Held(compute_dtype=(width, (2.0, self._value)))
-        held += Held(compute_dtype=((1.0, self._query), (1.0, rest), (1.0, turned)))
+        held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
         for norm, dims in self._normed:
             # If recomputed, the input of the norm replaces its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)

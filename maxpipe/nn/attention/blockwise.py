@@ -442,7 +442,6 @@ def _forward_unrolled(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """Implement `forward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     queries, keys, values = blocks.split_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
     outputs, log_sums = [], []
@@ -478,7 +477,6 @@ def _backward_unrolled(
     log_sum: Array,
     d_mixed: Array,
 ) -> tuple[Array, Array, Array, Array]:
-    """Implement `backward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
@@ -530,7 +528,6 @@ def _at(blocks: Array, block: Array) -> Array:
 
 
 def _add_to_block(blocks: Array, more: Array, block: Array) -> Array:
-    """Add `more` to one block."""
     return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
 
 
