@@ -247,11 +247,11 @@ def encode_prompts(
     Raises:
         ConfigError: a prompt leaves no space for a new token, or is not valid text.
     """
-    found = []
+    prompts = []
     for number, text in enumerate(texts, first):
         _check_text(number, text)
-        found.append(_check_length(Prompt(number, text, tokenizer.encode_prompt(text)), room))
-    return found
+        prompts.append(_check_length(Prompt(number, text, tokenizer.encode_prompt(text)), room))
+    return prompts
 
 
 def _check_text(number: int, text: str) -> None:
@@ -298,9 +298,9 @@ def encode_chats(
             "tokenizer.path=FOLDER to a model folder with a chat template.",
         )
     for number, conversation in enumerate(conversations, first):
-        for each in conversation.messages:
-            _check_text(number, str(each.get("content", "")))
-    found = []
+        for message in conversation.messages:
+            _check_text(number, str(message.get("content", "")))
+    prompts = []
     for number, text in enumerate(chat.render(conversations), first):
         said = str(conversations[number - first].messages[-1].get("content", ""))
         ids = tokenizer.encode_chat(text).tolist()
@@ -311,8 +311,8 @@ def encode_chats(
                 f"must return a text, but returns none for prompt {number + 1}.",
                 f"Correct the template, or omit {where.rpartition(' ')[2]}.",
             )
-        found.append(_check_length(Prompt(number, said, ids), room))
-    return found
+        prompts.append(_check_length(Prompt(number, said, ids), room))
+    return prompts
 
 
 def _check_length(prompt: Prompt, room: int) -> Prompt:
@@ -352,7 +352,8 @@ def complete(
     """
     size = batch_shape(prompts, limits, decoding.batch_multiple)
     every = [
-        Completion(each, CompletionText(tokenizer, each.ids, limits.stops)) for each in prompts
+        Completion(prompt, CompletionText(tokenizer, prompt.ids, limits.stops))
+        for prompt in prompts
     ]
     waiting, unwritten = deque(every), deque(every)
     try:
@@ -397,26 +398,30 @@ def _steps(
     new: list[RefillPrompt] = []
 
     def refill() -> list[RefillPrompt]:
-        given = new.copy()
+        inputs = new.copy()
         new.clear()
-        return given
+        return inputs
 
-    given = (params, [each.prompt.ids for each in batch], [each.prompt.number for each in batch])
+    inputs = (
+        params,
+        [completion.prompt.ids for completion in batch],
+        [completion.prompt.number for completion in batch],
+    )
     more = refill if decoding.supports_refill and waiting else None
-    with contextlib.closing(decoding.run(*given, size, more)) as drawn:
+    with contextlib.closing(decoding.run(*inputs, size, more)) as drawn:
         for tokens, logprobs in drawn:
-            for row, each in enumerate(batch):
-                if each.finish_reason is not None:
+            for row, completion in enumerate(batch):
+                if completion.finish_reason is not None:
                     continue
-                _append_token(each, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
-                if (why := _finish_reason(each, tokenizer, limits)) is None:
+                _append_token(completion, int(tokens[row]), float(logprobs[row]), tokenizer, stream)
+                if (why := _finish_reason(completion, tokenizer, limits)) is None:
                     continue
-                _finish(each, why, stream)
+                _finish(completion, why, stream)
                 if more is not None and waiting:
                     batch[row] = waiting.popleft()
                     new.append(RefillPrompt(row, batch[row].prompt.ids, batch[row].prompt.number))
             yield
-            if all(each.finish_reason is not None for each in batch):
+            if all(completion.finish_reason is not None for completion in batch):
                 return
 
 

@@ -211,13 +211,13 @@ def padded_length(longest: int) -> int:
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
     """Pad prompts on the left; sequences without a prompt contain only padding."""
-    found = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
+    batch = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
-        found.tokens[row, start:] = prompt
-        found.segment_ids[row, start:] = TEXT
-        found.positions[row, start:] = np.arange(len(prompt))
-    return found
+        batch.tokens[row, start:] = prompt
+        batch.segment_ids[row, start:] = TEXT
+        batch.positions[row, start:] = np.arange(len(prompt))
+    return batch
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
@@ -299,7 +299,7 @@ class DecodeEngine:
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
-                *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
+                *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
             )
             kept, drawn = self._prefill_program(params, kept, named, piece)
         assert drawn is not None
@@ -322,9 +322,9 @@ class DecodeEngine:
         beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))
         number = self._place(np.full(rows, new.number, np.int32))
         prompts = [new.prompt] * rows
-        found = self._prefill(params, beside, number, prompts, DecodeShape(rows, width, 0))
+        prefilled = self._prefill(params, beside, number, prompts, DecodeShape(rows, width, 0))
         return self._insert_program(
-            kept, drawn, named, *found, np.int32(new.row), np.int32(new.number)
+            kept, drawn, named, *prefilled, np.int32(new.row), np.int32(new.number)
         )
 
     def _place(self, rows: np.ndarray) -> Array:
@@ -359,12 +359,12 @@ class DecodeEngine:
         """Map (size, state, tokens) to an empty state that ends at the same slot after `tokens`."""
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
-            mine = self._init_state(size)
+            empty = self._init_state(size)
 
             def begun(leaf: Array, other: Array) -> Array:
                 return leaf if other.ndim else other - tokens
 
-            return mine._replace(caches=jax.tree.map(begun, mine.caches, kept.caches))
+            return empty._replace(caches=jax.tree.map(begun, empty.caches, kept.caches))
 
         return jax.jit(build, static_argnums=0, out_shardings=self._shardings[0])
 
@@ -396,7 +396,6 @@ class DecodeEngine:
 
     @cached_property
     def _shardings(self) -> Any:
-        """Return the shardings of state and tokens."""
 
         def sharding(axes: tuple[str | None, ...]) -> NamedSharding:
             return NamedSharding(self.mesh, self.decoder.rules.spec(axes, "the cache"))
@@ -419,12 +418,12 @@ class DecodeEngine:
         """
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
-        given = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
-        types = SampledTokens._make((given, given.update(dtype=jnp.float32), given))
+        indices = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
+        types = SampledTokens._make((indices, indices.update(dtype=jnp.float32), indices))
         drawn = with_shardings(types, drawn)
         with jax.set_mesh(self.mesh):
             abstract = with_shardings(self._init_program.eval_shape(size), kept)
-            return self._decode_program.lower(params, abstract, given, drawn)
+            return self._decode_program.lower(params, abstract, indices, drawn)
 
     def _decode_token(
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], drawn: SampledTokens

@@ -150,8 +150,8 @@ class _Model:
     def _load_params(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
         """Return the parameters in network order, stacked by layer type."""
         config = self.loaded.config
-        for each in self.loaded.warnings:
-            say(f"warning: {each.line}")
+        for warning in self.loaded.warnings:
+            say(f"warning: {warning.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fit_mesh(self.loaded, self.name, say)
         # Programs for generation and scoring use auto mesh axes.

@@ -121,26 +121,28 @@ class PipelineDecodeEngine:
         assert refill is None
         given = np.zeros(size.batch_size, np.int32)
         given[: len(numbers)] = numbers
-        rows, found = left_pad(prompts, size.batch_size, size.prompt_length), []
+        rows, newest_tokens = left_pad(prompts, size.batch_size, size.prompt_length), []
         with jax.set_mesh(self.mesh):
             named, turning = self._place(given), self._init_program(size)
             for start in range(0, size.prompt_length, size.prefill_chunk):
                 piece = TokenBatch(
-                    *(self._place(each[:, start : start + size.prefill_chunk]) for each in rows)
+                    *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
                 )
                 turning, newest = self._prefill_program(params, turning, named, piece)
-                found = [newest]
+                newest_tokens = [newest]
         try:
             # After turn n the first microbatch has token n, and the others have token n - 1.
             for number in range(size.max_new_tokens):
-                while len(found) < min(
+                while len(newest_tokens) < min(
                     number + 3, size.max_new_tokens + 1
                 ):  # one turn is computed ahead
                     with jax.set_mesh(self.mesh):
-                        is_full = np.array(len(found) > 1)
+                        is_full = np.array(len(newest_tokens) > 1)
                         turning, newest = self._decode_program(params, turning, named, is_full)
-                    found.append(newest)
-                yield _join_microbatches(found[number], found[number + 1] if number else found[0])
+                    newest_tokens.append(newest)
+                yield _join_microbatches(
+                    newest_tokens[number], newest_tokens[number + 1] if number else newest_tokens[0]
+                )
         finally:
             jax.block_until_ready(turning)  # devices must be idle if Python exits next
 
@@ -168,9 +170,9 @@ class PipelineDecodeEngine:
         def mine(params: Tree, turning: RingState, *given: Any) -> RingState:
             layers = jax.tree.map(lambda leaf: leaf[0, 0], params["layers"])
             turning = jax.tree.map(lambda leaf: leaf[0], turning)
-            found = program(*mark_varying((params | {"layers": layers}, turning, *given)))
+            state = program(*mark_varying((params | {"layers": layers}, turning, *given)))
             return jax.tree.map(
-                lambda leaf, spec: _from_first_device(leaf, spec)[None], found, self._specs
+                lambda leaf, spec: _from_first_device(leaf, spec)[None], state, self._specs
             )
 
         axes, turning = manual_axes_of(self.mesh), self._specs
@@ -183,8 +185,8 @@ class PipelineDecodeEngine:
         )
 
         def both(*given: Any) -> tuple[RingState, SampledTokens]:
-            found = run(*given)
-            return found, SampledTokens(*(leaf[0] for leaf in found.newest_tokens))
+            state = run(*given)
+            return state, SampledTokens(*(leaf[0] for leaf in state.newest_tokens))
 
         shardings = self._on_mesh((turning, PartitionSpec()))
         return jax.jit(both, donate_argnums=1, out_shardings=shardings)
@@ -218,7 +220,6 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _specs(self) -> RingState:
-        """Return the PartitionSpec of each array of the state."""
         rules = self.decoder.rules
         table = dict(rules.table) | {"batch": TOKEN_AXES}
         rules = replace(rules, table=tuple(table.items()))
@@ -266,13 +267,13 @@ class PipelineDecodeEngine:
 
         def tick(now: Array, carried: tuple[RingState, Array]) -> tuple[RingState, Array]:
             turning, x = carried
-            mine, leaving = now - stage, now - (stages - 1)
-            works = (mine >= 0) & (mine < stages)
-            mine = jnp.clip(mine, 0, stages - 1)
-            inputs = {name: each[mine] for name, each in piece._asdict().items()}
-            y, caches = self._layers(params, turning.caches, x, mine, works, inputs)
+            microbatch, leaving = now - stage, now - (stages - 1)
+            works = (microbatch >= 0) & (microbatch < stages)
+            microbatch = jnp.clip(microbatch, 0, stages - 1)
+            inputs = {name: array[microbatch] for name, array in piece._asdict().items()}
+            y, caches = self._layers(params, turning.caches, x, microbatch, works, inputs)
             done = jnp.maximum(leaving, 0)
-            behind = TokenBatch(*(each[done] for each in piece))
+            behind = TokenBatch(*(array[done] for array in piece))
             turning = turning._replace(caches=caches)
             turning = self._sample_tokens(params, turning, y, numbers, done, leaving >= 0, behind)
             entering = piece.tokens[jnp.minimum(now + 1, stages - 1)]
@@ -290,15 +291,15 @@ class PipelineDecodeEngine:
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:
-            mine, leaving = (now - stage) % stages, (now + 1) % stages
+            microbatch, leaving = (now - stage) % stages, (now + 1) % stages
             on_way = self._in_flight_tokens(turning.newest_tokens)
-            inputs = {name: each[mine] for name, each in on_way._asdict().items()}
+            inputs = {name: array[microbatch] for name, array in on_way._asdict().items()}
             works = is_full | (now >= stage)
             y, caches = self._layers(
-                params, turning.caches, turning.stage_inputs, mine, works, inputs
+                params, turning.caches, turning.stage_inputs, microbatch, works, inputs
             )
             behind, done = (
-                TokenBatch(*(each[leaving] for each in on_way)),
+                TokenBatch(*(array[leaving] for array in on_way)),
                 is_full | (now == stages - 1),
             )
             turning = turning._replace(caches=caches)
@@ -331,7 +332,7 @@ class PipelineDecodeEngine:
             is_mine = kind_at[position] == number
             place = jnp.where(is_mine, place_at[position], 0)
             stacked, divided = params["layers"][kind], self._weight_shardings["layers"][kind]
-            one = jax.tree.map(
+            layer = jax.tree.map(
                 lambda leaf, by: gather_weight(leaf[place], by.unstacked(3), leaf.dtype),
                 stacked,
                 divided,
@@ -339,7 +340,7 @@ class PipelineDecodeEngine:
             old = jax.tree.map(lambda leaf: leaf[place, at], stack)
 
             def run(x: Array, old: Tree) -> tuple[Array, Tree]:
-                x, new = self.decoder.decode_layer(kind, one, x, inputs, layer_at[position], old)
+                x, new = self.decoder.decode_layer(kind, layer, x, inputs, layer_at[position], old)
                 kept = jax.tree.map(lambda new, old: jnp.where(works, new, old), new, old)
                 return mark_varying((x, kept))
 
@@ -400,7 +401,6 @@ class PipelineDecodeEngine:
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
     def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Look up embeddings in the table, which is sharded over the stages."""
         scale, dtype = self.decoder.model.ends.embed_scale, self.decoder.config.compute_dtype
         table = Embedding(self._weight_shardings["embedding"], scale)
         held = table.prepare(params["embedding"], jnp.dtype(dtype))
@@ -468,8 +468,8 @@ def decode_param_shardings(parts: ParamLayout) -> Tree:
         return parts.shardings(parts.specs)
     specs, layers = parts.split_layer_types(parts.saved_specs), {}
     for kind, stack in specs["layers"].items():
-        one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
-        layers[kind] = one
+        layer_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack, is_leaf=_is_spec)
+        layers[kind] = layer_specs
     each = [layers[kind] for kind in parts.decoder.model.layers]
     return parts.shardings(specs | {"layers": each})
 

@@ -46,12 +46,12 @@ def user_chat(text: str) -> ChatInput:
 
 def _conversation(line: bytes, where: str) -> ChatInput:
     try:
-        found = parse_json(line, dict[str, Any])
+        record = parse_json(line, dict[str, Any])
         from maxpipe.data.prompts import chat_of  # deferred, because it imports numpy
 
-        if "messages" not in found and isinstance(found.get("prompt"), str):
-            found = {**found, "prompt": [*user_chat(found["prompt"]).messages]}
-        return chat_of(found)
+        if "messages" not in record and isinstance(record.get("prompt"), str):
+            record = {**record, "prompt": [*user_chat(record["prompt"]).messages]}
+        return chat_of(record)
     except ValueError as error:
         raise ConfigError.one(
             where,
@@ -93,9 +93,9 @@ def parse_prompt(line: bytes, where: str, *, is_json: bool = False) -> str:
     try:
         if not is_json:
             return line.decode()
-        found = parse_json(line, dict[str, Any]).get("prompt")
-        if isinstance(found, str):
-            return found
+        prompt = parse_json(line, dict[str, Any]).get("prompt")
+        if isinstance(prompt, str):
+            return prompt
         raise ValueError("the object has no string `prompt`")
     except ValueError as error:  # includes encoding errors
         rule = "must be an object with a string `prompt`" if is_json else "must be UTF-8"

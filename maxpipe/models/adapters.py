@@ -43,12 +43,14 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
 
     def adapted(name: str, kind: Kind) -> Kind:
         names = names_in_layers(model, name)
-        mine = {key: kind.declared[key] for key in adaptable(kind) if names[key] in targets}
+        matrices = {key: kind.declared[key] for key in adaptable(kind) if names[key] in targets}
         stored = dict(_held(kind, config.base_quantization))
-        for key, param in mine.items():
+        for key, param in matrices.items():
             stored |= _change(key, param, config)
         scale = config.alpha / (config.rank**0.5 if config.rslora else config.rank)
-        adapters = {key: Adapter(scale, config.dropout, summed(each)) for key, each in mine.items()}
+        adapters = {
+            key: Adapter(scale, config.dropout, summed(each)) for key, each in matrices.items()
+        }
         frozen = frozenset(base_of({**kind.declared, **stored}))
         return replace(kind, frozen=frozen, stored=stored, adapters=adapters)
 
@@ -124,9 +126,9 @@ def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
                 scales[dim] = (size // block_size(size), axis)
             else:
                 scales[dim] = (1, RANK)
-            made = Made((part, name))
-            yield (part, name), Param(tuple(numbers), made, own_dtype=_TYPES[base])
-            yield (part, name + SCALE), Param(tuple(scales), made, own_dtype="float32")
+            derived = Made((part, name))
+            yield (part, name), Param(tuple(numbers), derived, own_dtype=_TYPES[base])
+            yield (part, name + SCALE), Param(tuple(scales), derived, own_dtype="float32")
 
 
 def dim_of_scales(param: Param) -> int | None:
@@ -161,13 +163,13 @@ def residuals_of_changes(kind: Kind) -> Held:
     The residuals are the activations between the two factors, the product before DoRA magnitudes
     are applied, and the dropout masks.
     """
-    found = Held()
+    held = Held()
     for (part, name), adapter in kind.adapters.items():
         down, up = (kind.params[part, name + end].dims for end in (DOWN, UP))
         stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in kind.stored else ()
         masks = ((1.0, down[:-1]),) if adapter.dropout else ()
-        found += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
-    return found
+        held += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
+    return held
 
 
 def is_held(kind: Kind, key: Key) -> bool:

@@ -61,11 +61,11 @@ def num_params(model: Model) -> int:
 def active_params(model: Model) -> int:
     """Return the number of parameters that one token uses, which excludes unselected experts."""
     unused = sum(
-        size(part.params[each.param]) * (1.0 - each.needed)
+        size(part.params[matmul.param]) * (1.0 - matmul.needed)
         for kind in model.all_layers
         for part in model.layer_types[kind].parts.values()
-        for each in part.operations
-        if isinstance(each, Matmul)
+        for matmul in part.operations
+        if isinstance(matmul, Matmul)
     )
     return num_params(model) - round(unused)
 
@@ -136,21 +136,21 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
     """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
-    found = dict.fromkeys(counted(kind), 1.0)
+    shares = dict.fromkeys(counted(kind), 1.0)
     for name, part in kind.parts.items():
-        for each in part.operations:
-            if isinstance(each, Matmul):
-                found[name, each.param] = each.computed
-    return found
+        for matmul in part.operations:
+            if isinstance(matmul, Matmul):
+                shares[name, matmul.param] = matmul.computed
+    return shares
 
 
 def _matmul_weights(kind: Kind, *, needed: bool) -> float:
     factors = sum(map(size, factors_of(kind).values()))
     return factors + sum(
-        size(part.params[each.param]) * (each.needed if needed else each.computed)
+        size(part.params[matmul.param]) * (matmul.needed if needed else matmul.computed)
         for part in kind.parts.values()
-        for each in part.operations
-        if isinstance(each, Matmul)
+        for matmul in part.operations
+        if isinstance(matmul, Matmul)
     )
 
 
@@ -159,10 +159,10 @@ def _products(kind: Kind, *, needed: bool) -> float:
     scores.
     """
     return sum(
-        each.heads * (each.needed if needed else each.computed)
+        product.heads * (product.needed if needed else product.computed)
         for part in kind.parts.values()
-        for each in part.operations
-        if isinstance(each, Products)
+        for product in part.operations
+        if isinstance(product, Products)
     )
 
 
@@ -172,21 +172,20 @@ def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> fl
     `is_frozen` overrides the layer type's own setting.
     """
     return sum(
-        size(part.params[each.param]) * each.needed
+        size(part.params[matmul.param]) * matmul.needed
         for name, part in kind.parts.items()
-        for each in part.operations
-        if isinstance(each, Matmul)
-        and is_frozen.get((name, each.param), not kind.params[name, each.param].trainable)
+        for matmul in part.operations
+        if isinstance(matmul, Matmul)
+        and is_frozen.get((name, matmul.param), not kind.params[name, matmul.param].trainable)
     )
 
 
 def _heads(kind: Kind) -> float:
-    """Return the sum of the sizes of all attention heads."""
     return sum(
-        each.heads * each.head_dim
+        scores.heads * scores.head_dim
         for part in kind.parts.values()
-        for each in part.operations
-        if isinstance(each, Scores)
+        for scores in part.operations
+        if isinstance(scores, Scores)
     )
 
 
@@ -194,10 +193,10 @@ def _attention(model: Model, layer: int, tokens: int) -> float:
     """Return the multiply-adds per token that a layer's attention needs."""
     kind = model.layer_types[model.all_layers[layer]]
     return sum(
-        2 * each.heads * each.head_dim * _visible(tokens, _window(model, each, layer))
+        2 * scores.heads * scores.head_dim * _visible(tokens, _window(model, scores, layer))
         for part in kind.parts.values()
-        for each in part.operations
-        if isinstance(each, Scores)
+        for scores in part.operations
+        if isinstance(scores, Scores)
     )
 
 

@@ -139,11 +139,11 @@ class _HeadSizes:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the head size and the number of rotated entries."""
-        rest, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
-        for name, size in zip(self.names[2:], (rest + turned, turned), strict=True):
+        unrotated, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
+        for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
             if theirs.get(name, size) != size:
                 raise Unlike(name, theirs[name], f"must be {size} to match the other keys.")
-        return {"head_dim": rest + turned, "deepseek.qk_rope_head_dim": turned}
+        return {"head_dim": unrotated + turned, "deepseek.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
         turned = ours["deepseek.qk_rope_head_dim"]
@@ -201,7 +201,7 @@ class _LayersAhead:
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the number of heads and their architecture."""
         said = (theirs.get(name) for name in self.names)
-        count = next((each for each in said if each is not None), 0)
+        count = next((value for value in said if value is not None), 0)
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:

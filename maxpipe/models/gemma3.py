@@ -56,7 +56,7 @@ def describe(config: ModelConfig) -> Model:
     ]
 
     def by_layer(of_global: float, of_local: float) -> tuple[float, ...]:
-        return tuple(of_global if each else of_local for each in sees_all)
+        return tuple(of_global if is_global else of_local for is_global in sees_all)
 
     values = {
         "window": by_layer(0, own.sliding_window),

@@ -58,8 +58,8 @@ class _Scores:
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the multiplier."""
         del ours
-        found = theirs.get("attention_multiplier")
-        return {"granite.attention_multiplier": 1.0 if found is None else found}
+        multiplier = theirs.get("attention_multiplier")
+        return {"granite.attention_multiplier": 1.0 if multiplier is None else multiplier}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the multiplier, even if our value is derived from the head size."""

@@ -77,24 +77,24 @@ class Key:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the value, or the default."""
-        found = theirs.get(self.theirs)
-        if found is None and self.also:
-            found = theirs.get(self.also)
-        if found is None:
-            found = self.default(ours) if callable(self.default) else self.default
-        if found is None:
+        value = theirs.get(self.theirs)
+        if value is None and self.also:
+            value = theirs.get(self.also)
+        if value is None:
+            value = self.default(ours) if callable(self.default) else self.default
+        if value is None:
             raise Unlike(self.theirs, None, "is missing, and has no default.")
-        if self.zero_means and found == ours[self.zero_means]:
-            found = 0
-        return {self.ours: found}
+        if self.zero_means and value == ours[self.zero_means]:
+            value = 0
+        return {self.ours: value}
 
     def write(self, ours: Ours) -> Theirs:
-        found = ours[self.ours]
-        if self.zero_means and not found:
-            found = ours[self.zero_means]
-        if self.is_integer and found != (found := int(found)):
+        value = ours[self.ours]
+        if self.zero_means and not value:
+            value = ours[self.zero_means]
+        if self.is_integer and value != (value := int(value)):
             raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
-        return dict.fromkeys(self.names, found)
+        return dict.fromkeys(self.names, value)
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ class Fixed:
         found = self.default if found is None else found
         # 0 equals false, and 1 equals true.
         if not any(
-            found == each and (type(found) is bool) == (type(each) is bool) for each in self.values
+            found == value and (type(found) is bool) == (type(value) is bool)
+            for value in self.values
         ):
-            allowed = " or ".join("null" if each is None else repr(each) for each in self.values)
+            allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
             raise Unlike(self.theirs, found, f"must be {allowed}: other values are not supported.")
         return {}
 
@@ -212,17 +213,17 @@ class Rotary:
         said = an_object(theirs, "rope_parameters")
         if self.layers:
             said = an_object(said, self.layers)
-        found, kind = {self.theta: said["rope_theta"]}, said["rope_type"]
+        ours_read, kind = {self.theta: said["rope_theta"]}, said["rope_type"]
         if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
-            known = " or ".join(repr(each) for each in ("default", *self.scalings))
+            known = " or ".join(repr(scaling) for scaling in ("default", *self.scalings))
             raise Unlike("rope_type", kind, f"must be {known}.")
         if kind == "default":
-            found |= dict(self.unscaled)
+            ours_read |= dict(self.unscaled)
         length = theirs.get("max_position_embeddings")
         lengths = {} if length is None else {"max_position_embeddings": length}
         for row in (*self.scalings.get(kind, ()), *self.top_level_keys.get(kind, ())):
-            found |= row.read({**lengths, **said}, ours)
-        return found
+            ours_read |= row.read({**lengths, **said}, ours)
+        return ours_read
 
     def write(self, ours: Ours) -> Theirs:
         """Return the keys of the current and of older releases, for compatibility with both."""
@@ -246,12 +247,12 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
     Raises:
         Unlike: the value is not an object.
     """
-    found = theirs.get(key)
-    if found is None:
+    section = theirs.get(key)
+    if section is None:
         return {}
-    if not isinstance(found, dict):
-        raise Unlike(key, found, "must be an object or null.")
-    return found
+    if not isinstance(section, dict):
+        raise Unlike(key, section, "must be an object or null.")
+    return section
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ class HuggingFace:
     def names(self) -> frozenset[str]:
         """Return the keys of `config.json` that the table handles."""
         named = (name for row in self.keys for name in row.names)
-        return frozenset(named) | {each.other for each in self.duplicate_keys}
+        return frozenset(named) | {pair.other for pair in self.duplicate_keys}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
@@ -327,11 +328,11 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
     Raises:
         Unlike: transformers cannot represent a value.
     """
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for row in keys:
         for name, value in row.write(ours).items():
-            before = found.get(name)
+            before = params.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
                 value = {**before, **value}  # merges entries of different layer types
-            found[name] = value
-    return found
+            params[name] = value
+    return params

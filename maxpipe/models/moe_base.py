@@ -115,7 +115,7 @@ def model(
         "experts": Branch("experts", routed, norm, dropout=config.dropout),
     }
     first = Branch("attention", mixing, norm, dropout=config.dropout)
-    front = tuple("dense" if each else "experts" for each in dense)
+    front = tuple("dense" if is_dense else "experts" for is_dense in dense)
     layers = front + ("experts",) * (config.num_layers - len(front))
     kinds = {name: Kind((first, branches[name])) for name in dict.fromkeys(layers)}
     return Model(kinds, layers, family.ends(config, norm), values or {})

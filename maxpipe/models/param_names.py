@@ -75,15 +75,15 @@ def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
 
 def suggestions(model: Model) -> list[str]:
     """Return suggested patterns for all parameters, parts and layer types."""
-    found: dict[str, None] = {}
+    selected: dict[str, None] = {}
     for names, _ in _declared(model):
         for name in names:
             parts = name.split(".")
-            found |= dict.fromkeys(
+            selected |= dict.fromkeys(
                 ".".join([*parts[:count], "*"]) for count in range(1, len(parts))
             )
-            found[name] = None
-    return list(found)
+            selected[name] = None
+    return list(selected)
 
 
 def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:

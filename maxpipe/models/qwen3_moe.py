@@ -54,8 +54,8 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from moe_base.rules(config, own)
     yield from rope_config.rules(config, own)
     count = config.num_layers
-    if wrong := [each for each in own.dense_layers if not 0 <= each < count]:
-        left = [each for each in own.dense_layers if each not in wrong]
+    if wrong := [layer for layer in own.dense_layers if not 0 <= layer < count]:
+        left = [layer for layer in own.dense_layers if layer not in wrong]
         yield RuleViolation(
             "model.qwen3_moe.dense_layers",
             f"must hold layer indices from 0 to {count - 1}, but holds {wrong[0]}.",

@@ -32,8 +32,8 @@ from maxpipe.models.param_names import freeze
 from maxpipe.models.spec import Ahead, LayersAhead, Model, Summary
 
 FAMILIES: Mapping[str, Family] = {
-    each.FAMILY.name: each.FAMILY
-    for each in (
+    family.FAMILY.name: family.FAMILY
+    for family in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
         *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
@@ -45,9 +45,9 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
     families: dict[tuple[str, Summary], list[str]] = {}
     for family in FAMILIES.values():
         for part in family.metric_parts:
-            for found in part.metrics.items():
-                families.setdefault(found, []).append(family.name)
-    return ((*found, names) for found, names in families.items())
+            for metric in part.metrics.items():
+                families.setdefault(metric, []).append(family.name)
+    return ((*metric, names) for metric, names in families.items())
 
 
 @lru_cache(maxsize=64)
@@ -71,6 +71,6 @@ def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
         last = model.layers[-1]
         own = (last, model.layer_types[last], model.ends.norm)
         ahead = LayersAhead(heads, config.d_model, config.mtp_loss_weight, *own)
-        values = {name: (*each, *each[-1:] * heads) for name, each in values.items()}
+        values = {name: (*layers, *layers[-1:] * heads) for name, layers in values.items()}
     ends = dataclasses.replace(model.ends, mtp=ahead)
     return dataclasses.replace(model, ends=ends, values=values)

@@ -118,7 +118,6 @@ def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
 def _refuses(
     backend: str, device: str, model: ModelConfig, tokens: int, divided: Divided
 ) -> Iterator[str]:
-    """Yield the reasons against a backend."""
     if backend not in CANNOT:
         yield "is not available"
         return

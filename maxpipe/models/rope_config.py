@@ -240,13 +240,13 @@ class Longest:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the factor and the original length."""
-        found = _Original(self.original).read(theirs, ours)
+        original = _Original(self.original).read(theirs, ours)
         factor = theirs.get("factor")
         if factor is None and theirs.get("max_position_embeddings") is None:
             raise Unlike("max_position_embeddings", None, "is missing, and has no default.")
         if factor is None:
-            factor = theirs["max_position_embeddings"] / found[self.original]
-        return {**found, self.factor: max(factor, 1.0)}
+            factor = theirs["max_position_embeddings"] / original[self.original]
+        return {**original, self.factor: max(factor, 1.0)}
 
     def write(self, ours: Ours) -> Theirs:
         """Return both lengths; some releases of transformers derive the factor from them."""
@@ -301,8 +301,8 @@ class Turns:
                 f"Set {self.theirs} to the published value, {self.paper} for Llama 3.1 to 3.3, "
                 "next to rope_type in config.json.",
             )
-        found = theirs.get(self.theirs) or 0.0
-        return {self.ours: 0.0 if found == self.paper else found}
+        value = theirs.get(self.theirs) or 0.0
+        return {self.ours: 0.0 if value == self.paper else value}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the number, even if it equals the value from the paper, because Llama's class has

@@ -324,12 +324,12 @@ class Branch:
     @property
     def parts(self) -> Mapping[str, Part]:
         """Return the parts, keyed by the name under which their parameters are stored."""
-        found = {
+        parts = {
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
             f"{self.name}_after_norm": self.post_norm,
         }
-        return {name: part for name, part in found.items() if part is not None}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that its counts can be cached
@@ -368,8 +368,8 @@ class Kind:
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
         """Map (part, name) to the stored parameter."""
-        found = {**self.declared, **self.stored}
-        return {name: _unless(param, name in self.frozen) for name, param in found.items()}
+        params = {**self.declared, **self.stored}
+        return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
@@ -400,7 +400,9 @@ class Kind:
         the layer's output.
         """
         last = self.branches[-1]
-        return 2 + sum(each.post_norm is not None or each is not last for each in self.branches)
+        return 2 + sum(
+            branch.post_norm is not None or branch is not last for branch in self.branches
+        )
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:
@@ -410,7 +412,7 @@ class Kind:
     @cached_property
     def saved_with(self) -> Mapping[str, Dims]:
         """Return all float32 arrays that are saved together with an activation."""
-        return _joined(found for part in self.parts.values() for found in part.saved_with.values())
+        return _joined(saved for part in self.parts.values() for saved in part.saved_with.values())
 
     @cached_property
     def statistics(self) -> Mapping[str, Dims]:
@@ -429,11 +431,11 @@ def _unless(param: Param, frozen: bool) -> Param:
 
 
 def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for mapping in mappings:
-        assert found.keys().isdisjoint(mapping), "two parts of a layer use one name"
-        found |= mapping
-    return found
+        assert joined.keys().isdisjoint(mapping), "two parts of a layer use one name"
+        joined |= mapping
+    return joined
 
 
 @dataclass(frozen=True)
@@ -498,14 +500,14 @@ class LayersAhead(Ahead):
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
         """Return the parameters of one head: three norms, a projection and a layer."""
         dims = ((2 * self.d_model, "embed"), (self.d_model, "norm"))
-        found: dict[tuple[str, ...], Param] = {
+        params: dict[tuple[str, ...], Param] = {
             (name, param): declared
             for name in ("embedding_norm", "hidden_norm")
             for param, declared in self.norm.params.items()
         }
-        found["projection",] = Param(dims, Normal(2 * self.d_model))
-        found |= {("layer", *name): param for name, param in self.kind.params.items()}
-        return found | {("norm", name): param for name, param in self.norm.params.items()}
+        params["projection",] = Param(dims, Normal(2 * self.d_model))
+        params |= {("layer", *name): param for name, param in self.kind.params.items()}
+        return params | {("norm", name): param for name, param in self.norm.params.items()}
 
 
 @dataclass(frozen=True)
@@ -530,12 +532,12 @@ class Ends:
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Return the parameters, keyed by storage path."""
-        found = {("embedding",): self.embedding}
-        found |= {("final_norm", name): param for name, param in self.norm.params.items()}
+        params = {("embedding",): self.embedding}
+        params |= {("final_norm", name): param for name, param in self.norm.params.items()}
         if self.mtp is not None:
-            found |= {("ahead", *name): param for name, param in self.mtp.params.items()}
-        found |= {} if self.head is None else {("head",): self.head}
-        return {name: _unless(param, name in self.frozen) for name, param in found.items()}
+            params |= {("ahead", *name): param for name, param in self.mtp.params.items()}
+        params |= {} if self.head is None else {("head",): self.head}
+        return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @property
     def losses(self) -> Mapping[str, float]:
@@ -600,19 +602,19 @@ class Model:
         """Return the coefficients of the layers' scalar losses. `ends` has the coefficients of the
         heads.
         """
-        found: dict[str, float] = {}
+        losses: dict[str, float] = {}
         for kind in self.layer_types.values():
-            found |= kind.losses
-        return found
+            losses |= kind.losses
+        return losses
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
         """Return the metrics of the layers' losses and statistics, keyed by tag."""
-        found: dict[str, Summary] = {}
+        metrics: dict[str, Summary] = {}
         for kind in self.layer_types.values():
             for part in kind.parts.values():
-                found |= part.metrics
-        return found
+                metrics |= part.metrics
+        return metrics
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -631,10 +633,10 @@ class Model:
         presets: dict[str, dict[str, None]] = {"matmuls": {}}
         for kind in self.layer_types.values():
             for branch in kind.branches:
-                part, found = branch.part, presets.setdefault(branch.name, {})
+                part, names = branch.part, presets.setdefault(branch.name, {})
                 for name in part.activations:
                     own = single.get(name, (name,)) + tuple(part.saved_with.get(name, ()))
                     single[name] = tuple(dict.fromkeys(own))
-                    found |= dict.fromkeys(single[name])
-                presets["matmuls"] |= found
+                    names |= dict.fromkeys(single[name])
+                presets["matmuls"] |= names
         return single | {preset: tuple(names) for preset, names in presets.items()}

@@ -39,14 +39,14 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     """
     split = _split(weight.astype(jnp.float32), dim, blocks)
     most = jnp.abs(split).max(dim, keepdims=True)
-    found = split / jnp.where(most == 0, 1.0, most)
+    scaled = split / jnp.where(most == 0, 1.0, most)
     scales = jnp.squeeze(most, dim)
     if dtype == "int8":
-        return jnp.round(found * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
+        return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
     # Summing comparisons with the thresholds gives the code without an array over all codes.
-    below = ((found > each).astype(jnp.uint8) for each in middle)
-    codes = sum(below, jnp.zeros(found.shape, jnp.uint8)).reshape(weight.shape)
+    below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
+    codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
     pairs = pairs.reshape(*pairs.shape[:-1], -1, 2)
     return jnp.moveaxis(pairs[..., 0] | pairs[..., 1] << 4, -1, dim), scales
@@ -57,11 +57,11 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
     if numbers.dtype == jnp.uint8:
         pairs = jnp.moveaxis(numbers, dim, -1)
         codes = jnp.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1)
-        found = jnp.moveaxis(jnp.asarray(_LEVELS, jnp.float32)[codes], -1, dim)
+        values = jnp.moveaxis(jnp.asarray(_LEVELS, jnp.float32)[codes], -1, dim)
     else:
-        found = numbers.astype(jnp.float32)
-    split = _split(found, dim, scales.shape[dim])
-    return (split * jnp.expand_dims(scales, dim)).reshape(found.shape).astype(dtype)
+        values = numbers.astype(jnp.float32)
+    split = _split(values, dim, scales.shape[dim])
+    return (split * jnp.expand_dims(scales, dim)).reshape(values.shape).astype(dtype)
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
@@ -124,31 +124,31 @@ def apply_adapters(
     """
     if not kind.stored:
         return params
-    found = {
-        part: {name: each for name, each in mine.items() if (part, name) in kind.declared}
-        for part, mine in params.items()
+    weights = {
+        part: {name: each for name, each in part_params.items() if (part, name) in kind.declared}
+        for part, part_params in params.items()
     }
     for part, name in kind.declared:
         if is_held(kind, (part, name)):
             numbers, scales = params[part][name], params[part][name + SCALE]
-            found[part][name] = dequantize(numbers, scales, _scale_dim(kind, (part, name)), dtype)
+            weights[part][name] = dequantize(numbers, scales, _scale_dim(kind, (part, name)), dtype)
     for number, ((part, name), adapter) in enumerate(kind.adapters.items()):
         keys = None
         if key is not None and adapter.dropout:
             own = jax.random.fold_in(jax.random.fold_in(key, _STREAM), number)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(own, inputs["example_ids"])
-        mine = params[part]
-        found[part][name] = LoraWeight(
-            found[part][name],
-            mine[name + DOWN],
-            mine[name + UP],
-            mine.get(name + LENGTH),
+        part_params = params[part]
+        weights[part][name] = LoraWeight(
+            weights[part][name],
+            part_params[name + DOWN],
+            part_params[name + UP],
+            part_params.get(name + LENGTH),
             keys,
             scale=adapter.scale,
             dropout_rate=adapter.dropout,
             contracted_dims=adapter.num_contracted_dims,
         )
-    return found
+    return weights
 
 
 def _scale_dim(kind: Kind, key: Key) -> int:

@@ -70,7 +70,6 @@ def rotary_frequencies(
 def _ntk_base_factor(
     rope: attention.Rope, turned: int, context: LayerContext
 ) -> float | Float[Array, ""]:
-    """Return the multiplier of the rotary base in NTK scaling."""
     longer = max(_max_visible_tokens(context) / rope.original_tokens, 1.0)
     more = context.number(rope.factor) * (longer - 1.0) + 1.0
     return more ** (turned / (turned - 2))
@@ -253,7 +252,6 @@ class Attention(SpecModule):
         split: SequenceParallel,
         largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
-        """Return the projected queries, keys and values, split into heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
         found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)

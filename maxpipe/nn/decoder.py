@@ -100,30 +100,30 @@ class Block(nnx.Module):
         split = context.split(self.rules)
         x = split.split_tokens(x)
         for number, branch in enumerate(branches):
-            found = self._branch(branch, x, context)
-            change = found.x
+            output = self._branch(branch, x, context)
+            change = output.x
             if keys is not None and branch.dropout:
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
             x = split.split_tokens(x + (change if branch.scale == 1.0 else change * branch.scale))
-            losses |= found.losses
-            statistics |= found.statistics
-            cache = cache if found.cache is None else found.cache
+            losses |= output.losses
+            statistics |= output.statistics
+            cache = cache if output.cache is None else output.cache
         return Output(x, losses, statistics, cache)
 
     def _branch(self, branch: Branch, x: Array, context: LayerContext) -> Output:
-        found = Output(x)
+        output = Output(x)
         for name, part in branch.parts.items():
             module = getattr(self, name)
-            inner = part is branch.part
+            is_part = part is branch.part
             with jax.named_scope(scopes.part(name)):
-                if inner:
-                    found = module(found.x, context)
+                if is_part:
+                    output = module(output.x, context)
                     continue
                 if context.quantizer is not None and isinstance(module, RMSNorm):
-                    context = replace(context, max_abs=module.max_abs(found.x))
-                found = found._replace(x=module(found.x))
-        return found
+                    context = replace(context, max_abs=module.max_abs(output.x))
+                output = output._replace(x=module(output.x))
+        return output
 
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -216,12 +216,12 @@ class Decoder:
         """Initialize all parameters. A layer's values depend only on the key and the layer
         index.
         """
-        numbers = {kind: [] for kind in self.model.layer_types}
+        indices = {kind: [] for kind in self.model.layer_types}
         for number, kind in enumerate(self.model.layers):
-            numbers[kind].append(number)
+            indices[kind].append(number)
         layers = {
-            kind: self.init_layers(kind, key, jnp.asarray(found, jnp.int32))
-            for kind, found in numbers.items()
+            kind: self.init_layers(kind, key, jnp.asarray(layer_indices, jnp.int32))
+            for kind, layer_indices in indices.items()
         }
         return self.init_outer(key) | {"layers": layers}
 
@@ -242,16 +242,16 @@ class Decoder:
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Initialize all parameters outside layers."""
-        found: dict[tuple[str, ...], Array] = {}
+        params: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
             if name[0] != MTP:
-                part = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
-                found |= init_params({name: param}, part, self._param_dtype)
-        outer = unflatten(found)
-        if (ahead := self.model.ends.mtp) is not None:
+                stream = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
+                params |= init_params({name: param}, stream, self._param_dtype)
+        outer = unflatten(params)
+        if (mtp := self.model.ends.mtp) is not None:
             base = jax.random.fold_in(key, _STREAMS[MTP])
-            keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(ahead.num_heads))
-            draw = partial(init_params, ahead.params_of_one, dtype=self._param_dtype)
+            keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(mtp.num_heads))
+            draw = partial(init_params, mtp.params_of_one, dtype=self._param_dtype)
             outer[MTP] = unflatten(jax.vmap(lambda key: draw(key=key))(keys))
         return outer
 
@@ -272,13 +272,13 @@ class Decoder:
 
         With sequence parallelism, layers quantize weights themselves.
         """
-        low = make_quantizer(self.config)
-        split = any(dict(self.rules.table).get("sequence", ()))
-        if low is None or low.scales == "block" or split:
+        quantizer = make_quantizer(self.config)
+        is_token_sharded = any(dict(self.rules.table).get("sequence", ()))
+        if quantizer is None or quantizer.scales == "block" or is_token_sharded:
             return self._declared(lambda param: 0)
-        chosen = lambda param: low.attention or not param.is_of_heads  # noqa: E731
-        found = self._declared(lambda param: param.num_contracted_dims if chosen(param) else 0)
-        return jax.tree.map(lambda _: 0, found) | {"layers": found["layers"]}
+        is_quantized = lambda param: quantizer.attention or not param.is_of_heads  # noqa: E731
+        dims = self._declared(lambda param: param.num_contracted_dims if is_quantized(param) else 0)
+        return jax.tree.map(lambda _: 0, dims) | {"layers": dims["layers"]}
 
     def _declared(self, of: Callable[[Param], Any]) -> Params:
         """Return a tree with the structure of the parameters and `of(declaration)` as leaves."""
@@ -331,9 +331,9 @@ class Decoder:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
         params = apply_adapters(self.model.layer_types[kind], params, x.dtype, context.inputs, key)
-        found = _merge_module(self._blocks[kind], params)(x, context, key)
-        statistics = jax.tree.map(jax.lax.stop_gradient, found.statistics)
-        return found._replace(statistics=statistics)
+        output = _merge_module(self._blocks[kind], params)(x, context, key)
+        statistics = jax.tree.map(jax.lax.stop_gradient, output.statistics)
+        return output._replace(statistics=statistics)
 
     def _context(self, inputs: Params, index: Array, cache: Any = None) -> LayerContext:
         low = make_quantizer(self.config)
@@ -397,35 +397,36 @@ class Decoder:
     def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the summed cross entropy in nats of each multi-token prediction head.
+        """Return the summed cross entropy in nats of each MTP head.
 
-        With layer heads, the result also has the summed losses of their layers and their statistics
-        `[heads, ...]`.
+        With layer heads, also the summed losses of the layers, and their statistics `[heads, ...]`.
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
         hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
         for number, name in enumerate(self.model.ends.losses):
-            mine = jax.tree.map(lambda leaf, at=number: leaf[at], params[MTP])
-            further = number + 1
-            same = ids[:, further:] == ids[:, :-further]
-            mask = jnp.asarray(batch["loss_mask"][:, further:], jnp.float32) * same
+            head = jax.tree.map(lambda leaf, at=number: leaf[at], params[MTP])
+            distance = number + 1
+            same = ids[:, distance:] == ids[:, :-distance]
+            mask = jnp.asarray(batch["loss_mask"][:, distance:], jnp.float32) * same
             if self.model.ends.mtp_layers is None:
-                own = self.mtp_head(mine, hidden)
+                output = self.mtp_head(head, hidden)
             else:
-                tokens = batch["tokens"][:, further:]
+                tokens = batch["tokens"][:, distance:]
                 later = self.embed(params["embedding"], tokens) * same[..., None]
-                rest = ((0, 0), (0, further))
-                inputs = batch | {"loss_mask": jnp.pad(mask, rest)}
-                later = jnp.pad(later, (*rest, (0, 0))).astype(hidden.dtype)
-                hidden, more, counted = self.mtp_layer(
-                    mine, hidden, later, inputs, jnp.int32(number), key
+                after = ((0, 0), (0, distance))
+                inputs = batch | {"loss_mask": jnp.pad(mask, after)}
+                later = jnp.pad(later, (*after, (0, 0))).astype(hidden.dtype)
+                hidden, layer_losses, layer_statistics = self.mtp_layer(
+                    head, hidden, later, inputs, jnp.int32(number), key
                 )
-                losses |= {each: losses.get(each, 0.0) + loss for each, loss in more.items()}
-                statistics.append(counted)
-                own = hidden
-            logits = self._projected(params, own[:, :-further])
-            losses[name] = _summed_cross_entropy(logits, batch["targets"][:, further:], mask)
+                losses |= {
+                    each: losses.get(each, 0.0) + loss for each, loss in layer_losses.items()
+                }
+                statistics.append(layer_statistics)
+                output = hidden
+            logits = self._projected(params, output[:, :-distance])
+            losses[name] = _summed_cross_entropy(logits, batch["targets"][:, distance:], mask)
         return losses, jax.tree.map(lambda *leaves: jnp.stack(leaves), *statistics or [{}])
 
     def _projected(self, params: Params, x: Array) -> Array:
@@ -442,10 +443,10 @@ class Decoder:
         """Run the plain loop over layers, without a pipeline."""
         x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
-            further, counted = self._mtp_losses(params, x, batch, key)
-            losses |= {name: losses.get(name, 0.0) + loss for name, loss in further.items()}
+            mtp_losses, mtp_statistics = self._mtp_losses(params, x, batch, key)
+            losses |= {name: losses.get(name, 0.0) + loss for name, loss in mtp_losses.items()}
             if self.model.ends.mtp_layers is not None:
-                statistics[MTP] = counted
+                statistics[MTP] = mtp_statistics
         return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
@@ -468,14 +469,14 @@ class Decoder:
                 x, *rest = layer(each[0], x, batch, each[1], key)
                 return x, tuple(rest)
 
-            x, (lost, counted) = jax.lax.scan(body, x, (stack, numbers))
-            for name, loss in lost.items():
+            x, (layer_losses, layer_statistics) = jax.lax.scan(body, x, (stack, numbers))
+            for name, loss in layer_losses.items():
                 losses[name] = losses.get(name, 0.0) + loss.sum()
-            statistics[kind].append(counted)
+            statistics[kind].append(layer_statistics)
         joined = {
-            kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *found)
-            for kind, found in statistics.items()
-            if found
+            kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+            for kind, parts in statistics.items()
+            if parts
         }
         return x, losses, joined
 
@@ -556,8 +557,8 @@ class Decoder:
     ) -> tuple[Float[Array, "B t D"], Any]:
         """Return the layer's output, and its cache extended by the tokens of this batch."""
         context = self._context(batch, index, cache)
-        found = self._layer(kind, params, x, context, None)
-        return found.x, found.cache
+        output = self._layer(kind, params, x, context, None)
+        return output.x, output.cache
 
     def extend(
         self, params: Params, batch: Params, caches: Sequence[Any], last: int = 0
@@ -568,8 +569,8 @@ class Decoder:
         """
         x, extended = self.embed(params["embedding"], batch["tokens"]), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
-        for number, (kind, one, cache) in enumerate(layers):
-            x, cache = self.decode_layer(kind, one, x, batch, jnp.asarray(number), cache)
+        for number, (kind, layer, cache) in enumerate(layers):
+            x, cache = self.decode_layer(kind, layer, x, batch, jnp.asarray(number), cache)
             extended.append(cache)
         return self.logits(params, x[:, -last:]), extended
 
@@ -588,7 +589,6 @@ def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, 
 def _summed_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Return the summed cross entropy of unmasked targets."""
     scores = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return -(picked * mask).sum()
@@ -599,7 +599,6 @@ def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
 
 
 def _merge_module(split: tuple[Any, Any], params: Params) -> Any:
-    """Return the module with the given parameters."""
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
     return nnx.merge(graph, state)

@@ -82,8 +82,8 @@ def dispatch_tokens(
     choices and earlier tokens precede later tokens, regardless of the expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
-    mine = num_experts // size
-    target = places // mine
+    local_experts = num_experts // size
+    target = places // local_experts
     lengths = (target.reshape(-1, 1) == jnp.arange(size)).sum(0, dtype=jnp.int32)
     slots = assign_capacity_slots(target, lengths, room)
     counts = jnp.minimum(lengths, room)
@@ -92,9 +92,11 @@ def dispatch_tokens(
     factors = row_weights(of_tokens, flat, slots, num_experts)
     expert = flat.reshape(-1).at[slots.choice_of_row].get(mode="fill", fill_value=num_experts)
     # Empty rows get the expert index that follows the local experts.
-    expert = all_to_all(jnp.where(expert < num_experts, expert % mine, mine), EXPERT, 0, 0)
+    expert = all_to_all(
+        jnp.where(expert < num_experts, expert % local_experts, local_experts), EXPERT, 0, 0
+    )
     factors = all_to_all(factors, EXPERT, 0, 0)
-    of_mine = jnp.where(expert[:, None] == jnp.arange(mine), factors[:, None], 0)
+    of_mine = jnp.where(expert[:, None] == jnp.arange(local_experts), factors[:, None], 0)
     rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.received_counts)
     return ReceivedTokens(rows[None], expert[None, :, None], of_mine[None]), sent
 
@@ -222,7 +224,9 @@ def _balance(
     sequence, over the sequences of this call, or over the sequences of all devices
     (arXiv:2501.11873).
     """
-    used, likely = ((counts * each).sum(1) for each in (routes.expert_mask, routes.probabilities))
+    used, likely = (
+        (counts * weight).sum(1) for weight in (routes.expert_mask, routes.probabilities)
+    )
     load = used.sum(0)
     if over == "devices":
         used = sum_count(load)
@@ -325,11 +329,11 @@ class Experts(SpecModule):
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
-        found = self._grouped_experts(
+        outputs = self._grouped_experts(
             received, self._params(x), filled=min(filled, 1.0), low=context.quantizer
         )
         lost = sent.slots.dropped_fraction.reshape(x.shape[:2]) if self.part.drops_tokens else None
-        return combine_tokens(found, sent).reshape(x.shape), lost
+        return combine_tokens(outputs, sent).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Array]:
         """Return the parameters of the experts in the dtype of `x`."""
@@ -361,7 +365,7 @@ class Experts(SpecModule):
         not read. `filled` is the mean fraction of pairs that are not empty.
         """
         x, *routes = tokens
-        places, weights = (each.reshape(-1, each.shape[-1]) for each in routes)
+        places, weights = (array.reshape(-1, array.shape[-1]) for array in routes)
         num_experts = weights.shape[-1]
         rows, sizes = sort_by_expert(places, num_experts)
         spread = grouped_matmul.GroupedMatmulOptions(
@@ -426,7 +430,7 @@ class Experts(SpecModule):
         )
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         places, weights = (
-            each.reshape(-1, each.shape[-1]) for each in (routes.expert_ids, routes.weights)
+            array.reshape(-1, array.shape[-1]) for array in (routes.expert_ids, routes.weights)
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
         weights = weights.astype(x.dtype)

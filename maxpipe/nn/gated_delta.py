@@ -107,8 +107,8 @@ class GatedDelta(SpecModule):
         before = _empty_cache(part, qkvz) if context.cache is None else context.cache
         segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
-        found: Any = _delta_rule(part, weights, qkvz, ba, segments, before)
-        read, state = found
+        results: Any = _delta_rule(part, weights, qkvz, ba, segments, before)
+        read, state = results
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
         out = split.reduce_scatter_tokens(
             split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
@@ -122,8 +122,10 @@ class GatedDelta(SpecModule):
     ) -> Float[Array, "B T K E"]:
         """Return a projection, split into key heads."""
         weight = getattr(self, name)[...].astype(x.dtype)
-        found = split.unsharded_matmul(x, weight)
-        return checkpoint_name(constrain(found, (None, None, "kv_heads", None), self.rules), name)
+        projected = split.unsharded_matmul(x, weight)
+        return checkpoint_name(
+            constrain(projected, (None, None, "kv_heads", None), self.rules), name
+        )
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
@@ -195,8 +197,8 @@ def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: A
         return (d_state, d_norm + more.astype(jnp.float32)), d_chunk
 
     nothing = lax.full_like(d_state, 0, shape=weights["norm"].shape)
-    given = (states, chunks, d_read)
-    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), given, reverse=True)
+    inputs = (states, chunks, d_read)
+    (d_state, d_norm), d_chunks = lax.scan(back, (d_state, nothing), inputs, reverse=True)
     d_weights, d_qkvz, d_ba, d_tail = pull_chunks(d_chunks)
     d_weights["norm"] += d_norm.astype(d_weights["norm"].dtype)
     # A split backward pass saves these small gradients instead of their inputs.
@@ -255,8 +257,8 @@ def _chunks(
     since = jnp.where(document == 0, jnp.exp(total), 0.0)[..., None]
     until = jnp.where(document == document[..., -1:], total[..., -1:] - total, -jnp.inf)
     until = jnp.exp(until)[..., None]
-    found = jnp.einsum("nbkcd,nbked->nbkce", key, key)[:, :, :, None] * decay * write
-    inverse = _inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), found, 0.0))
+    lower = jnp.einsum("nbkcd,nbked->nbkce", key, key)[:, :, :, None] * decay * write
+    inverse = _inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), lower, 0.0))
     mixing = jnp.einsum("nbkcd,nbked->nbkce", query, key)[:, :, :, None] * decay
     key, query = key[:, :, :, None], query[:, :, :, None]
     return Chunk(
@@ -327,10 +329,10 @@ def _gates(
 
 def _cut(x: Array, size: int) -> Array:
     """Split `[B, T, K, ..., d]` into chunks `[N, B, K, ..., C, d]`, padded with zeros."""
-    rows, tokens, *rest = x.shape
+    rows, tokens, *other_dims = x.shape
     count = -(-tokens // size)
-    x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(rest)])
-    x = x.reshape(rows, count, size, *rest)
+    x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(other_dims)])
+    x = x.reshape(rows, count, size, *other_dims)
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
 
 
@@ -351,14 +353,16 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
     """
     size = lower.shape[-1]
     place = jnp.arange(size)
-    found, block = jnp.eye(size, dtype=lower.dtype), 1
+    inverse, block = jnp.eye(size, dtype=lower.dtype), 1
     while block < size:
         at = place // block
         below = (at[:, None] == at + 1) & (at[:, None] % 2 == 1)
         between = jnp.where(below, lower, 0.0)
-        found = found - (between if block == 1 else _product(_product(found, between), found))
+        inverse = inverse - (
+            between if block == 1 else _product(_product(inverse, between), inverse)
+        )
         block *= 2
-    return jnp.broadcast_to(found, lower.shape)
+    return jnp.broadcast_to(inverse, lower.shape)
 
 
 def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:

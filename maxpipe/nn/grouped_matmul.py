@@ -103,21 +103,21 @@ def _up_projection_backward(
     split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
-        found = [
+        outputs = [
             _grouped_matmul(
-                spread.quantize_rows(each, divided=True, gradient=True),
+                spread.quantize_rows(cotangent, divided=True, gradient=True),
                 spread.quantize_weights(weight, 1),
                 sizes,
                 spread,
                 dim=1,
                 transposed=True,
             )
-            for each, weight in zip(cotangents, weights, strict=True)
+            for cotangent, weight in zip(cotangents, weights, strict=True)
         ]
-        return sum_rows_by_token(found, row, complete=spread.complete)[None]
+        return sum_rows_by_token(outputs, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
-        return tuple(_outer(tokens, each, sizes, spread, dim=1) for each in cotangents)
+        return tuple(_outer(tokens, cotangent, sizes, spread, dim=1) for cotangent in cotangents)
 
     to_tokens = map_shards(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
@@ -151,8 +151,8 @@ def down_projection(
             spread.quantize_rows(hidden, divided=True),
             spread.quantize_weights(weight, 0),
         )
-        found = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
-        return sum_rows_by_token([found], row, complete=spread.complete)[None]
+        product = _grouped_matmul(hidden, weight, sizes, spread, dim=0)
+        return sum_rows_by_token([product], row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
     run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
@@ -287,8 +287,8 @@ def outer_by_kernel(
     """Implement `_outer` on a TPU."""
     run = _megablox().tgmm
     with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
-        found = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
-    return jnp.moveaxis(found, 0, dim)
+        product = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
+    return jnp.moveaxis(product, 0, dim)
 
 
 def _megablox() -> Any:
@@ -353,7 +353,7 @@ def _select_tiles(
         m, k, n = tiles
         return 2 * size * (m * k + k * n + m * n) + 4 * sums(m, k, n) <= _VMEM_BYTES
 
-    return next((each for each in tries if all(each) and fits(each)), None)
+    return next((tiles for tiles in tries if all(tiles) and fits(tiles)), None)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -431,9 +431,9 @@ def grouped_matmul_loop(
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
-        mine = lax.dynamic_slice_in_dim(rows, visit.start, block)
+        block_rows = lax.dynamic_slice_in_dim(rows, visit.start, block)
         weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
-        new = mine @ (weight.T if transposed else weight)
+        new = block_rows @ (weight.T if transposed else weight)
         old = lax.dynamic_slice_in_dim(found, visit.start, block)
         new = jnp.where(_expert_row_mask(visit, block), new, old)
         return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
@@ -447,14 +447,17 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
-        mine, theirs = (
-            lax.dynamic_slice_in_dim(each, visit.start, block) for each in (rows, cotangents)
+        block_rows, block_cotangents = (
+            lax.dynamic_slice_in_dim(array, visit.start, block) for array in (rows, cotangents)
         )
         # Mask both operands, because rows without an expert may hold any values.
-        mine, theirs = (
-            jnp.where(_expert_row_mask(visit, block), each, 0) for each in (mine, theirs)
+        block_rows, block_cotangents = (
+            jnp.where(_expert_row_mask(visit, block), array, 0)
+            for array in (block_rows, block_cotangents)
         )
-        added = jnp.einsum("bk,bj->kj", mine, theirs, preferred_element_type=jnp.float32)
+        added = jnp.einsum(
+            "bk,bj->kj", block_rows, block_cotangents, preferred_element_type=jnp.float32
+        )
         old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
         new = old + jnp.expand_dims(added, dim)
         return lax.dynamic_update_slice_in_dim(found, new, visit.expert, dim), None

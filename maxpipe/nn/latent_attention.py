@@ -102,8 +102,8 @@ class LatentAttention(SpecModule):
         """Return the projections from latents to unrotated keys `[r, N, h]` and values `[r,
         N, v]`.
         """
-        weight, rest = self.key_value_up[...].astype(dtype), self.part.rest_size
-        return weight[..., :rest], weight[..., rest:]
+        weight, unrotated = self.key_value_up[...].astype(dtype), self.part.rest_size
+        return weight[..., :unrotated], weight[..., unrotated:]
 
     def _expanded(
         self,
@@ -116,9 +116,9 @@ class LatentAttention(SpecModule):
     ) -> Float[Array, "B T N v"]:
         """Compute attention with explicit keys and values for each head."""
         axes = self.part.params["key_value_up"].axes
-        rest, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
-        everywhere = jnp.broadcast_to(turned, (*rest.shape[:3], turned.shape[-1]))
-        key = jnp.concatenate([everywhere, rest], axis=-1)
+        keys, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
+        everywhere = jnp.broadcast_to(turned, (*keys.shape[:3], turned.shape[-1]))
+        key = jnp.concatenate([everywhere, keys], axis=-1)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
         return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs, self.rules)
@@ -137,9 +137,9 @@ class LatentAttention(SpecModule):
         The up projections are applied to the queries and to the attention output instead.
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
-        front, rest = jnp.split(query, (self.part.rope_size,), axis=-1)
-        rest = jnp.einsum("btnh,rnh->btnr", rest, up_key)
-        query = jnp.concatenate([front, rest], axis=-1)
+        front, unrotated = jnp.split(query, (self.part.rope_size,), axis=-1)
+        unrotated = jnp.einsum("btnh,rnh->btnr", unrotated, up_key)
+        query = jnp.concatenate([front, unrotated], axis=-1)
         key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
         cache = cache.append(key, key[..., :0], mask.segments, positions)
         mask = replace(
@@ -161,5 +161,5 @@ def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims 
 
 def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
     """Move the rotated entries of a head from the end to the front."""
-    rest, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
-    return jnp.concatenate([_deinterleave_pairs(last), rest], axis=-1)
+    unrotated, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
+    return jnp.concatenate([_deinterleave_pairs(last), unrotated], axis=-1)

@@ -63,8 +63,8 @@ def assign_capacity_slots(
     none, num_choices = num_queues * room, len(queue)
     row = jnp.where((queue < num_queues) & (before < room), queue * room + before, none)
     number, num_tokens = jnp.arange(room), num_choices // chosen
-    found = in_line.at[first[:, None] + number].get(mode="clip")
-    choice = found % num_tokens * chosen + found // num_tokens
+    choice_number = in_line.at[first[:, None] + number].get(mode="clip")
+    choice = choice_number % num_tokens * chosen + choice_number // num_tokens
     choice = jnp.where(number < lengths[:, None], choice, num_choices)
     return TokenPermutation(choice.reshape(-1), row.reshape(chosen, -1).T)
 
@@ -112,8 +112,8 @@ def _row_weights_backward(
     cotangent: Float[Array, " N"],
 ) -> tuple[Float[Array, "n E"], None, None]:
     places, row = saved
-    found = cotangent.at[row].get(mode="fill", fill_value=0)
-    return jnp.where(_is_choice(places, num_experts), found[..., None], 0).sum(1), None, None
+    gradient = cotangent.at[row].get(mode="fill", fill_value=0)
+    return jnp.where(_is_choice(places, num_experts), gradient[..., None], 0).sum(1), None, None
 
 
 def _is_choice(places: Int[Array, "n k"], num_experts: int) -> Bool[Array, "n k E"]:
@@ -151,8 +151,8 @@ def _row_biases_backward(
     experts = _one_hot_experts(places, rows, biases)
     # Rows without an expert may hold any values, and 0 times inf is NaN.
     cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
-    found = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
-    return found.astype(biases.dtype), None, None
+    gradient = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
+    return gradient.astype(biases.dtype), None, None
 
 
 row_biases.defvjp(
@@ -175,8 +175,8 @@ def _weighted_biases_backward(
     weights, biases = saved
     # As above, tokens without an expert may hold any values.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
-    found = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
-    return cotangent @ biases.T, found.astype(biases.dtype)
+    gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
+    return cotangent @ biases.T, gradient.astype(biases.dtype)
 
 
 weighted_biases.defvjp(
@@ -199,8 +199,10 @@ def sum_rows_by_token(
     # A single gather, because XLA for TPU needs a second to compile each gather.
     index = row.T.reshape(-1)
     for array in arrays:
-        found = array.at[index].get(mode="clip").reshape(*row.T.shape, -1).astype(jnp.float32)
-        total += jnp.where(complete | (row.T[..., None] < len(array)), found, 0.0).sum(0)
+        rows_of_array = (
+            array.at[index].get(mode="clip").reshape(*row.T.shape, -1).astype(jnp.float32)
+        )
+        total += jnp.where(complete | (row.T[..., None] < len(array)), rows_of_array, 0.0).sum(0)
     return total.astype(arrays[0].dtype)
 
 

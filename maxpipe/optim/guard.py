@@ -124,13 +124,15 @@ def _reduce_over_devices(
     def largest(flags: Array, operands: Tree) -> Array:
         finite, reach = check(*operands)
         broken, spike = flags.at[0].set(flags[0] | ~jnp.asarray(finite))
-        mine = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(jnp.float32)
-        return mine if mesh.size == 1 else jax.lax.pmax(mine, AXES)
+        flags_and_bounds = jnp.stack([broken, spike, *jnp.broadcast_to(reach, 2)]).astype(
+            jnp.float32
+        )
+        return flags_and_bounds if mesh.size == 1 else jax.lax.pmax(flags_and_bounds, AXES)
 
     if mesh.size > 1:
         everywhere = PartitionSpec()
         largest = jax.shard_map(
             largest, mesh=mesh, in_specs=(everywhere, specs), out_specs=everywhere, check_vma=False
         )
-    found = largest(flags, operands)
-    return found[0] > 0, found[1] > 0, found[2:]
+    decision = largest(flags, operands)
+    return decision[0] > 0, decision[1] > 0, decision[2:]

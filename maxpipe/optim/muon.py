@@ -46,8 +46,8 @@ class Matrices(NamedTuple):
     def axes(self, dims: tuple[int, ...]) -> tuple[str, ...]:
         """Return the mesh axes that shard these dims."""
         entries = (*self.spec, *(None,) * (max(dims) + 1 - len(self.spec)))
-        found = (entries[dim] for dim in dims)
-        return tuple(a for e in found if e for a in (e if isinstance(e, tuple) else (e,)))
+        axes = (entries[dim] for dim in dims)
+        return tuple(a for e in axes if e for a in (e if isinstance(e, tuple) else (e,)))
 
 
 def update_scale(rows: int, columns: int) -> float:
@@ -86,8 +86,8 @@ def compute_updates(
         # Matrices of the same shape are exchanged together, padded to a multiple of the devices.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
-            found = _Flat.from_shard(path, shard, declared[path], mesh)
-            groups[(found.matrices.shape[1:], found.axes)].append(found)
+            flat = _Flat.from_shard(path, shard, declared[path], mesh)
+            groups[(flat.matrices.shape[1:], flat.axes)].append(flat)
         return {
             path: x for group in groups.values() for path, x in _orthogonalize_group(group, mesh)
         }
@@ -138,8 +138,8 @@ class _Flat(NamedTuple):
 
 def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[KeyPath, Array]]:
     axes = group[0].axes
-    x = jnp.concatenate([each.matrices for each in group])
-    count, ways = len(x), math.prod(_ways(mesh, each) for each in axes)
+    x = jnp.concatenate([update.matrices for update in group])
+    count, ways = len(x), math.prod(_ways(mesh, axis) for axis in axes)
     x = jnp.pad(x, ((0, -count % ways), (0, 0), (0, 0)))
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
@@ -149,15 +149,15 @@ def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[K
     for over, dim in reversed(split):
         x = _return_matrices(x, over, dim, _ways(mesh, over))
     start = 0
-    for each in group:
-        end = start + len(each.matrices)
-        yield each.path, each.back(x[start:end])
+    for update in group:
+        end = start + len(update.matrices)
+        yield update.path, update.back(x[start:end])
         start = end
 
 
 def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float[Array, "K I O"]:
-    found = orthogonalize(lax.dynamic_index_in_dim(x, number, keepdims=False))
-    return lax.dynamic_update_index_in_dim(x, found, number, 0)
+    matrix = orthogonalize(lax.dynamic_index_in_dim(x, number, keepdims=False))
+    return lax.dynamic_update_index_in_dim(x, matrix, number, 0)
 
 
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:

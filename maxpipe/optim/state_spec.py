@@ -59,15 +59,15 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
     if not param.trainable:
         return {}
     dtype = param_dtype if config.state_dtype == "same" else config.state_dtype
-    found = {name: StateArray(param.dims, dtype) for name in _full_size_arrays(config, param)}
+    arrays = {name: StateArray(param.dims, dtype) for name in _full_size_arrays(config, param)}
     if config.name == "adafactor" and (matrix := matrix_dims(param)) is not None:
         inputs, outputs = matrix
         for name, left_out in (("rows", outputs), ("columns", inputs)):
-            dims = tuple(each for n, each in enumerate(param.dims) if n not in left_out)
-            found[name] = StateArray(dims, "float32", left_out)
+            dims = tuple(dim for n, dim in enumerate(param.dims) if n not in left_out)
+            arrays[name] = StateArray(dims, "float32", left_out)
     if config.ema_decay:
-        found[EMA] = StateArray(param.dims, "float32")
-    return found
+        arrays[EMA] = StateArray(param.dims, "float32")
+    return arrays
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
@@ -99,4 +99,4 @@ def saved_bytes(
         return 0.0
     own = StateArray(param.dims, param.own_dtype or param_dtype)
     held = (own, *state_arrays(config, param, param_dtype).values())
-    return sum(math.prod(size for size, _ in each.dims) * BYTES[each.dtype] for each in held)
+    return sum(math.prod(size for size, _ in array.dims) * BYTES[array.dtype] for array in held)

@@ -197,13 +197,13 @@ def adafactor(
         mean = rows.sum(inputs, keepdims=True) / sides.num_inputs
         rows = (rows + SQUARE) / (mean + SQUARE)
         columns = jnp.expand_dims(new["columns"], inputs) + SQUARE
-        found = gradient * _inverse_root(columns) * _inverse_root(rows)
+        direction = gradient * _inverse_root(columns) * _inverse_root(rows)
     else:
-        found = gradient * _inverse_root(new["nu"] + SQUARE)
-    found = jnp.clip(found, -HUGE, HUGE)
+        direction = gradient * _inverse_root(new["nu"] + SQUARE)
+    direction = jnp.clip(direction, -HUGE, HUGE)
     entries = sides.num_inputs * sides.num_outputs
-    mean = jnp.square(found).sum(inputs + outputs, keepdims=True) / entries
-    return found / jnp.maximum(1.0, jnp.sqrt(mean)), new
+    mean = jnp.square(direction).sum(inputs + outputs, keepdims=True) / entries
+    return direction / jnp.maximum(1.0, jnp.sqrt(mean)), new
 
 
 def _inverse_root(x: Array) -> Array:
@@ -268,8 +268,8 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = (bits + (drawn >> 16)) & jnp.uint32(0xFFFF0000)
-    found = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(x), found, x).astype(jnp.bfloat16)
+    rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 Tree = Any
@@ -353,28 +353,28 @@ class Optimizer:
     @cached_property
     def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
         """State arrays of each parameter, keyed by the name of the tree and by path."""
-        found: dict[str, dict[KeyPath, StateArray]] = {}
+        arrays: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
-            for name, one in state_arrays(self.config, target.param, self.param_dtype).items():
-                found.setdefault(name, {})[path] = one
-        return found
+            for name, array in state_arrays(self.config, target.param, self.param_dtype).items():
+                arrays.setdefault(name, {})[path] = array
+        return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
         """Return the result of `of` for each state array, as trees keyed by name."""
         return {
-            name: unflatten({path: of(name, path, one) for path, one in those.items()})
-            for name, those in self.state_arrays.items()
+            name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
+            for name, arrays in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
         """Return the state of a new run: zero moments, and an EMA equal to the parameters."""
-        given = flatten(params)
+        params_by_path = flatten(params)
 
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
             if name == EMA:
-                return given[path].astype(one.dtype)
+                return params_by_path[path].astype(one.dtype)
             target = self.trainable_params[path]
-            shape = target.shape_of(one, given[path].shape)
+            shape = target.shape_of(one, params_by_path[path].shape)
             return auto_sharded(lambda: jnp.zeros(shape, one.dtype), target.spec_of(one))()
 
         return OptState(jnp.zeros((), jnp.int32), self._map_state(first))
@@ -382,11 +382,13 @@ class Optimizer:
     @cached_property
     def vocab_dims(self) -> dict[str, dict[str, int]]:
         """Index of the vocabulary dim of state arrays, keyed by tree name and parameter."""
-        found: dict[str, dict[str, int]] = {}
-        for name, those in self.state_arrays.items():
-            axes = {path: [axis for _, axis in one.dims] for path, one in those.items()}
-            found[name] = {p[0]: each.index("vocab") for p, each in axes.items() if "vocab" in each}
-        return found
+        vocab_dims: dict[str, dict[str, int]] = {}
+        for name, arrays in self.state_arrays.items():
+            axes = {path: [axis for _, axis in array.dims] for path, array in arrays.items()}
+            vocab_dims[name] = {
+                p[0]: dims.index("vocab") for p, dims in axes.items() if "vocab" in dims
+            }
+        return vocab_dims
 
     @property
     def is_elementwise(self) -> bool:
@@ -404,9 +406,9 @@ class Optimizer:
             self.config,
             reach,
             norm,
-            rate * max((each.rate for each in targets), default=1.0),
-            decay=max((each.decay for each in targets), default=0.0),
-            largest=max_direction(self.config, (each.param for each in targets)),
+            rate * max((target.rate for target in targets), default=1.0),
+            decay=max((target.decay for target in targets), default=0.0),
+            largest=max_direction(self.config, (target.param for target in targets)),
         )
 
     @cached_property
@@ -440,27 +442,34 @@ class Optimizer:
             draw: whether to round as configured. False: round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
-        slopes, given = flatten(gradients), flatten(params)
+        gradients_by_path, params_by_path = flatten(gradients), flatten(params)
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         after: dict[str, dict[KeyPath, Array]] = {name: {} for name in before}
         moved: dict[KeyPath, Array] = {}
-        found: dict[KeyPath, Array] = {}
+        directions: dict[KeyPath, Array] = {}
         for path in self._matrices:
             # From here on, Muon's float32 direction replaces the gradient.
-            slope = slopes[path].astype(jnp.float32) if self.config.offload_state else slopes[path]
-            have = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
-            dtype = slopes[path].dtype
-            new = self.map_layers(path, partial(self._update_moments, path, now, dtype), have)
-            found[path] = new.pop(_GRADIENT)
+            slope = (
+                gradients_by_path[path].astype(jnp.float32)
+                if self.config.offload_state
+                else gradients_by_path[path]
+            )
+            arrays = {_GRADIENT: slope} | {name: before[name][path] for name in self._names(path)}
+            dtype = gradients_by_path[path].dtype
+            new = self.map_layers(path, partial(self._update_moments, path, now, dtype), arrays)
+            directions[path] = new.pop(_GRADIENT)
             for name in self._names(path):
                 after[name][path] = new[name]
-        found = muon.compute_updates(found, self._matrices, self.mesh)
+        directions = muon.compute_updates(directions, self._matrices, self.mesh)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         for path in self.trainable_params:
             names = [name for name in before if path in before[name] and path not in after[name]]
-            have = {_GRADIENT: found.get(path, slopes[path]), _PARAMETER: given[path]}
-            have |= {name: before[name][path] for name in names}
-            new = self.map_layers(path, partial(self._update_param, path, now), have)
+            arrays = {
+                _GRADIENT: directions.get(path, gradients_by_path[path]),
+                _PARAMETER: params_by_path[path],
+            }
+            arrays |= {name: before[name][path] for name in names}
+            new = self.map_layers(path, partial(self._update_param, path, now), arrays)
             moved[path] = new[_PARAMETER]
             for name in names:
                 after[name][path] = new[name]
@@ -473,11 +482,19 @@ class Optimizer:
         """Compute an elementwise update layer by layer; return whether all values are finite."""
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
-        slopes, given, finite = flatten(gradients), flatten(params), jnp.ones((), bool)
+        gradients_by_path, params_by_path, finite = (
+            flatten(gradients),
+            flatten(params),
+            jnp.ones((), bool),
+        )
         before = {name: flatten(tree) for name, tree in state.trees.items()}
         for path in self.trainable_params:
-            have = {_GRADIENT: slopes[path], _PARAMETER: given[path], _FINITE: finite}
-            have |= {name: those[path] for name, those in before.items()}
+            have = {
+                _GRADIENT: gradients_by_path[path],
+                _PARAMETER: params_by_path[path],
+                _FINITE: finite,
+            }
+            have |= {name: arrays_by_path[path] for name, arrays_by_path in before.items()}
 
             def look(layer: LayerSlice, have: Arrays, path: KeyPath = path) -> Arrays:
                 new = self._update_param(path, now, layer, have).values()
@@ -496,8 +513,8 @@ class Optimizer:
         for path, x in flatten(tree).items():
 
             def look(_: LayerSlice, have: Arrays) -> Arrays:
-                found = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
-                return {_LARGEST: jnp.maximum(found, have[_LARGEST])}
+                largest_here = jnp.abs(have[MOMENTUM]).max().astype(jnp.float32)
+                return {_LARGEST: jnp.maximum(largest_here, have[_LARGEST])}
 
             largest = self.map_layers(path, look, {MOMENTUM: x, _LARGEST: largest})[_LARGEST]
         return largest
@@ -534,13 +551,15 @@ class Optimizer:
         """Return the direction under the gradient's key, and the new state arrays."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
-        found, new = self._direction(path, slope, old, now.updates, now.corrections, now.is_applied)
+        direction, new = self._direction(
+            path, slope, old, now.updates, now.corrections, now.is_applied
+        )
         kept = {}
         for name, x in new.items():
             kept[name] = self._cast_for_storage(
                 path, name, x, self.state_arrays[name][path], now, layer
             )
-        return {_GRADIENT: found} | kept
+        return {_GRADIENT: direction} | kept
 
     def _update_param(
         self, path: KeyPath, now: _UpdateContext, layer: LayerSlice, have: Arrays
@@ -566,7 +585,9 @@ class Optimizer:
 
     def _names(self, path: KeyPath) -> Iterator[str]:
         """Yield the names of the state arrays that a parameter's update uses."""
-        return (name for name, those in self.state_arrays.items() if path in those and name != EMA)
+        return (
+            name for name, arrays in self.state_arrays.items() if path in arrays and name != EMA
+        )
 
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
@@ -638,7 +659,6 @@ class Optimizer:
         now: _UpdateContext,
         layer: LayerSlice,
     ) -> Array:
-        """Return the array in its storage dtype."""
         if not (
             now.rounds_stochastically
             and one.dtype == "bfloat16"

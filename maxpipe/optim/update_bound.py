@@ -69,7 +69,6 @@ def bound_update(
 
 
 def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
-    """Return the decay of each first moment that the optimizer uses."""
     match config.name:
         case "adamw":
             return (config.beta1,)
@@ -83,13 +82,13 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
     """Return a bound on update directions that are not divided by a second moment."""
-    found = [1.0 if config.name == "lion" else 0.0]
+    bounds = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
             matrix = matrix_dims(param)
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
-            found.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
+            bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
         elif config.name == "adafactor":  # worst case: a single nonzero entry
-            found.append(math.sqrt(math.prod(param.shape)))
-    return max(found)
+            bounds.append(math.sqrt(math.prod(param.shape)))
+    return max(bounds)

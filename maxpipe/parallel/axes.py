@@ -112,8 +112,10 @@ def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> Mes
 
 def _infer_link_sizes(link: str, mesh: MeshConfig, available: int) -> dict[str, int]:
     sizes = {f"{link}_{axis}": getattr(mesh, f"{link}_{axis}") for axis in MESH_AXES}
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    return {key: max(1, available // rest) if size == -1 else size for key, size in sizes.items()}
+    known_size = math.prod(size for size in sizes.values() if size != -1)
+    return {
+        key: max(1, available // known_size) if size == -1 else size for key, size in sizes.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,18 +35,20 @@ def all_gather_matmul(
     multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
     """Return the gathered `x` times each weight, using a single ring of messages."""
-    found: list[Array | None] = [None] * len(weights)
+    outputs: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
         for number, weight in enumerate(weights):
             part = multiply(shard, weight)
-            whole = found[number]
+            whole = outputs[number]
             if whole is None:
                 shape = [*part.shape]
                 shape[TOKEN_DIM] *= size
                 whole = lax.empty(tuple(shape), part.dtype)
-            found[number] = lax.dynamic_update_slice_in_dim(whole, part, place * length, TOKEN_DIM)
-    return [whole for whole in found if whole is not None]
+            outputs[number] = lax.dynamic_update_slice_in_dim(
+                whole, part, place * length, TOKEN_DIM
+            )
+    return [whole for whole in outputs if whole is not None]
 
 
 def matmul_reduce_scatter(
@@ -61,7 +63,7 @@ def matmul_reduce_scatter(
     the corresponding array by this device's weights in float32. Sums are float32 on a device, and
     are sent in `dtype`.
     """
-    size, mine = lax.axis_size(axis), lax.axis_index(axis)
+    size, own_index = lax.axis_size(axis), lax.axis_index(axis)
     length = jax.tree.leaves(arrays)[0].shape[TOKEN_DIM] // size
 
     def part(place: Array) -> Array:
@@ -70,22 +72,22 @@ def matmul_reduce_scatter(
         cut = partial(
             lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=TOKEN_DIM
         )
-        found = [
+        products = [
             multiply(jax.tree.map(cut, array))
             for array, multiply in zip(arrays, multiplies, strict=True)
         ]
-        return sum(found[1:], found[0])
+        return sum(products[1:], products[0])
 
-    total = part(mine)
+    total = part(own_index)
     for step, hops in _ring_directions(size):
         # The partial sum that arrives here started on the device `hops` positions earlier.
-        found: Array | None = None
+        travelling: Array | None = None
         for hop in range(hops, 0, -1):
-            added = part(mine + step * hop)
-            found = added if found is None else found.astype(jnp.float32) + added
-            found = _ring_shift(found.astype(dtype), axis, step)
-        if found is not None:
-            total += found.astype(jnp.float32)
+            added = part(own_index + step * hop)
+            travelling = added if travelling is None else travelling.astype(jnp.float32) + added
+            travelling = _ring_shift(travelling.astype(dtype), axis, step)
+        if travelling is not None:
+            total += travelling.astype(jnp.float32)
     return total.astype(dtype)
 
 
@@ -122,14 +124,14 @@ def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
     """Yield (source device's index, shard), starting with this device's shard."""
-    size, mine = lax.axis_size(axis), lax.axis_index(axis)
-    yield mine, x
+    size, own_index = lax.axis_size(axis), lax.axis_index(axis)
+    yield own_index, x
     moving = {step: x for step, _ in _ring_directions(size)}
     for hop in range(1, size // 2 + 1):
         for step, hops in _ring_directions(size):
             if hop <= hops:
                 moving[step] = _ring_shift(moving[step], axis, step)
-                yield (mine - step * hop) % size, moving[step]
+                yield (own_index - step * hop) % size, moving[step]
 
 
 def _ring_shift(x: Array, axis: str, step: int) -> Array:

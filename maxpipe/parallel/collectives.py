@@ -54,11 +54,11 @@ def map_shards(
     checks, for a `run` that declares varying axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rest = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
-    if not rest:
+    auto_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    if not auto_axes:
         return run
     inside = jax.shard_map(
-        run, axis_names=rest, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
+        run, axis_names=auto_axes, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
     )
     return lambda *arguments: mark_varying(inside(*arguments))
 
@@ -72,9 +72,9 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
     axes = tuple(axis for axis in BATCH_AXES if axis in auto_axes())
     if not axes:
         return run(rows, shared)
-    mine = PartitionSpec(axes)
+    spec = PartitionSpec(axes)
     return jax.shard_map(
-        run, axis_names=set(axes), in_specs=(mine, PartitionSpec()), out_specs=mine
+        run, axis_names=set(axes), in_specs=(spec, PartitionSpec()), out_specs=spec
     )(rows, shared)
 
 
@@ -167,8 +167,8 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     if not dim or not _is_cpu_program():
         return lax.all_gather(x, present, axis=dim, tiled=True)
     # XLA for CPU gathers along the first dim and transposes the result for other dims.
-    found = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
-    return jnp.moveaxis(found, 0, dim)
+    gathered = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
+    return jnp.moveaxis(gathered, 0, dim)
 
 
 def _is_cpu_program() -> bool:
@@ -197,8 +197,8 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     if not after and size % LANES and math.prod(own) % LANES == 0:
         first = (size, *x.shape[:dim], *x.shape[dim + 1 :])
         compact = jnp.moveaxis(x, dim, 0).reshape(-1, LANES)
-        found = _sum_in_float32(partial(add, scatter_dimension=0), compact).reshape(first)
-        return jnp.moveaxis(found, 0, dim)
+        scattered = _sum_in_float32(partial(add, scatter_dimension=0), compact).reshape(first)
+        return jnp.moveaxis(scattered, 0, dim)
     before = [math.prod(x.shape[:dim])] if math.prod(x.shape[:dim]) > 1 else []
     compact = x.reshape(*before, x.shape[dim], *after)
     return _sum_in_float32(partial(add, scatter_dimension=len(before)), compact).reshape(own)

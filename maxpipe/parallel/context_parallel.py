@@ -32,8 +32,8 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
     if axis_size(CONTEXT) == 1:
         return batch
     whole = (*_PER_SEQUENCE_ARRAYS, *by_row)
-    mine = {name: local_shard(x, dim=1) for name, x in batch.items() if name not in whole}
-    return {**batch, **mine, FULL_SEGMENT_IDS: batch["segment_ids"]}
+    local = {name: local_shard(x, dim=1) for name, x in batch.items() if name not in whole}
+    return {**batch, **local, FULL_SEGMENT_IDS: batch["segment_ids"]}
 
 
 def local_positions(tokens: int) -> Int[Array, " T"]:
@@ -93,6 +93,6 @@ def local_shard(rows: Array, dim: int) -> Array:
     if size == 1:
         return rows
     pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])
-    mine = jnp.stack([place, 2 * size - 1 - place])
-    found = jnp.take(pieces, mine, axis=dim)
-    return found.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])
+    places = jnp.stack([place, 2 * size - 1 - place])
+    selected = jnp.take(pieces, places, axis=dim)
+    return selected.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])

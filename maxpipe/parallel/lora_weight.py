@@ -75,7 +75,7 @@ class LoraWeight:
 
     def astype(self, dtype: Any) -> LoraWeight:
         """Cast the weight and its update; magnitudes remain float32."""
-        weight, down, up = (each.astype(dtype) for each in (self.weight, self.down, self.up))
+        weight, down, up = (array.astype(dtype) for array in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
@@ -97,8 +97,8 @@ class LoraWeight:
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
         """Combine the outputs of the frozen weight and of its low-rank update."""
-        found = product + (change * self.scale).astype(product.dtype)
-        return found if self.magnitudes is None else _scale_columns(found, self._column_scale())
+        total = product + (change * self.scale).astype(product.dtype)
+        return total if self.magnitudes is None else _scale_columns(total, self._column_scale())
 
     def _column_scale(self) -> Float[Array, "*N"]:
         assert self.magnitudes is not None
@@ -112,9 +112,9 @@ class LoraWeight:
 
     def merge(self) -> Float[Array, "*K *N"]:
         """Return a single equivalent weight, without dropout."""
-        found = self._unscaled_merge()
-        found = found if self.magnitudes is None else found * self._column_scale()
-        return found.astype(self.weight.dtype)
+        merged = self._unscaled_merge()
+        merged = merged if self.magnitudes is None else merged * self._column_scale()
+        return merged.astype(self.weight.dtype)
 
 
 @jax.custom_vjp
@@ -155,4 +155,4 @@ def merge_lora(weight: Any) -> Any:
 
 def base_weights(weights: Sequence[Any]) -> list[Any]:
     """Return the weights without their low-rank updates."""
-    return [each.weight if isinstance(each, LoraWeight) else each for each in weights]
+    return [weight.weight if isinstance(weight, LoraWeight) else weight for weight in weights]

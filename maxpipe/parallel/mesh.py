@@ -136,9 +136,12 @@ def partition_devices(
     own: dict[int, list[Device]] = {}
     for device in devices:
         own.setdefault(device.process_index, []).append(device)
-    processes, smallest = len(own), min(len(mine) for mine in own.values())
-    each, rest = divmod(count, processes)
-    if rest or smallest <= each:
+    processes, smallest = (
+        len(own),
+        min(len(devices_of_process) for devices_of_process in own.values()),
+    )
+    each, remainder = divmod(count, processes)
+    if remainder or smallest <= each:
         most = (smallest - 1) * processes
         rule = f"must leave devices for the rest of the run, which has {len(devices)}."
         if processes > 1:
@@ -147,13 +150,15 @@ def partition_devices(
                 f"for the rest of the run in each process: the run has {len(devices)} devices."
             )
         fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
-        if devices[0].platform == "cpu" and not rest:
+        if devices[0].platform == "cpu" and not remainder:
             fits.append(f"mesh.cpu_devices={2 * each}")
         action = f"Set {', or '.join([*fits, f'{key}=0 to alternate on all devices'])}."
         raise ConfigError.one(key, count, rule, action)
-    given = [device for mine in own.values() for device in mine[-each:]]
-    kept = [device for mine in own.values() for device in mine[:-each]]
-    return kept, given
+    used = [device for devices_of_process in own.values() for device in devices_of_process[-each:]]
+    unused = [
+        device for devices_of_process in own.values() for device in devices_of_process[:-each]
+    ]
+    return unused, used
 
 
 def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
@@ -164,7 +169,6 @@ def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
 
 
 def _sizes(config: MeshConfig) -> tuple[list[int], list[int]]:
-    """Return the (ici, dcn) sizes of all axes."""
     ici, dcn = ([getattr(config, f"{link}_{axis}") for axis in AXES] for link in ("ici", "dcn"))
     return ici, dcn
 

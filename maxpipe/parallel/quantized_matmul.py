@@ -65,14 +65,14 @@ class MatmulQuantizer:
         known.
         """
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
-        found = quantize_array(
+        quantized = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
         )
         if x.ndim > 3:
-            return found
+            return quantized
         # Otherwise XLA for TPU would choose the layout of attention, with tokens as the last dim,
         # and add a copy.
-        return found._replace(values=with_layout(found.values, (0, 1, 2)))
+        return quantized._replace(values=with_layout(quantized.values, (0, 1, 2)))
 
     def matmul(
         self,
@@ -93,20 +93,20 @@ class MatmulQuantizer:
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(x, QuantizedArray)
-            mine = quantize_dequantize_blocks(x, summed[0][-1:], self.operand_dtype())
+            operand = quantize_dequantize_blocks(x, summed[0][-1:], self.operand_dtype())
             return ScaledMatmul(
-                TokenOperand(mine), self._quantize_dequantize_squares(weight, dims), None, summed
+                TokenOperand(operand), self._quantize_dequantize_squares(weight, dims), None, summed
             )
-        mine = (
+        operand = (
             x
             if isinstance(x, QuantizedArray)
             else quantize_array(x, summed[0], self.operand_dtype(), over)
         )
         theirs = self.quantize_weight_operand(weight, summed[1], over, around)
-        rows = mine.values.shape[: ndim - dims]
-        of_x = mine.scales.reshape(*rows, *(1,) * (weight.ndim - dims))
+        rows = operand.values.shape[: ndim - dims]
+        of_x = operand.scales.reshape(*rows, *(1,) * (weight.ndim - dims))
         of_weight = theirs.scales.reshape(theirs.scales.shape[dims:])
-        return ScaledMatmul(TokenOperand(mine.values, of_x), theirs.values, of_weight, summed)
+        return ScaledMatmul(TokenOperand(operand.values, of_x), theirs.values, of_weight, summed)
 
     def input_grad(
         self,
@@ -122,25 +122,25 @@ class MatmulQuantizer:
         `dims` is the number of dims in `K`. Mesh axes in `over` shard `N`. Mesh axes in `around`
         shard `N` or `K`.
         """
-        rest = tuple(range(dims, weight.ndim))
+        outputs = tuple(range(dims, weight.ndim))
         ndim = cotangent.values.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
-        summed = tuple(range(ndim - len(rest), ndim)), rest
+        summed = tuple(range(ndim - len(outputs), ndim)), outputs
         kind = self.operand_dtype(gradient=True)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(
                 cotangent, QuantizedArray
             )
-            mine = quantize_dequantize_blocks(cotangent, summed[0][-1:], kind)
+            operand = quantize_dequantize_blocks(cotangent, summed[0][-1:], kind)
             return ScaledMatmul(
-                TokenOperand(mine), self._quantize_dequantize_squares(weight, dims), None, summed
+                TokenOperand(operand), self._quantize_dequantize_squares(weight, dims), None, summed
             )
-        theirs = self.quantize_weight_operand(weight, rest, over, around, back=True)
-        mine = cotangent
-        if not isinstance(mine, QuantizedArray):
-            mine = quantize_array(mine, summed[0], kind, over)
-        of_mine = mine.scales.reshape(*mine.values.shape[: summed[0][0]], *(1,) * dims)
+        theirs = self.quantize_weight_operand(weight, outputs, over, around, back=True)
+        operand = cotangent
+        if not isinstance(operand, QuantizedArray):
+            operand = quantize_array(operand, summed[0], kind, over)
+        of_mine = operand.scales.reshape(*operand.values.shape[: summed[0][0]], *(1,) * dims)
         of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
-        return ScaledMatmul(TokenOperand(mine.values, of_mine), theirs.values, of_weight, summed)
+        return ScaledMatmul(TokenOperand(operand.values, of_mine), theirs.values, of_weight, summed)
 
     def _quantize_dequantize_squares(self, weight: Array, dims: int) -> Array:
         return quantize_dequantize_blocks(weight, (dims - 1, weight.ndim - 1), self.operand_dtype())
@@ -159,13 +159,13 @@ class MatmulQuantizer:
         shard the dim `divided`.
         """
         inside = range(first, first + dims)
-        rest = range(first + dims, weight.ndim)
+        outputs = range(first + dims, weight.ndim)
         forward, back = (
             self.quantize_weight_operand(
                 weight, summed, over if divided in summed else (), over, each=each
             )
             for each in [range(first)]
-            for summed in (inside, rest)
+            for summed in (inside, outputs)
         )
         return QuantizedWeight(forward, None if self.scales == "tensor" else back)
 
@@ -196,8 +196,8 @@ class MatmulQuantizer:
         kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
-        found, scale = quantize_array(x, dims, kind, over)
-        return (found.astype(jnp.float32) * scale).astype(x.dtype)
+        values, scale = quantize_array(x, dims, kind, over)
+        return (values.astype(jnp.float32) * scale).astype(x.dtype)
 
     def quantize_dequantize_weight(
         self,
@@ -214,8 +214,8 @@ class MatmulQuantizer:
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
-        found, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
-        return (found.astype(jnp.float32) * scale).astype(weight.dtype)
+        values, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
+        return (values.astype(jnp.float32) * scale).astype(weight.dtype)
 
     def weight_grad(
         self,
@@ -251,25 +251,25 @@ class MatmulQuantizer:
             most = most.reshape(tokens.shape)
 
         def of_row(row: tuple[Array, ...]) -> Array:
-            mine, theirs, tokens, most = row
+            rows, cotangents, tokens, most = row
             if self.scales == "block":
                 pair = (
-                    quantize_dequantize_blocks(each, (0,), self.operand_dtype())
-                    for each in (theirs, mine)
+                    quantize_dequantize_blocks(array, (0,), self.operand_dtype())
+                    for array in (cotangents, rows)
                 )
                 first, second = pair if into else reversed(tuple(pair))
                 return _dot_general(first, second, ((0,), (0,)))
             scale = compute_scale(max_over((tokens * most).max(), moved), kind)
-            theirs = _round_to_dtype(theirs.astype(jnp.float32) * (tokens / scale), kind)
+            cotangents = _round_to_dtype(cotangents.astype(jnp.float32) * (tokens / scale), kind)
             # Without the barrier, XLA would repeat the rounding for each part of the matmul.
-            theirs = lax.optimization_barrier(theirs)
-            first, second = (theirs, mine) if into else (mine, theirs)
+            cotangents = lax.optimization_barrier(cotangents)
+            first, second = (cotangents, rows) if into else (rows, cotangents)
             return _dot_general(first, second, ((0,), (0,))) * scale
 
         rows = (inside, other, tokens, most)
         if len(other) <= MAX_UNROLLED_SEQUENCES:
-            found = [of_row(row) for row in zip(*rows, strict=True)]
-            return sum(found[1:], found[0])
+            products = [of_row(row) for row in zip(*rows, strict=True)]
+            return sum(products[1:], products[0])
         shape = (*(other if into else inside).shape[2:], *(inside if into else other).shape[2:])
         add = lambda total, row: (total + of_row(row), None)  # noqa: E731
         return lax.scan(add, mark_varying(jnp.zeros(shape, jnp.float32)), rows)[0]
@@ -341,10 +341,10 @@ class ScaledMatmul(NamedTuple):
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
         """Compute the float32 result for some of the tokens."""
-        found = _dot_general(rows.values, self.weight, self.contracted_dims)
+        product = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
-            found = found if scale is None else found * scale
-        return found
+            product = product if scale is None else product * scale
+        return product
 
     def compute(self) -> Float[Array, ...]:
         """Compute the float32 result for all tokens."""
@@ -389,12 +389,11 @@ def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
     most = jnp.abs(split).max(inner, keepdims=True)
     scale = _next_power_of_two(jnp.maximum(most / max_of_dtype(dtype), _MIN_SCALE))
     scale = jnp.where(jnp.isfinite(most), scale, most)
-    found = _round_to_dtype(split / scale, dtype).astype(jnp.float32) * scale
-    return found.astype(x.dtype).reshape(x.shape)
+    rounded = _round_to_dtype(split / scale, dtype).astype(jnp.float32) * scale
+    return rounded.astype(x.dtype).reshape(x.shape)
 
 
 def _next_power_of_two(x: Array) -> Array:
-    """Return the smallest power of two that is at least `x`."""
     fraction, exponent = jnp.frexp(x)
     return jnp.ldexp(jnp.ones_like(x), exponent - (fraction == 0.5).astype(exponent.dtype))
 
@@ -411,8 +410,8 @@ def _round_to_dtype(x: Array, dtype: Any) -> Array:
 
 def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, ...]:
     sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    found = lax.dot_general(x, y, (summed, ((), ())), preferred_element_type=sums)
-    return found.astype(jnp.float32)
+    product = lax.dot_general(x, y, (summed, ((), ())), preferred_element_type=sums)
+    return product.astype(jnp.float32)
 
 
 # Matmuls with custom gradients.
@@ -445,19 +444,21 @@ def matmuls(
 def _matmuls(
     x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: MatmulQuantizer, into: bool
 ) -> tuple[Array, ...]:
-    mine: Array | QuantizedArray = x
+    quantized: Array | QuantizedArray = x
     if how.scales != "block":
-        mine = how.quantize_tokens(x, most)
+        quantized = how.quantize_tokens(x, most)
         # Several matmuls share the rounded input. A single matmul may fuse the rounding.
-        mine = lax.optimization_barrier(mine) if into else mine
-    return tuple(how.matmul(mine, each, dims).compute().astype(x.dtype) for each in weights)
+        quantized = lax.optimization_barrier(quantized) if into else quantized
+    return tuple(
+        how.matmul(quantized, weight, dims).compute().astype(x.dtype) for weight in weights
+    )
 
 
 def _matmuls_forward(
     x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: MatmulQuantizer, into: bool
 ) -> Any:
-    found = _matmuls(x, most, weights, dims, how, into)
-    return found, (x, most, tuple(map(weight_residual, weights)))
+    products = _matmuls(x, most, weights, dims, how, into)
+    return products, (x, most, tuple(map(weight_residual, weights)))
 
 
 def _matmuls_backward(
@@ -466,15 +467,15 @@ def _matmuls_backward(
     x, most, weights = saved
     d_xs, d_weights = [], []
     for cotangent, weight in zip(cotangents, weights, strict=True):
-        mine: Array | QuantizedArray = cotangent
+        quantized: Array | QuantizedArray = cotangent
         if how.scales != "block":
-            mine = how.quantize_tokens(cotangent, gradient=True)
-            mine = lax.optimization_barrier(mine)
+            quantized = how.quantize_tokens(cotangent, gradient=True)
+            quantized = lax.optimization_barrier(quantized)
         # Without the barrier, reductions over a token's full width, as in norms, would be fused
         # into the matmul and slow it down.
-        d_x = how.input_grad(mine, weight.weight, dims).compute().astype(x.dtype)
+        d_x = how.input_grad(quantized, weight.weight, dims).compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
-        inside = mine if into and how.weight_gradients else cotangent
+        inside = quantized if into and how.weight_gradients else cotangent
         make = partial(weight_grad, x, inside, how, into=into, most=most if into else None)
         d_weights.append(weight.gradient(make, x.dtype))
     return sum(d_xs[1:], d_xs[0]), None, tuple(d_weights)

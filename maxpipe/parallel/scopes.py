@@ -33,17 +33,17 @@ def trips(mean: float) -> str:
 
 def parse_flops(op_name: str) -> float | None:
     """Return the number of operations of one kernel execution, from the innermost scope."""
-    found = _FLOPS.findall(op_name)
-    if not found:
+    matches = _FLOPS.findall(op_name)
+    if not matches:
         return None
-    transposed, forward, backward = found[-1]
+    transposed, forward, backward = matches[-1]
     return float(backward if transposed and backward else forward)
 
 
 def parse_trips(op_name: str) -> float | None:
     """Return the mean trip count of a loop, from the innermost scope around it."""
-    found = _TRIPS.search(op_name)
-    return float(found.group(1)) if found else None
+    match = _TRIPS.search(op_name)
+    return float(match.group(1)) if match else None
 
 
 _PART = re.compile(r"\bpart_(\w+?)\b")
@@ -58,8 +58,8 @@ def part(name: str) -> str:
 
 def parse_part(op_name: str) -> str:
     """Return the innermost layer part that contains an operation, or an empty string."""
-    found = _PART.findall(op_name)
-    return found[-1] if found else ""
+    parts = _PART.findall(op_name)
+    return parts[-1] if parts else ""
 
 
 _WINDOW = re.compile(r"\bwindow_(\d+)\b")
@@ -79,8 +79,8 @@ def is_window_switch(op_name: str) -> bool:
 
 def parse_window(op_name: str) -> int | None:
     """Return the window size of the branch that contains an operation, or None."""
-    found = _WINDOW.findall(op_name)
-    return int(found[-1]) if found else None
+    windows = _WINDOW.findall(op_name)
+    return int(windows[-1]) if windows else None
 
 
 FORWARD, BACKWARD = "forward", "backward"

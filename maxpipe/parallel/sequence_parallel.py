@@ -73,7 +73,7 @@ class SequenceParallel:
         """Whether the caller may quantize the input once for matmuls with all these weights."""
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
-        return not any(isinstance(each, LoraWeight) for each in weights)
+        return not any(isinstance(weight, LoraWeight) for weight in weights)
 
     def column_parallel(
         self,
@@ -86,14 +86,14 @@ class SequenceParallel:
 
         `largest` is the maximum absolute value of each token's activations, if known.
         """
-        found = self._column_parallel(x, base_weights(weights), axes, largest)
+        outputs = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
             if isinstance(each, LoraWeight):
                 how, (first, *rest) = replace(self, quantizer=None), axes[number]
                 (inner,) = how._column_parallel(each.apply_dropout(x), [each.down], [(first, None)])
                 (change,) = how._column_parallel(inner, [each.up], [(None, *rest)])
-                found[number] = each.combine(found[number], change)
-        return found
+                outputs[number] = each.combine(outputs[number], change)
+        return outputs
 
     def _column_parallel(
         self,
@@ -108,12 +108,12 @@ class SequenceParallel:
             return self._matmuls(x, weights, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
         how = _ShardedMatmul(self.axis, self.rules.collective_matmul, chosen, self.quantizer)
-        found = dict(
+        quantized = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
         # Replicated weights multiply each device's own tokens.
         return [
-            found[number] if number in found else self._matmuls(x, [weight], into=True)[0]
+            quantized[number] if number in quantized else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
         ]
 
@@ -123,9 +123,9 @@ class SequenceParallel:
         """Multiply by the weight, whose `dims` are sharded, and sum over the devices."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
-        how, found = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
+        how, product = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
         inner = how._row_parallel(weight.apply_dropout(x), weight.down, (*axes[:-1], None))
-        return weight.combine(found, how._matmuls(inner, [weight.up], into=False)[0])
+        return weight.combine(product, how._matmuls(inner, [weight.up], into=False)[0])
 
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
@@ -160,7 +160,7 @@ class SequenceParallel:
         """Return the matmuls for tokens that are unsharded or sharded by the compiler."""
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
-        arrays = [each for each in weights if not isinstance(each, QuantizedWeight)]
+        arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Flattening sequences and sharded tokens into one dim would require communication.
         divided = self.axis or CONTEXT in auto_axes()
@@ -184,9 +184,9 @@ def _flattened_matmuls(
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
-    found = _matmuls(x.reshape(math.prod(rows), inside), matrices)
+    outputs = _matmuls(x.reshape(math.prod(rows), inside), matrices)
     outside = (weight.shape[summed:] for weight in weights)
-    return [each.reshape(*rows, *dims) for each, dims in zip(found, outside, strict=True)]
+    return [array.reshape(*rows, *dims) for array, dims in zip(outputs, outside, strict=True)]
 
 
 @jax.custom_vjp
@@ -278,10 +278,10 @@ class _ShardedMatmul:
 
         def multiply(x: Array, weight: Array) -> Array:
             if self.quantizer is not None:
-                found = self._quantized_matmul(
+                product = self._quantized_matmul(
                     x, weight, divided=False, gradient=gradient
                 ).compute()
-                return found.astype(x.dtype)
+                return product.astype(x.dtype)
             return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
 
         if self.collective_matmul:
@@ -304,27 +304,27 @@ class _ShardedMatmul:
             products = [
                 self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
             ]
-            moving: list[Any] = [each.tokens for each in products]
-            multiplies: list[Any] = [each.compute_for for each in products]
+            moving: list[Any] = [product.tokens for product in products]
+            multiplies: list[Any] = [product.compute_for for product in products]
         else:
-            turned = [jnp.moveaxis(each, 0, -1) if gradient else each for each in weights]
+            turned = [jnp.moveaxis(weight, 0, -1) if gradient else weight for weight in weights]
             moving, sums = list(arrays), jnp.float32 if self.collective_matmul else dtype
             product = partial(collective_matmul.matmul, dtype=sums)
             multiplies = [partial(product, weight=weight) for weight in turned]
         if self.collective_matmul:
             return collective_matmul.matmul_reduce_scatter(moving, multiplies, self.axis, dtype)
-        found: list[Array] = [
+        outputs: list[Array] = [
             multiply(x).astype(dtype) for x, multiply in zip(moving, multiplies, strict=True)
         ]
-        return _psum_scatter_tokens(sum(found[1:], found[0]), self.axis)
+        return _psum_scatter_tokens(sum(outputs[1:], outputs[0]), self.axis)
 
     def _quantized_matmul(
         self, x: Array, weight: Array, *, divided: bool, gradient: bool
     ) -> ScaledMatmul:
         assert self.quantizer is not None
-        axis, rest = (self.axis,), weight.ndim - 1
+        axis, num_other_dims = (self.axis,), weight.ndim - 1
         multiply = self.quantizer.input_grad if gradient else self.quantizer.matmul
-        dims = rest if divided != gradient else 1
+        dims = num_other_dims if divided != gradient else 1
         return multiply(x, weight, dims, over=axis if divided else (), around=axis)
 
     def all_gather_weight_grad(
@@ -338,8 +338,8 @@ class _ShardedMatmul:
             outer = partial(
                 quantized_matmul.weight_grad, how=self.quantizer, into=first, over=(self.axis,)
             )
-        found = [outer(moving, each) if first else outer(each, moving) for each in arrays]
-        return tuple(each.astype(dtype) for each in found)
+        products = [outer(moving, array) if first else outer(array, moving) for array in arrays]
+        return tuple(array.astype(dtype) for array in products)
 
     def _gather_tokens(self, x: Array) -> Array:
         if self.collective_matmul:
@@ -354,8 +354,8 @@ def _psum_scatter_tokens(x: Array, axis: str) -> Array:
     """
     rows, tokens, width = x.shape
     matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)
-    found = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
-    return jnp.moveaxis(found.reshape(-1, rows, width), 0, TOKEN_DIM)
+    sums = lax.psum_scatter(matrix, axis, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(sums.reshape(-1, rows, width), 0, TOKEN_DIM)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

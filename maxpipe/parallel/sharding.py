@@ -196,10 +196,10 @@ all stages."""
 
 def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
     """Return, for each process, the sorted indices of the sequences that its devices hold."""
-    found: dict[int, list[np.ndarray]] = {}
+    rows_by_process: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
-        found.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
-    return {process: np.unique(np.concatenate(rows)) for process, rows in found.items()}
+        rows_by_process.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
+    return {process: np.unique(np.concatenate(rows)) for process, rows in rows_by_process.items()}
 
 
 def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
@@ -231,14 +231,16 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
-    found: dict[str, jax.Array] = {}
+    global_batch: dict[str, jax.Array] = {}
     for name, array in arrays.items():
         parts = {shard.index[0].indices(len(array))[0]: shard for shard in array.addressable_shards}
-        mine = [np.asarray(parts[first].data) for first in sorted(parts)]
+        local_parts = [np.asarray(parts[first].data) for first in sorted(parts)]
         assert isinstance(array.sharding, NamedSharding)
         rows = local_sequences(array.sharding, len(array))
-        found |= make_global_batch({name: np.concatenate(mine)}, rows, len(array), sharding)
-    return found
+        global_batch |= make_global_batch(
+            {name: np.concatenate(local_parts)}, rows, len(array), sharding
+        )
+    return global_batch
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
@@ -268,10 +270,12 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
     unless such axes are auto axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
-    rest = tuple(axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES)
-    if not rest or automatic.isdisjoint(BATCH_AXES):
+    other_axes = tuple(
+        axis for axis in entry_axes(entry) if axis in automatic and axis not in BATCH_AXES
+    )
+    if not other_axes or automatic.isdisjoint(BATCH_AXES):
         return x
-    for dim in (rest, None):
+    for dim in (other_axes, None):
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH_AXES, None, dim))
     return x
 

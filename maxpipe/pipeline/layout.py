@@ -155,14 +155,14 @@ class LayerLayout:
 
         Types that are missing from both trees are missing from the result.
         """
-        found = {}
+        layers = {}
         for kind, stack in self.stacks.items():
             if kind in ring:
                 trees = [tree[kind] for tree in (ring, front) if kind in tree]
-                found[kind] = jax.tree.map(stack.unstack, *trees)
+                layers[kind] = jax.tree.map(stack.unstack, *trees)
             elif kind in front:
-                found[kind] = front[kind]
-        return found
+                layers[kind] = front[kind]
+        return layers
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,9 @@ class LayerTypeStack:
     def from_layout(cls, layout: LayerLayout, kind: str) -> LayerTypeStack:
         """Return the positions of the layers of this type in a layout."""
         layers = tuple(n for n, name in enumerate(layout.type_of_layer) if name == kind)
-        mine = set(layers)
+        of_type = set(layers)
         chunks = [
-            [int(n) for n in chunk if n in mine]
+            [int(n) for n in chunk if n in of_type]
             for chunk in layout.layer_at.reshape(-1, layout.max_layers_per_chunk)
         ]
         length = max(map(len, chunks))

@@ -74,7 +74,7 @@ def map_token_blocks(
 
     def one(number: Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         (x, mask, more), start, fresh = block(number)
-        found, arrays = run(x, jnp.where(fresh, mask, 0), more)
+        new_sums, arrays = run(x, jnp.where(fresh, mask, 0), more)
 
         def put(whole: Array, part: Array) -> Array:
             if total % size:
@@ -84,7 +84,7 @@ def map_token_blocks(
             return lax.dynamic_update_slice_in_dim(whole, part, start, 1)
 
         sums, wholes = state
-        return jax.tree.map(jnp.add, sums, found), jax.tree.map(put, wholes, arrays)
+        return jax.tree.map(jnp.add, sums, new_sums), jax.tree.map(put, wholes, arrays)
 
     sums, arrays = jax.eval_shape(lambda number: run(*block(number)[0]), mark_varying(jnp.int32(0)))
     start = (
@@ -183,8 +183,8 @@ class LossHead(NamedTuple):
         inputs: Any,
     ) -> Scores:
         """Return the objective's inputs: per-token scores, or sums over segments `[B, S]`."""
-        found = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
-        return self._sum_by_segment(found, inputs) if self.objective.segments_per_loss else found
+        scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+        return self._sum_by_segment(scores, inputs) if self.objective.segments_per_loss else scores
 
     def top_log_probs(
         self,
@@ -205,10 +205,10 @@ class LossHead(NamedTuple):
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
             # Ties are broken by the smaller id, independently of how the columns are sharded.
-            mine, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
+            local_logits, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
-            all_mine, all_ids = (all_gather(each, STAGE, 2) for each in (mine, ids))
-            largest, at = jax.lax.top_k(all_mine, count)
+            all_logits, all_ids = (all_gather(array, STAGE, 2) for array in (local_logits, ids))
+            largest, at = jax.lax.top_k(all_logits, count)
             ids = jnp.take_along_axis(all_ids, at, axis=2)
             return None, mark_varying((largest / temperature - log[..., None], ids))
 
@@ -274,14 +274,14 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
         """Return the cross entropy of an MTP head and its gradients."""
-        objective, given = CrossEntropy(), {"targets": targets}
+        objective, arrays = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._loss_gradients(
             objective.log_prob_specs,
             partial(self._token_losses, objective, scale),
             head,
             hidden,
             mask,
-            given,
+            arrays,
         )
         assert total is not None
         return total[0], d_hidden, d_head
@@ -303,9 +303,9 @@ class LossHead(NamedTuple):
             logits = self._logits(hidden, head)
             scores, softmaxes = self._log_probs(logits, reads, given)
             total, cotangents = cotangents_of(scores, mask, given)
-            found = zip(reads, softmaxes, cotangents, strict=True)
+            terms = zip(reads, softmaxes, cotangents, strict=True)
             errors = [
-                _logits_cotangent(logits, softmax, read, given, ct) for read, softmax, ct in found
+                _logits_cotangent(logits, softmax, read, given, ct) for read, softmax, ct in terms
             ]
             error = sum(errors[1:], start=errors[0])
             error = error if logits.slope is None else error * logits.slope
@@ -323,14 +323,14 @@ class LossHead(NamedTuple):
     def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
         """Return the last layer's output, the loss mask and the other per-token arrays."""
         extra = (
-            name for name, each in self.objective.batch_arrays.items() if not each.per_sequence
+            name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
         names = dict.fromkeys([*(read.ids for read in self.objective.log_prob_specs), *extra])
-        given = {name: inputs[name] for name in names}
+        arrays = {name: inputs[name] for name in names}
         mask = inputs["loss_mask"]
         if self.num_sources:
-            given["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
-        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, given
+            arrays["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
+        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, arrays
 
     def _logits(self, hidden: Float[Array, "B T D"], head: Float[Array, "D v"]) -> _Logits:
         num_columns = head.shape[1]
@@ -374,7 +374,6 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> Scores:
-        """Return the per-token scores that the objective uses."""
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask
@@ -387,8 +386,8 @@ class LossHead(NamedTuple):
         """Return the sums over each segment's tokens `[B, S]`, across all context devices."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
-        of_rows = (segment_sums(each * mask, ids, count) for each in scores)
-        return tuple(mark_varying(sum_over(each, CONTEXT)) for each in of_rows)
+        of_rows = (segment_sums(score * mask, ids, count) for score in scores)
+        return tuple(mark_varying(sum_over(score, CONTEXT)) for score in of_rows)
 
     def _token_losses(
         self,
@@ -410,24 +409,24 @@ class LossHead(NamedTuple):
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
-        of_tokens = tuple(broadcast_segments(each, ids) * mask for each in cotangents)
+        of_tokens = tuple(broadcast_segments(cotangent, ids) * mask for cotangent in cotangents)
         return self._weighted_sums((lost, *reports), mask_other_devices(weight), sources), of_tokens
 
     def _weighted_sums(
         self, values: Scores, weight: Float[Array, "B N"], sources: Int[Array, "B _"] | None
     ) -> Float[Array, "*sums"]:
-        weighted = [each * weight for each in values]
+        weighted = [value * weight for value in values]
         if sources is None:
-            return mark_varying(jnp.stack([each.sum() for each in weighted]))
+            return mark_varying(jnp.stack([value.sum() for value in weighted]))
         return mark_varying(
-            jnp.stack([sum_by_source(each, self.num_sources, sources) for each in weighted])
+            jnp.stack([sum_by_source(value, self.num_sources, sources) for value in weighted])
         )
 
 
 def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
     """Return the precomputed cotangents of a block, with zeros for masked tokens."""
     del scores
-    return None, tuple(jnp.where(mask != 0, each, 0) for each in given[_COTANGENTS])
+    return None, tuple(jnp.where(mask != 0, cotangent, 0) for cotangent in given[_COTANGENTS])
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
@@ -476,9 +475,9 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
     if ids.ndim == 2:
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
-    place, mine = _local_columns(logits, ids)
-    found = jnp.take_along_axis(logits.values, jnp.where(mine, place, 0), axis=-1)
-    return sum_over(jnp.where(mine, found, 0.0), STAGE)
+    place, is_local = _local_columns(logits, ids)
+    picked = jnp.take_along_axis(logits.values, jnp.where(is_local, place, 0), axis=-1)
+    return sum_over(jnp.where(is_local, picked, 0.0), STAGE)
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
@@ -500,8 +499,8 @@ def _logits_cotangent(
     if ids.ndim == 2:
         is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
-    place, mine = _local_columns(logits, ids)
-    place = jnp.where(mine, place, logits.token_ids.shape[0])  # dropped as out of range
+    place, is_local = _local_columns(logits, ids)
+    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # dropped as out of range
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place
@@ -513,8 +512,8 @@ def sum_by_source(
 ) -> Float[Array, " sources"]:
     """Return the sum over the tokens of each data source."""
     # One sum per source, because a scatter-add would add in a device-dependent order.
-    mine = sources == jnp.arange(num_sources)[:, None, None]
-    return jnp.where(mine, values, 0.0).sum((1, 2))
+    is_source = sources == jnp.arange(num_sources)[:, None, None]
+    return jnp.where(is_source, values, 0.0).sum((1, 2))
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

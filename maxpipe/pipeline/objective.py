@@ -112,15 +112,15 @@ def reference_loss(
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
     scores = tuple(
-        _reference_log_probs(logits, batch[each.ids], each.temperature)
-        for each in objective.log_prob_specs
+        _reference_log_probs(logits, batch[spec.ids], spec.temperature)
+        for spec in objective.log_prob_specs
     )
     if objective.segments_per_loss:
         ids, count = batch["segment_ids"], objective.segments_per_loss * weight.shape[1]
         scores = tuple(segment_sums(score * mask, ids, count) for score in scores)
     lost, reports = objective(scores, batch)
     total = jnp.maximum(weight.sum(), 1.0)
-    means = [(each * weight).sum() / total for each in (lost, *reports)]
+    means = [(value * weight).sum() / total for value in (lost, *reports)]
     return means[0], dict(zip(objective.report_names, means[1:], strict=True))
 
 

@@ -131,16 +131,15 @@ class Embedding(NamedTuple):
     def _lookup_local(
         self, table: Float[Array, "v d"], tokens: Int[Array, "*dims T"]
     ) -> Float[Array, "*found T d"]:
-        row, mine = self._local_rows(tokens, table.shape[0])
-        return self._scaled(jnp.where(mine[..., None], table[row], 0), table.dtype)
+        row, is_local = self._local_rows(tokens, table.shape[0])
+        return self._scaled(jnp.where(is_local[..., None], table[row], 0), table.dtype)
 
     def _scaled(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """Multiply by the scale, rounded to the dtype of activations."""
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, dtype).astype(x.dtype)
 
     def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
-        row, mine = self._local_rows(tokens, total.shape[0])
-        row = jnp.where(mine, row, total.shape[0])  # an out-of-range index is dropped
+        row, is_local = self._local_rows(tokens, total.shape[0])
+        row = jnp.where(is_local, row, total.shape[0])  # an out-of-range index is dropped
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
@@ -221,7 +220,8 @@ class PrologueLayers:
     def zeros(self) -> Tree:
         """Return zero gradient accumulators for the layers."""
         return {
-            kind: each.zeros(self.local_weights[kind]) for kind, each in self.slots.weights.items()
+            kind: weights.zeros(self.local_weights[kind])
+            for kind, weights in self.slots.weights.items()
         }
 
     def enter(
@@ -282,8 +282,8 @@ class PrologueLayers:
                 jnp.zeros_like,
                 cotangent,
             )
-        mine = (returning >= 0) & (axis_index(STAGE) == self._owner(returning))
-        waiting = _put(buffers.waiting, row.backward_slot, arrived, mine)
+        is_owner = (returning >= 0) & (axis_index(STAGE) == self._owner(returning))
+        waiting = _put(buffers.waiting, row.backward_slot, arrived, is_owner)
         work = self._work(row.backward, row.backward_slot)
         assert work.exists is not None
         d_output = jnp.where(work.exists, read_slot(waiting, row.backward_slot), 0)
@@ -307,15 +307,16 @@ class PrologueLayers:
 
     def finish(self, totals: Tree) -> Tree:
         """Return gradients summed over devices, with the tree structure of the parameters."""
-        found = {kind: each.finish(totals[kind]) for kind, each in self.slots.weights.items()}
-        return jax.tree.map(lambda total: sum_over(total, STAGE), found)
+        gradients = {
+            kind: weights.finish(totals[kind]) for kind, weights in self.slots.weights.items()
+        }
+        return jax.tree.map(lambda total: sum_over(total, STAGE), gradients)
 
     def _owner(self, microbatch: jax.Array) -> jax.Array:
         """Return the stage that runs this microbatch in its round."""
         return jnp.maximum(microbatch, 0) % self.schedule.num_stages
 
     def _local_microbatch(self, number: jax.Array) -> jax.Array:
-        """Return this stage's microbatch in a round."""
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
@@ -351,5 +352,4 @@ class PrologueLayers:
 
 
 def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array, counts: jax.Array) -> jax.Array:
-    """Write the value to a slot if `counts` is true."""
     return write_slot(buffer, slot, jnp.where(counts, value, read_slot(buffer, slot)))

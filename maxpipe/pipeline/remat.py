@@ -159,25 +159,25 @@ class FlatJaxpr:
 
     def dependencies(self, values: Sequence[int]) -> set[int]:
         """Return the equations that these values depend on."""
-        found: set[int] = set()
+        equations: set[int] = set()
         stack = list(values)
         while stack:
             equation = self.producer.get(stack.pop())
-            if equation is not None and equation not in found:
-                found.add(equation)
+            if equation is not None and equation not in equations:
+                equations.add(equation)
                 stack += self.equations[equation][1]
-        return found
+        return equations
 
     def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
         """Return the equations, in order, that compute the `wanted` values from those in `have`."""
-        found: set[int] = set()
+        equations: set[int] = set()
         stack = [value for value in wanted if value not in have]
         while stack:
             equation = self.producer[stack.pop()]
-            if equation not in found:
-                found.add(equation)
+            if equation not in equations:
+                equations.add(equation)
                 stack += [value for value in self.equations[equation][1] if value not in have]
-        return sorted(found)
+        return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
         """Return the value from which only reshapes lead to this value."""
@@ -211,9 +211,11 @@ class FlatJaxpr:
             subfuns, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
             with equation.ctx.manager:
                 bound = equation.primitive.bind(*subfuns, *(env[v] for v in inputs), **parameters)
-            found: Any = bound if equation.primitive.multiple_results else [bound]
-            found = found.unflatten() if hasattr(found, "unflatten") else found  # 0.10's shard_map
-            env.update(zip(outputs, found, strict=True))
+            results: Any = bound if equation.primitive.multiple_results else [bound]
+            results = (
+                results.unflatten() if hasattr(results, "unflatten") else results
+            )  # 0.10's shard_map
+            env.update(zip(outputs, results, strict=True))
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
@@ -428,9 +430,11 @@ def differentiate_layer(
     def forward(
         weights: Tree, x: jax.Array, constants: LayerConstants
     ) -> tuple[jax.Array, list[jax.Array], Tree, Tree]:
-        found = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
-        output, losses, statistics = outputs.unflatten(found[: outputs.num_leaves])
-        arrays = dict(zip(map(flat.undo_reshape, leaves), found[outputs.num_leaves :], strict=True))
+        results = jex.jaxpr_as_fun(traced)(*jax.tree.leaves((weights, x, constants)))
+        output, losses, statistics = outputs.unflatten(results[: outputs.num_leaves])
+        arrays = dict(
+            zip(map(flat.undo_reshape, leaves), results[outputs.num_leaves :], strict=True)
+        )
         saved = [arrays[value].reshape(flat.aval[value].shape) for value in stored]
         return output, saved, losses, statistics
 
@@ -516,8 +520,8 @@ def _split_backward(
     def input_grad(
         weights: Tree, saved: list[jax.Array], constants: LayerConstants, cotangent: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
-        (found,), kept = parts.first(jax.tree.leaves((weights, saved, constants, cotangent)))
-        return found, kept
+        (d_input,), kept = parts.first(jax.tree.leaves((weights, saved, constants, cotangent)))
+        return d_input, kept
 
     def weight_grad(deferred: list[jax.Array], constants: LayerConstants) -> Tree:
         return structure.unflatten(parts.second(deferred, jax.tree.leaves(constants)))

@@ -55,9 +55,11 @@ class TickTable(NamedTuple):
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
-            found = {name: getattr(slots, name) for name in names}
+            columns_by_name = {name: getattr(slots, name) for name in names}
             kinds = _layer_types_at(slots, layout) if idle == "compute" else None
-            return SlotRow(**found, any_work=slots.active.any(axis=1), any_layer_type=kinds)  # type: ignore[arg-type]
+            return SlotRow(
+                **columns_by_name, any_work=slots.active.any(axis=1), any_layer_type=kinds
+            )  # type: ignore[arg-type]
 
         rows = TickRow(
             columns(schedule.forward),

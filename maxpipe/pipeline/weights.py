@@ -40,10 +40,10 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
     """
     if not isinstance(is_trained, Mapping):
         return tree if is_trained else None
-    found = {name: select_trainable(part, is_trained[name]) for name, part in tree.items()}
+    parts = {name: select_trainable(part, is_trained[name]) for name, part in tree.items()}
     return {
         name: part
-        for name, part in found.items()
+        for name, part in parts.items()
         if part is not None and not (isinstance(part, Mapping) and not part)
     }
 
@@ -111,13 +111,13 @@ class WeightSharding:
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
         """Return the sharding for the specs of a parameter and its gradient."""
-        dim = NOT_SHARDED if (found := fsdp_dim(spec)) is None else found
+        dim = NOT_SHARDED if (sharded_dim := fsdp_dim(spec)) is None else sharded_dim
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
         kept = tuple(axis for others in by_dim for axis in others)
         automatic = tuple(restrict_spec(spec, AUTOMATIC_AXES))
         over = [entry_axes(entry) for entry in gradient or ()]
-        owned = next((n for n, those in enumerate(over) if DATA in those), NOT_SHARDED)
+        owned = next((n for n, axes_of_dim in enumerate(over) if DATA in axes_of_dim), NOT_SHARDED)
         low = low if summed else None
         return cls(dim, axes, kept, automatic, trainable, exact, owned, reduced, low, summed)
 
@@ -241,9 +241,9 @@ class LayerWeights:
 
     def zeros(self, held: Tree) -> Tree:
         """Return zero float32 accumulators with the sharding of the stored weights."""
-        mine = select_trainable(held, self.trainable)
+        trained = select_trainable(held, self.trainable)
         zeros = lambda leaf: mark_varying(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
-        return jax.tree.map(zeros, mine, is_leaf=is_quantized_weight)
+        return jax.tree.map(zeros, trained, is_leaf=is_quantized_weight)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
         """Add one layer's gradient to the totals in place."""
@@ -256,8 +256,8 @@ class LayerWeights:
                 scatter_gradient(part, division) if self.gather_mode == "iteration" else part,
             )
 
-        mine = select_trainable(gradient, self.trainable)
-        return jax.tree.map(add, totals, mine, self._trainable_shardings)
+        trained = select_trainable(gradient, self.trainable)
+        return jax.tree.map(add, totals, trained, self._trainable_shardings)
 
     def finish(self, totals: Tree) -> Tree:
         """Return gradients summed over devices, with the sharding of the stored parameters."""
@@ -273,7 +273,7 @@ class LayerWeights:
 
     def empty_window(self, shards: Tree, num_layers: int) -> Tree:
         """Return zero weights for `num_layers` unsharded layers."""
-        found = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
+        layers = self._empty_layers(shards, self.weight_shardings, num_layers, self.dtype)
 
         def held(whole: jax.Array, division: WeightSharding) -> Tree:
             if (low := division.quantizer) is None:
@@ -283,12 +283,12 @@ class LayerWeights:
             )
             return mark_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form))
 
-        return jax.tree.map(held, found, self.weight_shardings)
+        return jax.tree.map(held, layers, self.weight_shardings)
 
     def empty_gradient_window(self, shards: Tree, num_layers: int) -> Tree:
         """Return zero float32 gradients for `num_layers` unsharded layers."""
-        mine = select_trainable(shards, self.trainable)
-        return self._empty_layers(mine, self._trainable_shardings, num_layers, jnp.float32)
+        trained = select_trainable(shards, self.trainable)
+        return self._empty_layers(trained, self._trainable_shardings, num_layers, jnp.float32)
 
     def _empty_layers(self, shards: Tree, divisions: Tree, num_layers: int, dtype: Any) -> Tree:
 

@@ -139,7 +139,7 @@ class Attention(Part):
         embed, size = (self.d_model, "embed"), (self.head_dim, "head_dim")
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_dim
-        found = {
+        params = {
             "query": Param(
                 (embed, heads, (self._projected, "head_dim")), into, num_contracted_dims=1
             ),
@@ -150,25 +150,25 @@ class Attention(Part):
             ),
         }
         for name in self.biased:
-            dims = (embed,) if name == "out" else found[name].dims[1:]
-            found[f"{name}_bias"] = Param(dims, Constant(0.0), decays=False)
+            dims = (embed,) if name == "out" else params[name].dims[1:]
+            params[f"{name}_bias"] = Param(dims, Constant(0.0), decays=False)
         if self.sinks:
-            found["sinks"] = Param((heads,), Constant(0.0), decays=False)
+            params["sinks"] = Param((heads,), Constant(0.0), decays=False)
         if self.head_norm is not None:
             scale = self.head_norm.params["scale"]
             for name, dims in (("query", self._query), ("key", self._key)):
-                one = replace(scale, dims=dims) if self.joint_norm else scale
-                found[f"{name}_norm"] = one
-        return found
+                norm_scale = replace(scale, dims=dims) if self.joint_norm else scale
+                params[f"{name}_norm"] = norm_scale
+        return params
 
     @property
     def activations(self) -> Mapping[str, Dims]:
         """Return the named activations. `query` and `key` are rotated; `context` is the attention
         output.
         """
-        found = {"query": self._query, "key": self._key, "value": self._key}
-        found |= {"query_gate": self._query} if self.gated else {}
-        return found | {"context": self._query, "attention_out": self._width}
+        activations = {"query": self._query, "key": self._key, "value": self._key}
+        activations |= {"query_gate": self._query} if self.gated else {}
+        return activations | {"context": self._query, "attention_out": self._width}
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
@@ -207,12 +207,12 @@ class Attention(Part):
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
-        found = Held(pairs=(1.0, 1.0, 0.0))
+        held = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
-            found += Held(
+            held += Held(
                 compute_dtype=((2.0, self._query), (1.0, self._key)), float32=((1.0, self._key),)
             )
-        return found
+        return held
 
     @property
     def residuals(self) -> Held:
@@ -227,19 +227,19 @@ class Attention(Part):
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
         keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
-        found = Held(compute_dtype=narrow, float32=wide)
+        held = Held(compute_dtype=narrow, float32=wide)
         if stands(self.backend) == "scores":
             pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
-            found += Held(float32=((statistics, self._heads),), blocks=keys, pairs=pairs)
+            held += Held(float32=((statistics, self._heads),), blocks=keys, pairs=pairs)
         else:
             window: tuple[Dims, ...] = ((),) if self.window else ()
-            found += Held(
+            held += Held(
                 compute_dtype=keys, float32=((1.0, self._heads),), float32_token_independent=window
             )
         if self.head_norm is not None:
             for dims in (self._query, self._key):
-                found += self.head_norm.residuals_of(*self._normed(dims))
-        return found
+                held += self.head_norm.residuals_of(*self._normed(dims))
+        return held
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
@@ -250,19 +250,19 @@ class Attention(Part):
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
-        found = Held(compute_dtype=(width, (2.0 + gates, self._query), (2.0, self._key)))
+        held = Held(compute_dtype=(width, (2.0 + gates, self._query), (2.0, self._key)))
         if self.sinks:
             both = ((2.0, self._heads),)
             by_blocks = stands(self.backend) == "block"
-            found += (
+            held += (
                 Held(float32_token_independent=(self._heads,)) if by_blocks else Held(float32=both)
             )
         for dims in (self._query, self._key):
             if self.head_norm is not None:
-                found += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
+                held += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
                 if recomputed:
-                    found += Held(compute_dtype=((1.0, dims),))  # the norm's input
-        return found
+                    held += Held(compute_dtype=((1.0, dims),))  # the norm's input
+        return held
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
         """Return the dims that index separate norms, and the dims that each norm reduces."""
@@ -272,7 +272,6 @@ class Attention(Part):
 
     @property
     def _projected(self) -> int:
-        """Return the number of entries per head of the query projection."""
         return self.head_dim * (2 if self.gated else 1)
 
     @property

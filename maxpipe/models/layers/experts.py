@@ -153,7 +153,7 @@ class Experts(Part):
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
         embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
         mlp = (self.d_mlp, "mlp")
-        found = {
+        params = {
             "router": Param((embed, routes), Normal(self.d_model)),
             "gate": Param((within, experts, mlp), Normal(self.d_model)),
             "up": Param((within, experts, mlp), Normal(self.d_model)),
@@ -163,15 +163,15 @@ class Experts(Part):
             bias = Param(
                 (routes,), Constant(0.0), decays=False, trainable=False, own_dtype="float32"
             )
-            found["router_bias"] = bias
+            params["router_bias"] = bias
         if self.biased:
             dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, within)}).items():
-                found[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
-        found |= {f"shared_{name}": param for name, param in self._of_shared("params")}
+                params[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
+        params |= {f"shared_{name}": param for name, param in self._of_shared("params")}
         if self.shared_gated:
-            found["shared_weight"] = Param((embed,), Normal(self.d_model))
-        return found
+            params["shared_weight"] = Param((embed,), Normal(self.d_model))
+        return params
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
@@ -185,8 +185,8 @@ class Experts(Part):
     def activations(self) -> Mapping[str, Dims]:
         """Return both inputs of the gates for all token-expert pairs."""
         hidden = ((math.ceil(self._rows_in_memory), "experts"), *self._hidden)
-        found: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
-        return found | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
+        dims_of: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
+        return dims_of | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -196,15 +196,15 @@ class Experts(Part):
         projection.
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
-        found = [Matmul("router")]
+        operations = [Matmul("router")]
         names = ["gate", "up", "down"]
         names += [f"{name}_bias" for name in names] if self.biased else []
-        found += [Matmul(name, needed, computed) for name in names]
+        operations += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
-            found += [Matmul(f"shared_{name}") for name in self.shared.params]
+            operations += [Matmul(f"shared_{name}") for name in self.shared.params]
         if self.shared_gated:
-            found.append(Matmul("shared_weight"))
-        return tuple(found)
+            operations.append(Matmul("shared_weight"))
+        return tuple(operations)
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
@@ -217,20 +217,20 @@ class Experts(Part):
 
         The other losses are only reported, with coefficient 0.
         """
-        found = {
+        statistics = {
             "balance": self.load_balance_loss_weight,
             "router_z": self.z_loss_weight,
             "entropy": 0.0,
         }
-        return found | ({"dropped": 0.0} if self.drops_tokens else {})
+        return statistics | ({"dropped": 0.0} if self.drops_tokens else {})
 
     @property
     def traffic(self) -> Held:
         """Return the input, the output, the gates' inputs, and two copies of the last matmul's
         input.
         """
-        found = self._with_rows(6.0, width=2.0, placed=2.0)
-        return found if self.shared is None else found + self.shared.traffic
+        arrays = self._with_rows(6.0, width=2.0, placed=2.0)
+        return arrays if self.shared is None else arrays + self.shared.traffic
 
     @property
     def backward_peak(self) -> Held:
@@ -247,21 +247,21 @@ class Experts(Part):
         over experts. The residuals of the balance loss are too small to count.
         """
         extra = float(self.normalised)
-        found = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
-        found += self._weights + Held(
+        arrays = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
+        arrays += self._weights + Held(
             float32=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), one_byte=((1.0, ()),)
         )
         if self.permutes_tokens:
-            found += self._places + Held(float32=((2.0, self._choices),))
+            arrays += self._places + Held(float32=((2.0, self._choices),))
         if self.permutes_tokens and self.shards > 1:
-            found += self._received
+            arrays += self._received
         if self.biased and self.permutes_tokens:
-            found += self._weights_for_biases
+            arrays += self._weights_for_biases
         if self.shared is None:
-            return found
+            return arrays
         # The gate adds the shared expert's output and the gate value.
         gate = Held(compute_dtype=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
-        return found + self._without_inputs(self.shared.residuals) + gate
+        return arrays + self._without_inputs(self.shared.residuals) + gate
 
     @property
     def _received(self) -> Held:
@@ -280,29 +280,30 @@ class Experts(Part):
         If recomputed, the input of the last matmul follows from the gates' inputs and the weights,
         unless it has been saved.
         """
-        found = self._places + Held(float32=((1.0, self._each),))
+        arrays = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
-            found += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
-            found += self._weights_for_biases if self.biased else Held()
+            arrays += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
+            arrays += self._weights_for_biases if self.biased else Held()
         elif normed:
-            found += self._with_rows(3.0, width=1.0)
+            arrays += self._with_rows(3.0, width=1.0)
         else:
-            found += self._with_rows(4.0, width=1.0) + self._weights
+            arrays += self._with_rows(4.0, width=1.0) + self._weights
         if self.biased and self.grouped:
-            found += Held(float32=((1.0, self._choices),))
-            found += self._weights_for_biases if recomputed else Held()
+            arrays += Held(float32=((1.0, self._choices),))
+            arrays += self._weights_for_biases if recomputed else Held()
         if self.shared is None:
-            return found
+            return arrays
         gate = Held(compute_dtype=((2.0, ()),)) if self.shared_gated else NOTHING
         held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
-        return found + self._without_inputs(held) + gate
+        return arrays + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
         """Return the shared expert's arrays without its input and output, which other terms already
         count.
         """
         return replace(
-            held, compute_dtype=tuple(each for each in held.compute_dtype if each[1] != self._width)
+            held,
+            compute_dtype=tuple(array for array in held.compute_dtype if array[1] != self._width),
         )
 
     @property
@@ -324,10 +325,10 @@ class Experts(Part):
         """
         if not self.permutes_tokens:
             return self
-        found = self.per_token * rows * tokens
+        rows_in_memory = self.per_token * rows * tokens
         if shards > 1:
-            found = shards * self.send_capacity(shards, rows, tokens, whole)
-        return replace(self, rows_received=found / (rows * tokens), shards=shards)
+            rows_in_memory = shards * self.send_capacity(shards, rows, tokens, whole)
+        return replace(self, rows_received=rows_in_memory / (rows * tokens), shards=shards)
 
     @property
     def _rows_in_memory(self) -> float:
@@ -370,10 +371,10 @@ class Experts(Part):
 
         The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
         """
-        choices, mine = rows * tokens * self.per_token, self.num_experts // shards
-        most = rows * tokens * min(self.per_token, mine)
+        choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
+        most = rows * tokens * min(self.per_token, local_experts)
         if self.capacity:
-            most = min(most, mine * rows * min(self.expert_capacity(whole), tokens))
+            most = min(most, local_experts * rows * min(self.expert_capacity(whole), tokens))
         if self.send_capacity_factor:
             most = min(most, math.ceil(self.send_capacity_factor * choices / shards))
         return most
@@ -387,16 +388,15 @@ class Experts(Part):
         """Return `hidden` copies per token-expert pair at the expert width, `width` copies per
         token, and `placed` copies of each permuted token.
         """
-        found = Held(
+        arrays = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
         )
         if self.permutes_tokens:
-            found += Held(compute_dtype=(self._per_token_rows(placed, self._width),))
-        return found
+            arrays += Held(compute_dtype=(self._per_token_rows(placed, self._width),))
+        return arrays
 
     @property
     def _weights(self) -> Held:
-        """Return the weights of the token-expert pairs."""
         return Held(compute_dtype=(self._per_token_rows(1.0, ()),))
 
     @property

@@ -155,7 +155,7 @@ class GatedDelta(Part):
         narrow = (width, (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value))
         others = {name: each for name, each in self.params.items() if name not in self._projections}
         return Held(
-            compute_dtype=narrow, token_independent=tuple(each.dims for each in others.values())
+            compute_dtype=narrow, token_independent=tuple(param.dims for param in others.values())
         )
 
     _projections = ("qkvz", "ba", "out")

@@ -80,17 +80,17 @@ class LatentAttention(Part):
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
         size, into = (self.head_dim, "head_dim"), Normal(self.d_model)
         both = (self.rest_size + self.value_size, "head_dim")
-        found: dict[str, Param] = {"query": Param((embed, heads, size), into, linear=1)}
+        params: dict[str, Param] = {"query": Param((embed, heads, size), into, linear=1)}
         if self.q_lora_rank:
             rank = (self.q_lora_rank, "latent")
-            found = {
+            params = {
                 "query_down": Param((embed, (self.q_lora_rank, "norm")), into, linear=1),
                 "query_norm": self.query_norm.params["scale"],
                 "query_up": Param((rank, heads, size), Normal(self.q_lora_rank), linear=1),
             }
         rank = (self.rank, "latent")
         out_of = self.num_heads * self.value_size
-        return found | {
+        return params | {
             "key_value_down": Param((embed, (self.rank, "norm")), into, linear=1),
             "rope_key": Param((embed, (self.rope_size, "head_dim")), into, linear=1),
             "key_value_norm": self.norm.params["scale"],
@@ -154,11 +154,11 @@ class LatentAttention(Part):
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
-        found = Held(pairs=(1.0, 1.0, 0.0))
+        held = Held(pairs=(1.0, 1.0, 0.0))
         if stands(self.backend) == "block":
             narrow = ((1.5, self._query), (1.5, self._value))
-            found += Held(compute_dtype=narrow, float32=((1.0, self._value),))
-        return found
+            held += Held(compute_dtype=narrow, float32=((1.0, self._value),))
+        return held
 
     @property
     def residuals(self) -> Held:
@@ -174,28 +174,28 @@ class LatentAttention(Part):
         turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
         if stands(self.backend) == "scores":
             wide, pairs = (turned, (2.0, heads)), (1.0, 1.0, 1.0)
-            found = Held(compute_dtype=narrow, float32=wide, blocks=keys, pairs=pairs)
+            held = Held(compute_dtype=narrow, float32=wide, blocks=keys, pairs=pairs)
         else:
-            found = Held(compute_dtype=(*narrow, *keys), float32=(turned, (1.0, heads)))
+            held = Held(compute_dtype=(*narrow, *keys), float32=(turned, (1.0, heads)))
         for norm, dims in self._normed:
-            found += norm.residuals_of((), dims) + Held(compute_dtype=((1.0, dims),))
-        return found
+            held += norm.residuals_of((), dims) + Held(compute_dtype=((1.0, dims),))
+        return held
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections, the cotangents of their outputs, and arrays of the
         norms.
         """
         del normed
-        rest = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
+        unrotated = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
         turned = ((self.rope_size, "head_dim"),)
         width = (1.0 if recomputed else 2.0, self._width)
-        found = Held(compute_dtype=(width, (2.0, self._value)))
-        found += Held(compute_dtype=((1.0, self._query), (1.0, rest), (1.0, turned)))
+        held = Held(compute_dtype=(width, (2.0, self._value)))
+        held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
         for norm, dims in self._normed:
             # If recomputed, the input of the norm replaces its output.
-            found += norm.deferred_of((), dims, recomputed=recomputed)
-            found += Held(compute_dtype=((2.0, dims),))
-        return found
+            held += norm.deferred_of((), dims, recomputed=recomputed)
+            held += Held(compute_dtype=((2.0, dims),))
+        return held
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:

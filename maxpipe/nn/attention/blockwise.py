@@ -124,7 +124,7 @@ def _mean_trips(
     last = np.minimum(first + query_block, keys) - 1
     end = np.minimum(last // key_block + 1, blocks) if causal else np.full(len(first), blocks)
     begin = [np.maximum(first - size + 1, 0) // key_block * (size > 0) for size in windows]
-    return float(np.mean([end - np.minimum(each, end) for each in begin]))
+    return float(np.mean([end - np.minimum(start, end) for start in begin]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -300,9 +300,9 @@ def _backward_rule(
 ) -> tuple[Array | None, ...]:
     query, key, value, sinks, rows, mixed, log_sum = saved
     run = _backward_unrolled if options.unrolled else backward
-    found = run(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
+    gradients = run(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
     given = (query, key, value, sinks)
-    pairs = zip(found, given, strict=True)
+    pairs = zip(gradients, given, strict=True)
     return *(None if x is None else grad.astype(x.dtype) for grad, x in pairs), None
 
 
@@ -353,11 +353,11 @@ def backward(
 
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
-            d_query, *found = lax.fori_loop(first, last, add, start)
+            d_query, *d_rest = lax.fori_loop(first, last, add, start)
         if sinks is not None:  # summed in the scan, so a split backward pass saves only the sums
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
-        return (*found, d_sinks), d_query
+        return (*d_rest, d_sinks), d_query
 
     d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
     sums = mark_varying((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
@@ -414,9 +414,9 @@ class _Unrolled:
         sizes = [stop - start for _, start, stop in self.options.unrolled]
         pairs = zip(blocks, sizes, strict=True)
         wide = [x.reshape(*x.shape[:2], -1, size, x.shape[-1]) for x, size in pairs]
-        found = jnp.concatenate(wide, axis=3) if len(wide) > 1 else wide[0]
-        found = found.transpose(0, 3, 1, 2, 4)
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+        whole = jnp.concatenate(wide, axis=3) if len(wide) > 1 else wide[0]
+        whole = whole.transpose(0, 3, 1, 2, 4)
+        return whole.reshape(*whole.shape[:2], -1, whole.shape[-1])
 
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
         """Sum the key gradients `[B, G, s, h]` of all query blocks for each key."""
@@ -442,10 +442,9 @@ def _forward_unrolled(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """Implement `forward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     queries, keys, values = blocks.split_queries(query), key.swapaxes(1, 2), value.swapaxes(1, 2)
-    found, log_sums = [], []
+    outputs, log_sums = [], []
     for block in options.unrolled:
         first, start, stop = block
         scores = _scores(
@@ -462,9 +461,9 @@ def _forward_unrolled(
             total += jnp.exp(of_heads - largest)
         total = jnp.where(total > 0, total, 1.0)
         mixed = _dot("bgxs,bgsh->bgxh", shares.astype(value.dtype), values[:, :, first:stop])
-        found.append(mixed / total)
+        outputs.append(mixed / total)
         log_sums.append(largest + jnp.log(total))
-    return blocks.merge_queries(found), blocks.merge_queries(log_sums)[..., 0]
+    return blocks.merge_queries(outputs), blocks.merge_queries(log_sums)[..., 0]
 
 
 def _backward_unrolled(
@@ -478,7 +477,6 @@ def _backward_unrolled(
     log_sum: Array,
     d_mixed: Array,
 ) -> tuple[Array, Array, Array, Array]:
-    """Implement `backward` without loops."""
     blocks = _Unrolled(key.shape[2], rows, options)
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
@@ -516,8 +514,8 @@ def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Flo
 
 def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
     """Return the float32 scores of all pairs after the soft cap."""
-    found, cap = _dot(form, query, key) * options.scale, options.soft_cap
-    return cap * jnp.tanh(found / cap) if cap else found
+    scores, cap = _dot(form, query, key) * options.scale, options.soft_cap
+    return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
@@ -530,7 +528,6 @@ def _at(blocks: Array, block: Array) -> Array:
 
 
 def _add_to_block(blocks: Array, more: Array, block: Array) -> Array:
-    """Add `more` to one block."""
     return lax.dynamic_update_index_in_dim(blocks, _at(blocks, block) + more, block, 0)
 
 

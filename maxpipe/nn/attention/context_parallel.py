@@ -71,7 +71,7 @@ def attend(
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
         return _attend_in_window(backend, query, key, value, mask, before)
-    key, value = (context_parallel.gather_sequences(each, 1) for each in (key, value))
+    key, value = (context_parallel.gather_sequences(array, 1) for array in (key, value))
     return backend(query, key, value, mask)
 
 
@@ -86,7 +86,7 @@ def _tensor_shards() -> int:
 def _by_heads(
     backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask
 ) -> Float[Array, "B T N v"]:
-    query, key, value = (_to_heads(each) for each in (query, key, value))
+    query, key, value = (_to_heads(array) for array in (query, key, value))
     if mask.sinks is not None:
         mask = replace(mask, sinks=_own_heads(mask.sinks))
     return _to_tokens(backend(query, key, value, mask))
@@ -140,9 +140,9 @@ def _attend_in_window(
         places=before + jnp.arange(mask.run),
         run=mask.run,
     )
-    key, value = (_prepend_preceding_tokens(each, before, starts) for each in (key, value))
-    found = backend(_as_rows(query), key, value, near)
-    return jnp.concatenate(jnp.split(found, 2), axis=1)
+    key, value = (_prepend_preceding_tokens(array, before, starts) for array in (key, value))
+    output = backend(_as_rows(query), key, value, near)
+    return jnp.concatenate(jnp.split(output, 2), axis=1)
 
 
 def _as_rows(x: Array) -> Array:
@@ -258,13 +258,13 @@ def _backward_rule(
 
     def hop(number: Array, state: Any) -> Any:
         here, sums, d_query = state
-        following, found = _shift_to_next(here), []
+        following, d_keys = _shift_to_next(here), []
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
             mine = _piece_mask(pairs, number, piece, tokens)
             given = (query, keys, values, None, mine, mixed, log_sum)
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
-            d_query, found = d_query + more, [*found, of_keys]
-        added = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+            d_query, d_keys = d_query + more, [*d_keys, of_keys]
+        added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
         # Gradients rotate with their keys and values, and are back on the original device after the
         # last hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
@@ -277,8 +277,8 @@ def _backward_rule(
         slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
         share = jnp.exp(sinks.astype(jnp.float32) - log_sum)
         d_sinks = -(share * slope).sum((0, 1)).astype(sinks.dtype)
-    found = d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
-    return (*found, d_sinks, None)
+    gradients = d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
+    return (*gradients, d_sinks, None)
 
 
 _ring_attention.defvjp(_forward_rule, _backward_rule)

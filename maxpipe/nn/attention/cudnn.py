@@ -97,14 +97,14 @@ def backward(
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G H"]]:
     """Return the gradients of queries, keys and values."""
-    found = tuple(
+    gradients = tuple(
         jax.ShapeDtypeStruct(tuple(x.shape[dim] for dim in _HEADS_FIRST), x.dtype)
         for x in (query, key, value)
     )
     bias, packed = _operands(query, key, beside)
     operands = (query, key, value, sums, d_mixed, *bias, mixed, *packed)
-    found = _call("Backward", kernel, operands, found, bool(bias))
-    return tuple(each.transpose(_HEADS_FIRST) for each in found)
+    gradients = _call("Backward", kernel, operands, gradients, bool(bias))
+    return tuple(array.transpose(_HEADS_FIRST) for array in gradients)
 
 
 def _operands(
@@ -133,7 +133,9 @@ def _call(
         (*results, workspace),
         vmap_method="sequential",
         # Layouts list dims from major to minor.
-        output_layouts=[_HEADS_FIRST if each.ndim == 4 else None for each in (*results, workspace)],
+        output_layouts=[
+            _HEADS_FIRST if result.ndim == 4 else None for result in (*results, workspace)
+        ],
         custom_call_api_version=_STATUS_RETURNING,
         legacy_backend_config=json.dumps(_config(kernel, query, key, bool(direction))),
     )
@@ -231,7 +233,7 @@ def attend(
     seen = None if ordered else mask.seen(0, tokens, keys, causal=mask.causal)
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _CudnnMask(mask.segments, window, seen)
-    key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
+    key, value = (interface.repeat_kv_heads(array, query.shape[2]) for array in (key, value))
     # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, beside)), call)
 

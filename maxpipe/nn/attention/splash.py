@@ -65,7 +65,7 @@ def attend(
         interpret=interpret,
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
-    key, value = (interface.repeat_kv_heads(each, query.shape[2]) for each in (key, value))
+    key, value = (interface.repeat_kv_heads(array, query.shape[2]) for array in (key, value))
     # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
@@ -141,8 +141,8 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
         (arrays, arrays, arrays, heads, beside, arrays, _heads_first(arrays), arrays),
         (arrays, arrays, arrays, heads),
     )
-    found = run(query, key, value, sinks, seen, mixed, sums, d_mixed)
-    return *found, None
+    gradients = run(query, key, value, sinks, seen, mixed, sums, d_mixed)
+    return *gradients, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -264,7 +264,7 @@ def _backward_kernels(
     settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
 ) -> tuple[Array, Array, Array]:
     """Run the backward kernels of one sequence with jax's differentiation rule."""
-    found = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
+    gradients = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
         False,
         settings["mask_value"],
         settings["is_mqa"],
@@ -276,7 +276,7 @@ def _backward_kernels(
         saved,
         d_mixed,
     )
-    return found[3:6]
+    return gradients[3:6]
 
 
 def _swap_heads_and_tokens(x: Array) -> Array:
