@@ -10,7 +10,7 @@ import ast
 from test_architecture import LAYERS, MODULES, PACKAGE, ROOT, sources, upward_imports
 
 JOURNEYS = {
-    "main loop": ["cli", "train.loop", "train.run", "train.set_up"],
+    "main loop": ["cli", "train.loop", "train.session", "train.set_up", "train.run"],
     "train step": ["step.build", "step.step", "step.state", "pipeline.program", "pipeline.engine"],
     "Llama, from config to logits": [
         "models.llama",

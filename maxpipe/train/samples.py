@@ -70,7 +70,7 @@ def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationProm
 
 
 def load_validation_prompts(
-    datasets: Datasets, fraction: float, count: int, room: int
+    datasets: Datasets, fraction: float, count: int, sequence_length: int
 ) -> list[ValidationPrompt]:
     """Return prompts from the first validation conversations that leave space for a response.
 
@@ -81,7 +81,7 @@ def load_validation_prompts(
         if len(found) == count:
             break
         turn = last_turn(document, datasets.tokenizer)
-        if turn is not None and len(turn.ids) < room:
+        if turn is not None and len(turn.ids) < sequence_length:
             found.append(turn)
     return found
 
@@ -114,11 +114,11 @@ class SampleGenerator:
         held_out: Sequence[ValidationPrompt] = (),
         chat: ChatTemplate | None = None,
         *,
-        room: int,
+        sequence_length: int,
         seed: int,
     ):
         tokenizer = add_end_of_turn_ids(tokenizer) if eval_config.sample_chat else tokenizer
-        prompts = _prompts(eval_config, tokenizer, room, chat)
+        prompts = _prompts(eval_config, tokenizer, sequence_length, chat)
         first, self._answers = len(prompts), [turn.answer for turn in held_out]
         for number, turn in enumerate(held_out, first):
             prompts.append(Prompt(number, turn.text, turn.ids))
@@ -127,13 +127,14 @@ class SampleGenerator:
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
                 "requires a conversation that is held out for validation, has trained content "
-                f"after its first message, and fits into train.sequence_length ({room}).",
+                "after its first message, and fits into train.sequence_length "
+                f"({sequence_length}).",
                 "Increase data.validation_fraction or train.sequence_length, or set "
                 "eval.sample_prompts.",
             )
         self._tokenizer, self._prompts, self._first = tokenizer, prompts, first
-        tokens = min(eval_config.sample_max_tokens, room)
-        self._limits = GenerationLimits(tokens, room, batch_size=len(prompts))
+        tokens = min(eval_config.sample_max_tokens, sequence_length)
+        self._limits = GenerationLimits(tokens, sequence_length, batch_size=len(prompts))
         parts = decode_param_layout(partition)
         self._mesh = parts.mesh
         sampling = Sampling(temperature=eval_config.sample_temperature)
@@ -174,12 +175,12 @@ class SampleGenerator:
 
 
 def _prompts(
-    config: EvalConfig, tokenizer: Tokenizer, room: int, chat: ChatTemplate | None
+    config: EvalConfig, tokenizer: Tokenizer, sequence_length: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
     """Return the prompts in the config or in its prompt file."""
     path, texts = config.sample_prompts_file, list(config.sample_prompts)
     where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:
         chats = read_conversations(path, where) if path else [user_chat(each) for each in texts]
-        return encode_chats(chats, tokenizer, room, where="eval.sample_chat", chat=chat)
-    return encode_prompts(read_prompts(path, where) if path else texts, tokenizer, room)
+        return encode_chats(chats, tokenizer, sequence_length, where="eval.sample_chat", chat=chat)
+    return encode_prompts(read_prompts(path, where) if path else texts, tokenizer, sequence_length)
