@@ -11,7 +11,14 @@ from test_architecture import LAYERS, MODULES, PACKAGE, ROOT, sources, upward_im
 
 JOURNEYS = {
     "main loop": ["cli", "train.loop", "train.session", "train.set_up", "train.run"],
-    "train step": ["step.build", "step.step", "step.state", "pipeline.program", "pipeline.engine"],
+    "train step": [
+        "step.build",
+        "step.step",
+        "step.state_layout",
+        "step.state",
+        "pipeline.program",
+        "pipeline.engine",
+    ],
     "Llama, from config to logits": [
         "models.llama",
         "models.family",
