@@ -90,10 +90,10 @@ class StateLayout:
     @cached_property
     def abstract_base(self) -> Tree:
         """Shapes, dtypes and shardings of the base parameters of a run, without adapters."""
-        plain = self.param_layout.base
-        stacked = jax.eval_shape(plain.init, self._key(PARAM_STREAM))
-        saved = jax.eval_shape(auto_sharded(plain.to_saved, plain.saved_specs), stacked)
-        return with_shardings(saved, plain.shardings(plain.saved_specs))
+        layout = self.param_layout.base
+        stacked = jax.eval_shape(layout.init, self._key(PARAM_STREAM))
+        saved = jax.eval_shape(auto_sharded(layout.to_saved, layout.saved_specs), stacked)
+        return with_shardings(saved, layout.shardings(layout.saved_specs))
 
     # New states.
 

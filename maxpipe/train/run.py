@@ -48,7 +48,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class PostTraining:
-    """Other models that a run uses, and rollouts of its own model."""
+    """Rollouts, and the other models that a run uses: teacher, reference and base."""
 
     teacher_source: TeacherSource
     """Source of teacher logits; empty without a teacher."""

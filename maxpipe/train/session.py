@@ -1,4 +1,4 @@
-"""The session of a process in a run: what it prints to, coordinates with, records and closes.
+"""The session of a process in a run: its console, control channel, events, locks and clean-up.
 
 Opening a session joins the processes of the run, checks the config against the machine, and locks
 the folders. Missing files and a mesh that does not fit the devices are reported together.
@@ -55,7 +55,7 @@ class Session:
     locks: Sequence[RunLock]
     """Locks of the run folder and the checkpoint folders. Only process 0 holds locks."""
     stack: contextlib.ExitStack
-    """Closes at the end of the session what is registered during set-up."""
+    """Callbacks and contexts that are closed at the end of the session."""
 
     @property
     def config(self) -> Config:
