@@ -10,8 +10,15 @@ import ast
 from test_architecture import LAYERS, MODULES, PACKAGE, ROOT, sources, upward_imports
 
 JOURNEYS = {
-    "main loop": ["cli", "train.loop", "train.run", "train.set_up"],
-    "train step": ["step.build", "step.step", "step.state", "pipeline.program", "pipeline.engine"],
+    "main loop": ["cli", "train.loop", "train.session", "train.set_up", "train.run"],
+    "train step": [
+        "step.build",
+        "step.step",
+        "step.state_layout",
+        "step.state",
+        "pipeline.program",
+        "pipeline.engine",
+    ],
     "Llama, from config to logits": [
         "models.llama",
         "models.family",

@@ -38,7 +38,7 @@ from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from maxpipe.io import files
 from maxpipe.io.redact import REDACTED
 from maxpipe.schedule.csv_format import read_orders
-from maxpipe.train.run import WRITTEN_FILES
+from maxpipe.train.session import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
 
 ROOT = Path(__file__).parents[1]

@@ -93,18 +93,18 @@ def join_processes(
         config.stall_timeout_seconds,
         config.stop_grace_seconds,
     )
-    with ControlChannel(phases, limits, index=index, count=count) as link:
+    with ControlChannel(phases, limits, index=index, count=count) as channel:
         if count > 1:
-            _gather(config, link, facts, folder)
+            _gather(config, channel, facts, folder)
             if config.num_processes:
                 _initialize(config)
         elif config.cpu_collectives == "gloo":
             _initialize(dataclasses.replace(config, coordinator=f"127.0.0.1:{free_port()}"))
-        link.catch_signals()  # jax may have replaced the handlers
-        with link.propagate_failure():
+        channel.catch_signals()  # jax may have replaced the handlers
+        with channel.propagate_failure():
             _find_devices(config)
             _use_devices(config)
-            yield link
+            yield channel
 
 
 def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
@@ -248,23 +248,23 @@ def _open_cache(folder: str) -> None:
 
 
 def _gather(
-    config: RuntimeConfig, link: ControlChannel, facts: Mapping[str, str], folder: Path
+    config: RuntimeConfig, channel: ControlChannel, facts: Mapping[str, str], folder: Path
 ) -> None:
     """Wait until all processes have joined the control channel."""
     given = protocol.secret_from_environment()
     with contextlib.ExitStack() as stack:
         if not config.num_processes:
-            address, shared = _broadcast_address(link.index)
+            address, shared = _broadcast_address(channel.index)
             key = hmac.digest(given or b"", shared, "sha256")
         else:
             address = _address(config)
             key = given
-            if key is None and link.index == 0:
+            if key is None and channel.index == 0:
                 key = stack.enter_context(protocol.publish_secret(folder, address[1]))
-                stack.callback(setattr, link, "on_leave", link.on_leave)
-                link.on_leave = lambda code, text: protocol.remove_secret(folder, address[1])
+                stack.callback(setattr, channel, "on_leave", channel.on_leave)
+                channel.on_leave = lambda code, text: protocol.remove_secret(folder, address[1])
         try:
-            trouble = link.connect(
+            trouble = channel.connect(
                 address, facts, lambda: key or protocol.read_published_secret(folder, address[1])
             )
         except OSError as error:

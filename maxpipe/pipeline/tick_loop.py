@@ -55,11 +55,10 @@ class TickTable(NamedTuple):
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
-            columns_by_name = {name: getattr(slots, name) for name in names}
-            kinds = _layer_types_at(slots, layout) if idle == "compute" else None
-            return SlotRow(
-                **columns_by_name, any_work=slots.active.any(axis=1), any_layer_type=kinds
-            )  # type: ignore[arg-type]
+            table: dict[str, Any] = {name: getattr(slots, name) for name in names}
+            table["any_work"] = slots.active.any(axis=1)
+            table["any_layer_type"] = _layer_types_at(slots, layout) if idle == "compute" else None
+            return SlotRow(**table)
 
         rows = TickRow(
             columns(schedule.forward),

@@ -87,13 +87,13 @@ class PairReferences:
         steps: Steps,
         loaders: list[Loader],
         console: Console,
-        link: ControlChannel,
+        channel: ControlChannel,
         phases: Phases,
     ):
         """Initialize the computation; together, `loaders` contain every pair once."""
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
-        self._console, self._link, self._phases = console, link, phases
+        self._console, self._channel, self._phases = console, channel, phases
         self._documents = {name: each for loader in loaders for name, each in loader.pairs.items()}
         self._values: Values = {}
         self._weights = ""
@@ -149,7 +149,7 @@ class PairReferences:
         digest = hashlib.sha256()
         for name in sorted(self._values):
             digest.update(self._values[name].tobytes())
-        if len(self._link.compare_across_processes("reference", digest.hexdigest())) > 1:
+        if len(self._channel.compare_across_processes("reference", digest.hexdigest())) > 1:
             raise ConfigError.one(
                 "run.dir",
                 str(self._path.parent),
@@ -168,14 +168,14 @@ class PairReferences:
         words = f"computing reference log-probabilities of {pluralize(missing, 'pair')}"
         words += f" of {total}" if missing < total else ""
         # After the first check, a stop request no longer ends the process immediately.
-        if self._link.should_stop():
+        if self._channel.should_stop():
             raise self._stop_error(total)
         saved = time.monotonic()
         with self._phases.enter(EVAL), self._console.stage(words):
             for number, found in enumerate(self._score_batches(step, params)):
                 self._phases.progress(number)
                 self._record(found)
-                stops = self._link.should_stop()
+                stops = self._channel.should_stop()
                 if stops or time.monotonic() - saved > _SAVE_SECONDS:
                     self._save()
                     saved = time.monotonic()
@@ -222,7 +222,7 @@ class PairReferences:
 
     def _stop_error(self, total: int) -> BaseException:
         done = total - self._num_missing()
-        return self._link.stop_error(
+        return self._channel.stop_error(
             f"{self._path}: stopped with the reference log-probabilities of {done} of "
             f"{pluralize(total, 'pair')}\n"
             "  They are saved.\n"
@@ -230,7 +230,7 @@ class PairReferences:
         )
 
     def _save(self) -> None:
-        if self._link.index == 0:
+        if self._channel.index == 0:
             digests = {name: each.digest for name, each in self._documents.items()}
             save_references(self._path, StoredReferences(self._weights, digests, self._values))
 

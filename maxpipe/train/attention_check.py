@@ -19,7 +19,6 @@ import numpy as np
 from jax import Array
 
 from maxpipe.config.bundled_configs import EVENTS_FILE
-from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
@@ -30,8 +29,7 @@ from maxpipe.nn.attention.interface import AttentionBackend, Mask
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.step import Steps
-from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.writers import EventLog
+from maxpipe.train.session import Session
 
 _EVENT = "attention_checked"
 
@@ -75,29 +73,34 @@ class AttentionDeviation:
         )
 
 
-def check_run_attention(
-    run_dir: Path, steps: Steps, link: ControlChannel, console: Console, events: EventLog
-) -> None:
+def check_run_attention(session: Session, steps: Steps) -> None:
     """Check the model's attention if the run has not checked it on this hardware.
 
     Raises:
         ConfigError: attention is wrong in one of the processes.
     """
-    decoder, (_, tokens), found = steps.param_layout.decoder, steps.shape, None
+    decoder, (_, tokens), deviation = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
-    what = check_description(model, dtype, tokens)
-    if what and not _was_checked(run_dir, what):
-        with console.stage("checking attention"):
-            found = check_attention(model, dtype, tokens)
+    description = check_description(model, dtype, tokens)
+    if description and not _was_checked(session.run_dir, description):
+        with session.console.stage("checking attention"):
+            deviation = check_attention(model, dtype, tokens)
     # All processes compare results, even those without a check: if one must stop, all must stop.
-    verdicts = link.compare_across_processes(
-        "attention", "" if found is None or found.ok else str(found)
-    )
-    if wrong := max(verdicts):
-        raise _mismatch_error(wrong)
-    if found is not None:
-        console.note(f"attention: {found}")
-        events.write(_EVENT, what=what, result=found.result, gradients=found.gradients)
+    verdict = "" if deviation is None or deviation.ok else str(deviation)
+    worst = max(session.channel.compare_across_processes("attention", verdict))
+    if worst:
+        raise ConfigError.one(
+            "model.attention",
+            None,
+            f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "
+            f"{jax.__version__}: {worst}, relative to the largest entry.",
+            "Set model.attention=xla.",
+        )
+    if deviation is not None:
+        session.console.note(f"attention: {deviation}")
+        session.events.write(
+            _EVENT, what=description, result=deviation.result, gradients=deviation.gradients
+        )
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
@@ -114,25 +117,12 @@ def check_description(model: Model, dtype: str, tokens: int) -> str:
     return f"{where}: {'; '.join(cases)}" if cases else ""
 
 
-def _was_checked(run_dir: Path, what: str) -> bool:
-    """Whether the run's events already contain this check."""
+def _was_checked(run_dir: Path, description: str) -> bool:
     try:
-        return any(
-            each["what"] == what for each in read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
-        )
+        events = read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
+        return any(event["what"] == description for event in events)
     except OSError:
         return False
-
-
-def _mismatch_error(text: str) -> ConfigError:
-    """Return the error for a backend with wrong results."""
-    return ConfigError.one(
-        "model.attention",
-        None,
-        f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "
-        f"{jax.__version__}: {text}, relative to the largest entry.",
-        "Set model.attention=xla.",
-    )
 
 
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:

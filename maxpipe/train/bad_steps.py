@@ -39,28 +39,26 @@ class BadStepMonitor:
         events: EventLog,
         console: Console,
         offset: int = 0,
-        facts: Mapping[str, Any] | None = None,
+        counts: Mapping[str, Any] | None = None,
     ):
-        """Initialize the monitor; `facts` are the counts in a checkpoint, including those of the
-        guard.
-        """
+        """Initialize the monitor; `counts` are from a checkpoint and include those of the guard."""
         self.offset = offset
         """Number of batches skipped by rollbacks. Step s uses batch s + offset, both zero-based."""
-        self.roll_backs: int = (facts or {}).get("roll_backs", 0)
-        self.skipped_sequences: int = self._skipped_sequences(loader, offset, facts)
+        self.roll_backs: int = (counts or {}).get("roll_backs", 0)
+        self.skipped_sequences: int = self._skipped_sequences(loader, offset, counts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
-        self._load_counts(facts)
+        self._load_counts(counts)
         self._config = config
         self._run_dir = run_dir
         self._loader = loader
         self._events = events
         self._console = console
 
-    def _load_counts(self, facts: Mapping[str, Any] | None) -> None:
-        facts = facts or {}
-        self._num_consecutive: int = facts.get("in_row", 0)
-        self._skipped: int = facts.get("skipped", 0)
-        self._spikes: int = facts.get("spikes", 0)
+    def _load_counts(self, counts: Mapping[str, Any] | None) -> None:
+        counts = counts or {}
+        self._num_consecutive: int = counts.get("in_row", 0)
+        self._skipped: int = counts.get("skipped", 0)
+        self._spikes: int = counts.get("spikes", 0)
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts as JSON values for a checkpoint."""
@@ -70,14 +68,14 @@ class BadStepMonitor:
         return found | more
 
     @staticmethod
-    def _skipped_sequences(loader: Loader, offset: int, facts: Mapping[str, Any] | None) -> int:
+    def _skipped_sequences(loader: Loader, offset: int, counts: Mapping[str, Any] | None) -> int:
         """Return the number of skipped sequences in a checkpoint.
 
         Checkpoints without that number are from runs with a constant batch size. A later batch-size
         ramp does not change the number of sequences that they have consumed.
         """
         _, rows = loader.ramp.position_of(0)
-        return (facts or {}).get("rows_left_out", offset * rows)
+        return (counts or {}).get("rows_left_out", offset * rows)
 
     def sequences_done(self, step: int) -> int:
         """Return the total number of sequences in all steps up to and including `step`."""
@@ -107,18 +105,18 @@ class BadStepMonitor:
             self._decide(step, is_spike, *(float(metrics[name]) for name in names))
 
     def record_roll_back(
-        self, bad_step: int, step: int, offset: int, facts: Mapping[str, Any] | None
+        self, bad_step: int, step: int, offset: int, counts: Mapping[str, Any] | None
     ) -> None:
         """Record a rollback to `step`, which skips the batches up to `bad_step`.
 
-        `offset` and `facts` are the offset and counts in the checkpoint.
+        `offset` and `counts` are the offset and counts in the checkpoint.
         """
         rows_before = self._loader.ramp.sequences_before
-        done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, facts)
+        done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, counts)
         self.offset += bad_step - step
         self.skipped_sequences = rows_before(step + self.offset) - done
         self.roll_backs += 1
-        self._load_counts(facts)
+        self._load_counts(counts)
         self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)
         self._console.warn(
             f"rolled back from step {bad_step} to {step}; the batches in between are skipped"

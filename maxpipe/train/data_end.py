@@ -134,8 +134,7 @@ class SlowDataMonitor:
         waits = ", and the run waits for it" if self._phases.status().phase == DATA else ""
         self._warn(
             f"{self._slow_read[1]}, has lasted {seconds:.0f} s so far{waits}: the disk, bucket "
-            "or host "
-            "is slow or unavailable, or the document is long and should be split"
+            "or host is slow or unavailable, or the document is long and should be split"
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:
@@ -149,11 +148,8 @@ class SlowDataMonitor:
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._seconds < _WINDOW_SECONDS:
             return
-        share, whole, spent = (
-            self._waited / self._seconds,
-            self._seconds,
-            read_tracker.take_read_times(),
-        )
+        share, window_seconds = self._waited / self._seconds, self._seconds
+        spent = read_tracker.take_read_times()
         self._waited = self._seconds = 0.0
         now = time.monotonic()
         if share < _WAIT_SHARE or now < self._quiet_until or spent.slowest is None:
@@ -161,8 +157,8 @@ class SlowDataMonitor:
         self._quiet_until = now + _QUIET_SECONDS
         source = max(spent.sources, key=lambda name: spent.sources[name], default="data")
         self._warn(
-            f"steps waited for data for {share:.0%} of the last {whole:.0f} s: reading {source} "
-            f"used {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, including "
-            f"{spent.seconds:.2f} s for {spent.slowest}.  Prepare the documents with `maxpipe "
-            "data prepare`, or increase data.threads."
+            f"steps waited for data for {share:.0%} of the last {window_seconds:.0f} s: reading "
+            f"{source} used {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, "
+            f"including {spent.seconds:.2f} s for {spent.slowest}.  Prepare the documents with "
+            "`maxpipe data prepare`, or increase data.threads."
         )

@@ -40,14 +40,8 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
         ConfigError: the step certainly does not fit.
     """
     predicted = _predict_memory(config)
-    _check(
-        config,
-        predicted.total,
-        predicted,
-        "the train step is predicted to need",
-        CERTAIN_FACTOR,
-        warn,
-    )
+    words = "the train step is predicted to need"
+    _check(config, predicted.total, predicted, words, CERTAIN_FACTOR, warn)
 
 
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
@@ -59,14 +53,15 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
     Raises:
         ConfigError: the step does not fit.
     """
-    said = compiled.memory_analysis()
-    if said is None or jax.local_devices()[0].platform == "tpu":
+    analysis = compiled.memory_analysis()
+    if analysis is None or jax.local_devices()[0].platform == "tpu":
         return  # the TPU compiler has already rejected programs that do not fit
     predicted = _predict_memory(config)
-    needed = said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
+    needed = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    needed += analysis.temp_size_in_bytes
     # On accelerators, the total memory is known, but not the free memory.
     if jax.local_devices()[0].platform != "cpu":
-        needed += said.argument_size_in_bytes + predicted.reference
+        needed += analysis.argument_size_in_bytes + predicted.reference
         _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
     words = "the compiled train step needs, in addition to the state,"
@@ -127,15 +122,16 @@ def host_memory(
     """Return the bytes that this process can still allocate under host, cgroup and ulimit
     limits.
     """
-    found = []
+    limits = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
-        found.append(1024.0 * (int(lines["MemAvailable"]) + int(lines.get("SwapFree", 0))))
+        limits.append(1024.0 * (int(lines["MemAvailable"]) + int(lines.get("SwapFree", 0))))
     for limit, used in groups:
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-            found.append(float(int(Path(limit).read_text()) - int(Path(used).read_text())))
-    found += [left for left in [_free_address_space()] if left is not None]
-    return max(0.0, min(found)) if found else None
+            limits.append(float(int(Path(limit).read_text()) - int(Path(used).read_text())))
+    if (address_space := _free_address_space()) is not None:
+        limits.append(address_space)
+    return max(0.0, min(limits)) if limits else None
 
 
 def _free_address_space() -> float | None:
@@ -158,27 +154,27 @@ def _check(
     needed: float,
     predicted: Memory,
     words: str,
-    sure: float,
+    certain_factor: float,
     warn: Callable[[str], None],
     *,
     refused: bool = False,
 ) -> None:
     device = jax.local_devices()[0]
-    there = device_memory(device)
-    if there is None or (needed <= USABLE_MEMORY_FRACTION * there and not refused):
+    available = device_memory(device)
+    if available is None or (needed <= USABLE_MEMORY_FRACTION * available and not refused):
         return
-    what = f"{words} {gib(needed)} on each device, which has {gib(there)}"
+    rule = f"{words} {gib(needed)} on each device, which has {gib(available)}"
     if device.platform == "cpu":
         count = len(jax.local_devices())
-        what += f", its part of the {gib(count * there)} available to {count} on this host"
+        rule += f", its part of the {gib(count * available)} available to {count} on this host"
     terms = f"Largest, as predicted:\n{describe_largest(predicted.terms)}"
-    if needed <= sure * there or config.runtime.memory_check == "warn":
-        warn(f"memory: {what}: it may not fit. {terms}")
+    if needed <= certain_factor * available or config.runtime.memory_check == "warn":
+        warn(f"memory: {rule}: it may not fit. {terms}")
         return
     raise ConfigError.one(
         "memory",
         None,
-        f"{what}. {terms}",
+        f"{rule}. {terms}",
         f"Change one of these keys: `maxpipe plan` lists their memory; {_OVERRIDE}.",
     )
 
@@ -190,16 +186,18 @@ def _predict_memory(config: Config) -> Memory:
 
 def _allocation_error(config: Config, error: BaseException) -> ConfigError:
     """Return the error for a failed allocation, which lists the keys that reduce memory."""
-    asked = (str(error).splitlines() or [""])[0][:300] or "no more memory"
+    reason = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
     of_host = isinstance(error, MemoryError) or device.platform == "cpu"
-    there = host_memory() if of_host else device_memory(device)
+    available = host_memory() if of_host else device_memory(device)
     whose = "this host has" if of_host else f"a device ({device.device_kind}) has"
-    has = "" if there is None else f"; {whose} {gib(there)}{' available' if of_host else ''}"
+    has = (
+        "" if available is None else f"; {whose} {gib(available)}{' available' if of_host else ''}"
+    )
     listed = describe_largest(_predict_memory(config).terms)
     return ConfigError.one(
         "memory",
         None,
-        f"ran out: {asked}{has}. Predicted memory of the train step per device:\n{listed}",
+        f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}",
         "Change one of these keys, or use a machine with more memory.",
     )

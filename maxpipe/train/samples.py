@@ -65,25 +65,25 @@ def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationProm
         return None
     ids = document.ids.astype(int)
     end = begin + int(np.argmin(np.append(document.trained[begin:], False)))
-    before, said = ids[:begin].tolist(), ids[begin:end].tolist()
-    return ValidationPrompt(before, tokenizer.decode(before), tokenizer.decode(said))
+    prompt, answer = ids[:begin].tolist(), ids[begin:end].tolist()
+    return ValidationPrompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer))
 
 
 def load_validation_prompts(
-    datasets: Datasets, fraction: float, count: int, room: int
+    datasets: Datasets, fraction: float, count: int, sequence_length: int
 ) -> list[ValidationPrompt]:
     """Return prompts from the first validation conversations that leave space for a response.
 
     Held-out documents come first, followed by the documents of the validation sets.
     """
-    found = []
+    prompts = []
     for document in _documents(datasets, fraction):
-        if len(found) == count:
+        if len(prompts) == count:
             break
-        turn = last_turn(document, datasets.tokenizer)
-        if turn is not None and len(turn.ids) < room:
-            found.append(turn)
-    return found
+        prompt = last_turn(document, datasets.tokenizer)
+        if prompt is not None and len(prompt.ids) < sequence_length:
+            prompts.append(prompt)
+    return prompts
 
 
 def _documents(datasets: Datasets, fraction: float) -> Iterator[EncodedDocument]:
@@ -114,26 +114,28 @@ class SampleGenerator:
         held_out: Sequence[ValidationPrompt] = (),
         chat: ChatTemplate | None = None,
         *,
-        room: int,
+        sequence_length: int,
         seed: int,
     ):
         tokenizer = add_end_of_turn_ids(tokenizer) if eval_config.sample_chat else tokenizer
-        prompts = _prompts(eval_config, tokenizer, room, chat)
-        first, self._answers = len(prompts), [turn.answer for turn in held_out]
-        for number, turn in enumerate(held_out, first):
-            prompts.append(Prompt(number, turn.text, turn.ids))
+        prompts = _prompts(eval_config, tokenizer, sequence_length, chat)
+        self._num_config_prompts = len(prompts)
+        self._answers = [prompt.answer for prompt in held_out]
+        for number, prompt in enumerate(held_out, self._num_config_prompts):
+            prompts.append(Prompt(number, prompt.text, prompt.ids))
         if not prompts:
             raise ConfigError.one(
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
                 "requires a conversation that is held out for validation, has trained content "
-                f"after its first message, and fits into train.sequence_length ({room}).",
+                "after its first message, and fits into train.sequence_length "
+                f"({sequence_length}).",
                 "Increase data.validation_fraction or train.sequence_length, or set "
                 "eval.sample_prompts.",
             )
-        self._tokenizer, self._prompts, self._first = tokenizer, prompts, first
-        tokens = min(eval_config.sample_max_tokens, room)
-        self._limits = GenerationLimits(tokens, room, batch_size=len(prompts))
+        self._tokenizer, self._prompts = tokenizer, prompts
+        tokens = min(eval_config.sample_max_tokens, sequence_length)
+        self._limits = GenerationLimits(tokens, sequence_length, batch_size=len(prompts))
         parts = decode_param_layout(partition)
         self._mesh = parts.mesh
         sampling = Sampling(temperature=eval_config.sample_temperature)
@@ -152,34 +154,36 @@ class SampleGenerator:
         Raises:
             DivergenceError: the model returns non-finite values.
         """
-        found: list[Completion] = []
-        converted = self._convert(rebind_mesh(self._mesh, params))
-        tokenizer = self._tokenizer
+        completions: list[Completion] = []
         complete(
-            self._decoding, converted, tokenizer, self._prompts, self._limits, write=found.append
+            self._decoding,
+            self._convert(rebind_mesh(self._mesh, params)),
+            self._tokenizer,
+            self._prompts,
+            self._limits,
+            write=completions.append,
         )
-        return [
-            {
-                "prompt": each.prompt.text,
-                "text": each.text,
-                "tokens": each.tokens,
-                "finish_reason": each.finish_reason,
-                **self._answer(each.prompt.number),
+        samples: list[Mapping[str, object]] = []
+        for completion in completions:
+            sample: dict[str, object] = {
+                "prompt": completion.prompt.text,
+                "text": completion.text,
+                "tokens": completion.tokens,
+                "finish_reason": completion.finish_reason,
             }
-            for each in found
-        ]
-
-    def _answer(self, number: int) -> dict[str, str]:
-        return {"answer": self._answers[number - self._first]} if number >= self._first else {}
+            if (index := completion.prompt.number - self._num_config_prompts) >= 0:
+                sample["answer"] = self._answers[index]
+            samples.append(sample)
+        return samples
 
 
 def _prompts(
-    config: EvalConfig, tokenizer: Tokenizer, room: int, chat: ChatTemplate | None
+    config: EvalConfig, tokenizer: Tokenizer, sequence_length: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
     """Return the prompts in the config or in its prompt file."""
     path, texts = config.sample_prompts_file, list(config.sample_prompts)
     where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:
-        chats = read_conversations(path, where) if path else [user_chat(each) for each in texts]
-        return encode_chats(chats, tokenizer, room, where="eval.sample_chat", chat=chat)
-    return encode_prompts(read_prompts(path, where) if path else texts, tokenizer, room)
+        chats = read_conversations(path, where) if path else [user_chat(text) for text in texts]
+        return encode_chats(chats, tokenizer, sequence_length, where="eval.sample_chat", chat=chat)
+    return encode_prompts(read_prompts(path, where) if path else texts, tokenizer, sequence_length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,9 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary
 from maxpipe.schedule.pictures import draw_overview
 from maxpipe.schedule.table import Schedule
-from maxpipe.step.state import TrainState
-from maxpipe.step.step import Steps
 from maxpipe.telemetry import writers
 from maxpipe.telemetry.writers import MetricWriter
+from maxpipe.train.run import Run
 
 _INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
 _MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
@@ -104,31 +102,24 @@ _HYPERPARAMETERS = (
 )
 
 
-def write_run_summary(
-    writer: MetricWriter,
-    config: Config,
-    steps: Steps,
-    state: TrainState,
-    program: Any,
-    stack: contextlib.ExitStack,
-    facts: Mapping[str, str],
-) -> None:
+def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
     """Write the texts, settings and pictures of a run to TensorBoard, once per start.
 
     A separate thread writes the pictures, because drawing the first pictures takes a second.
-    `facts` are the lines of the banner.
     """
-    writer.text("about", _table([("run", config.run.name), *key_settings(config, facts)]))
+    config, writer, steps = run.config, run.writer, run.steps
+    writer.text("about", _table([("run", config.run.name), *key_settings(config, banner)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
     if jax.process_index() == 0 and config.log.tensorboard:
-        shapes = jax.tree.map(_shape, state.params)
+        shapes = jax.tree.map(_shape, run.state.params)
+        program = run.train_steps.get(steps.shape[0])
         arguments = (writer, config, steps.train_schedule, shapes, program)
         drawing = threading.Thread(target=_draw, args=arguments, name="drawing")
         drawing.start()
-        stack.callback(drawing.join)
+        run.session.stack.callback(drawing.join)
 
 
-def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, str]]:
+def key_settings(config: Config, banner: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the names and values of the ten settings that best distinguish runs.
 
     TensorBoard sorts texts by tag: `about` precedes `config`.
@@ -139,15 +130,15 @@ def key_settings(config: Config, facts: Mapping[str, str]) -> list[tuple[str, st
     rate = f"{optim.learning_rate:g}, {optim.schedule}, {pluralize(optim.warmup_steps, 'step')}"
     trained = f"{train.objective}, adapters of rank {config.adapter.rank}"
     return [
-        ("model", f"{config.model.family}, {facts['model']}"),
+        ("model", f"{config.model.family}, {banner['model']}"),
         ("objective", trained if config.adapter.rank else train.objective),
-        ("training", facts["training"]),
+        ("training", banner["training"]),
         ("tokens per step", f"{train.batch_size} x {train.sequence_length} = {tokens:,}{ramp}"),
-        ("data", facts["data"]),
+        ("data", banner["data"]),
         ("optimizer", optim.name),
         ("learning rate", f"{rate} of warm-up"),
-        ("mesh", f"{facts['mesh']}; {facts['devices']}"),
-        ("pipeline", facts["pipeline"]),
+        ("mesh", f"{banner['mesh']}; {banner['devices']}"),
+        ("pipeline", banner["pipeline"]),
         ("version", f"maxpipe {maxpipe.__version__}, jax {jax.__version__}"),
     ]
 

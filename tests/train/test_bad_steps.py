@@ -130,7 +130,7 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
     def evaluate(training: run.Run, step: int) -> dict[str, float]:
         metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
-        training.last_evaluation = (step, metrics)
+        training.validation.latest = (step, metrics)
         return metrics
 
     monkeypatch.setattr(run.Run, "evaluate", evaluate)

@@ -183,7 +183,7 @@ def test_rows_left_out_before_there_was_a_ramp() -> None:
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
     loader: Any = SimpleNamespace(ramp=BatchRamp((RampStage(8, 9),), 16))
     watch = BadStepMonitor(
-        GuardConfig(), offset=3, facts={"roll_backs": 1}, loader=loader, **others
+        GuardConfig(), offset=3, counts={"roll_backs": 1}, loader=loader, **others
     )
     assert [watch.sequences_done(step) for step in (6, 7)] == [48, 64]
 
@@ -201,5 +201,5 @@ def test_rows_that_were_left_out_are_counted() -> None:
     watch.record_roll_back(7, 4, 0, None)  # 6, 7 and 8 are, too
     assert watch.sequences_done(4) == 8
     assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
-    resumed = BadStepMonitor(GuardConfig(), offset=2, facts=saved, **others)
+    resumed = BadStepMonitor(GuardConfig(), offset=2, counts=saved, **others)
     assert resumed.sequences_done(5) == 12

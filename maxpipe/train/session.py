@@ -1,0 +1,174 @@
+"""The session of a process in a run: its console, control channel, events, locks and clean-up.
+
+Opening a session joins the processes of the run, checks the config against the machine, and locks
+the folders. Missing files and a mesh that does not fit the devices are reported together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import maxpipe
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.manager import local_folder
+from maxpipe.checkpoint.storage import checkpoint_home, run_folder
+from maxpipe.config.bundled_configs import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    REFERENCE_FILE,
+    SAMPLES_FILE,
+)
+from maxpipe.config.load import LoadedConfig, to_yaml
+from maxpipe.config.schema import Config
+from maxpipe.distributed import protocol, runtime
+from maxpipe.distributed.control_channel import ControlChannel
+from maxpipe.distributed.phases import Phases
+from maxpipe.errors import ExitCode, Preemption, StorageError
+from maxpipe.io import files, redact
+from maxpipe.step.build import resolve_mesh, shared_metadata
+from maxpipe.telemetry.console import Console
+from maxpipe.telemetry.writers import EventLog, MetricWriter
+from maxpipe.train.memory_check import check_forecast
+from maxpipe.train.required_files import merge_problems, missing_files
+
+_RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
+WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything outside the model and the data that a process of a run uses."""
+
+    loaded: LoadedConfig
+    """Config with a resolved mesh."""
+    console: Console
+    channel: ControlChannel
+    phases: Phases
+    events: EventLog
+    locks: Sequence[RunLock]
+    """Locks of the run folder and the checkpoint folders. Only process 0 holds locks."""
+    stack: contextlib.ExitStack
+    """Callbacks and contexts that are closed at the end of the session."""
+
+    @property
+    def config(self) -> Config:
+        """Config of the run."""
+        return self.loaded.config
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return run_folder(self.config.run)
+
+    @property
+    def is_first_process(self) -> bool:
+        """Whether this process is process 0, which writes the records of the run."""
+        return self.channel.index == 0
+
+    def record_time(self, step: int) -> None:
+        """Record the time spent in each phase since the last record."""
+        self.events.write("time", step=step, seconds=self.phases.take_seconds())
+
+    def open_writer(self, resume_step: int) -> MetricWriter:
+        """Open the metrics of the run, without the records of steps after `resume_step`."""
+        return MetricWriter(
+            self.run_dir,
+            self.config.log.tensorboard,
+            resume_step,
+            process_index=self.channel.index,
+            ours=_ownership_check(self.locks),
+        )
+
+    def write_config(self) -> None:
+        """Write the config file of the run folder, in process 0."""
+        if not self.is_first_process:
+            return
+        for lock in self.locks:
+            lock.check()
+        path = self.run_dir / CONFIG_FILE
+        try:
+            files.write(path, to_yaml(redact.redact_value(self.config)))
+        except OSError as error:
+            raise StorageError.unwritable(path, error) from error
+
+
+@contextlib.contextmanager
+def open_session(loaded: LoadedConfig) -> Iterator[Session]:
+    """Join the processes of the run, and yield the session of this process.
+
+    Raises:
+        ConfigError: the config does not match the machine.
+        StorageError: another process uses the run folder, or the folder cannot be written.
+    """
+    config = loaded.config
+    run_dir = run_folder(config.run)
+    with contextlib.ExitStack() as stack:
+        phases = Phases()
+        channel = stack.enter_context(
+            runtime.join_processes(
+                config.runtime, config.mesh.cpu_devices, phases, shared_metadata(config), run_dir
+            )
+        )
+        with merge_problems(missing_files(loaded)):
+            loaded = resolve_mesh(loaded)
+            console = stack.enter_context(Console(config.log.progress, process_index=channel.index))
+            channel.say, channel.tell = console.warn, console.tell
+            check_forecast(loaded.config, console.warn)
+        files.check_regular_files(run_dir, WRITTEN_FILES)
+        locks = _lock_folders(config, stack, console) if channel.index == 0 else []
+        events = EventLog(run_dir, channel.index, phases.begun, _ownership_check(locks))
+        _record_attempt(events, channel, phases, stack)
+        yield Session(loaded, console, channel, phases, events, locks, stack)
+
+
+def _ownership_check(locks: Sequence[RunLock]) -> Callable[[], bool]:
+    return locks[0].check_held if locks else lambda: False
+
+
+def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
+    """Lock the run folder, and the checkpoint folders that are outside it."""
+    run_dir = run_folder(config.run)
+    locks = [RunLock(run_dir)]
+    durable = RunLock(checkpoint_home(run_dir, config.checkpoint), key="checkpoint.dir")
+    if durable.path != locks[0].path:
+        locks.append(durable)
+    if local_dir := config.checkpoint.local_dir:
+        locks.append(RunLock(local_folder(local_dir, run_dir), key="checkpoint.local_dir"))
+    held = [stack.enter_context(lock) for lock in locks]
+    protocol.remove_stale_secrets(run_dir)
+    for note in filter(None, (lock.note for lock in held)):
+        console.warn(note)
+    return held
+
+
+def _record_attempt(
+    events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
+) -> None:
+    """Record the begin of this attempt, and its failure if it fails."""
+    events.write(
+        "begin",
+        host=platform.node(),
+        pid=os.getpid(),
+        processes=channel.count,
+        version=maxpipe.__version__,
+    )
+
+    def record_failure(error_type: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Preemption):
+            events.write("failed", error=type(error).__name__, text=str(error)[:1000])
+
+    def record_exit(code: int, text: str) -> None:
+        if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+            events.write("preempted", step=phases.step, saved=False)
+        else:
+            events.write("failed", code=code, text=text[:1000])
+
+    stack.push(record_failure)
+    channel.on_leave = record_exit
