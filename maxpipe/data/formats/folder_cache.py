@@ -9,7 +9,6 @@ creates the folder itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import logging
 import os
@@ -25,7 +24,7 @@ from maxpipe.data.formats.files import File
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.source import Heartbeat
 from maxpipe.io import redact
-from maxpipe.io.files import open_regular
+from maxpipe.io.files import lock, open_regular
 
 _POLL_SECONDS = 0.2
 _HEARTBEAT_SECONDS = 0.5
@@ -105,7 +104,7 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
     seen, since = 0, time.monotonic()
     said = since
     with track_read(lambda: _holder(stream), "waiting for"):
-        while not _try_lock(stream):
+        while not lock(stream):
             time.sleep(_POLL_SECONDS)
             now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
             if sign != seen:
@@ -119,14 +118,6 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
                     _LOG.warning("%s, which has made no progress for %.0f s", words, now - since)
                 else:
                     _LOG.info("%s", words)
-
-
-def _try_lock(stream: FileIO) -> bool:
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _holder(stream: FileIO) -> str:
