@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from maxpipe.checkpoint import contents, manifest
+from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.digests import digest_array
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import from_dict
@@ -174,7 +174,7 @@ def _digesting(state: Any, step: epath.Path) -> Digesting:
         lambda: [digest_array(array) for array in arrays],
         lambda: [hashlib.sha256(array).digest() for array in arrays],
         lambda: manifest.verify_files(step, ROUNDS),
-        lambda: contents.compute_stored_digests(step),
+        lambda: manifest.compute_stored_digests(step),
     )
     taken: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):

@@ -84,8 +84,7 @@ class RuleViolation(NamedTuple):
 def escape_control_chars(text: str) -> str:
     """Escape control characters in `text`, except line breaks."""
     return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
 
 
@@ -94,11 +93,11 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
     cyclic chains.
     """
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 class MaxpipeError(Exception):

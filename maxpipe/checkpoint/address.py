@@ -113,11 +113,11 @@ def parse_run_address(text: str) -> Address:
     Raises:
         ConfigError: `text` is not a valid address, or names a step.
     """
-    found = parse_address(text)
-    if found.step is not None:
+    address = parse_address(text)
+    if address.step is not None:
         rule = "names a step, but this command accepts only a run."
-        raise found.error(rule, f"Give {found.run_dir}.")
-    return found
+        raise address.error(rule, f"Give {address.run_dir}.")
+    return address
 
 
 def is_run(path: Path) -> bool:
@@ -135,41 +135,41 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
         ConfigError: the path is inside a checkpoint folder.
     """
     whole = os.path.abspath(os.path.expanduser(path))
-    for each in dict.fromkeys((whole, os.path.realpath(whole))):
-        for folder in (Path(each), *Path(each).parents):
+    for target in map(Path, dict.fromkeys((whole, os.path.realpath(whole)))):
+        for folder in (target, *target.parents):
             if _holds_checkpoints(folder):
                 raise ConfigError.one(
                     option,
                     path,
                     f"must be outside {folder}, which may contain only checkpoints.",
                     f"Name another path, such as {os.path.basename(whole)} in this folder."
-                    if folder != Path(each)
+                    if folder != target
                     else "Name a new path in this folder.",
                 )
 
 
 def _holds_checkpoints(folder: Path) -> bool:
-    """Return whether a folder contains the checkpoints of a run or an import."""
     if folder.name != CHECKPOINTS_FOLDER:
         return False
     if any(os.path.exists(folder.parent / name) for name in (EVENTS_FILE, METRICS_FILE)):
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(_NUMBER.fullmatch(each.name) and _is_step(each.path) for each in entries)
+            return any(
+                os.path.isdir(os.path.join(entry.path, "state"))
+                and os.path.isdir(os.path.join(entry.path, "facts"))
+                for entry in entries
+                if _NUMBER.fullmatch(entry.name)
+            )
     except (OSError, ValueError):
         return False
-
-
-def _is_step(folder: str) -> bool:
-    return all(os.path.isdir(os.path.join(folder, name)) for name in ("state", "facts"))
 
 
 def run_names(folder: str | Path) -> list[str]:
     """Return the sorted names of the runs in a folder."""
     try:
         with os.scandir(folder) as entries:
-            return sorted(each.name for each in entries if is_run(Path(each.path)))
+            return sorted(entry.name for entry in entries if is_run(Path(entry.path)))
     except (OSError, ValueError):
         return []
 
@@ -210,14 +210,14 @@ class _Finder:
 
     def find(self, text: str) -> Address | None:
         """Return the run or checkpoint that `text` names, or None if it does not exist."""
-        found = [path for path in self._candidates(text) if os.path.isdir(path)]
-        marked = [path for path in found if is_run(path)]
-        if len(marked) > 1 and not marked[0].samefile(marked[1]):
+        folders = [path for path in self._candidates(text) if os.path.isdir(path)]
+        runs = [path for path in folders if is_run(path)]
+        if len(runs) > 1 and not runs[0].samefile(runs[1]):
             self.refuse(
-                f"is ambiguous: {marked[0]} and {marked[1]} are both run folders.",
-                f"Write ./{marked[0]} or {marked[1]}.",
+                f"is ambiguous: {runs[0]} and {runs[1]} are both run folders.",
+                f"Write ./{runs[0]} or {runs[1]}.",
             )
-        for path in marked or found:
+        for path in runs or folders:
             return self._address(path)
         for path in self._candidates(text):
             if _is_in_checkpoints(path):  # the step does not exist
@@ -226,7 +226,7 @@ class _Finder:
 
     def _candidates(self, text: str) -> Iterator[Path]:
         yield self.begin / expand_path(text, self.where or "path")
-        if _is_name(text):
+        if "/" not in text and not text.startswith("~") and text not in (".", ".."):
             yield self.begin / expand_path(self.runs, "run.dir") / text
 
     def _address(self, path: Path) -> Address:
@@ -245,13 +245,13 @@ class _Finder:
         """Return the address of the run, with the step after the `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
-        found = _step(step)
-        if found is None:
+        number = _step(step)
+        if number is None:
             self.refuse(
                 "must be RUN@STEP, where STEP is a number, `newest` or `best`.",
                 f"Write {before}@newest, or remove @{step}.",
             )
-        return Address(self.given, run.run_dir, found, run.parent, self.where)
+        return Address(self.given, run.run_dir, number, run.parent, self.where)
 
     def unknown(self, text: str) -> NoReturn:
         """Raise the error for a name that matches no run."""
@@ -271,10 +271,6 @@ class _Finder:
         else:
             action = "Give the folder of a run (default: runs/<run.name>)."
         self.refuse(rule, action)
-
-
-def _is_name(text: str) -> bool:
-    return "/" not in text and not text.startswith("~") and text not in (".", "..")
 
 
 def _is_in_checkpoints(path: Path) -> bool:

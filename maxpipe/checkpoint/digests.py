@@ -1,23 +1,52 @@
-"""Compute array digests that are independent of the sharding over devices and processes.
+"""Digests of arrays that are independent of the sharding, and the orbax item that records them.
 
-The digest is a sum over all elements, modulo 2**64. Every element contributes its bits as an
-unsigned integer, multiplied by one key per dimension. The key depends on the element's index in
-that dimension. All keys are odd, so a change of one element always changes the digest. Other
+The digest of an array is a sum over all elements, modulo 2**64. Every element contributes its bits
+as an unsigned integer, multiplied by one key per dimension. The key depends on the element's index
+in that dimension. All keys are odd, so a change of one element always changes the digest. Other
 changes, such as swapped rows or blocks, remain undetected with probability about 2**-60, at worst
 2**-32 (two flipped signs). The digests of disjoint shards add up to the digest of the full array.
 The digest does not protect against forgery. numpy computes the digest two to three times faster
 than SHA-256, and releases the GIL during the computation.
+
+During a save, the shards of every process are copied to host memory while training waits. The
+digests are computed from these copies in the background, while orbax writes the copies to disk.
+The digests detect any change between memory and disk without a second copy. Every process writes
+the digests of its shards to `digests/<process>.json`. orbax commits a step after all processes have
+written their digests.
+
+The module also computes digests, sizes and differences of trees, keyed by dotted leaf names.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import itertools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, TypedDict
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import future
+
+from maxpipe.checkpoint.storage import read
+from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
+
+Tree = Any
+HostCopies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
+"""The shards of this process, keyed by array name, each with the index of its first element."""
+
+DIGEST_ITEM = "digests"
+_VERSION = 1
+_MAX_BYTES = 1 << 26
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
@@ -48,7 +77,7 @@ class PartEntry(ArrayEntry):
     non_finite: int
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class ArrayDigest:
     """The running digest of one array over the shards added so far."""
 
@@ -99,9 +128,9 @@ class ArrayDigest:
     @classmethod
     def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
         """Create the digest of a shard from its JSON entry; raises the errors of `from_entry`."""
-        found = cls.from_entry(entry)
-        found.elements, found.non_finite = entry["elements"], entry["non_finite"]
-        return found
+        digest = cls.from_entry(entry)
+        digest.elements, digest.non_finite = entry["elements"], entry["non_finite"]
+        return digest
 
 
 def num_non_finite(array: np.ndarray) -> int:
@@ -110,36 +139,36 @@ def num_non_finite(array: np.ndarray) -> int:
         return array.size - int(np.count_nonzero(np.isfinite(array)))
     if (exponent := _EXPONENTS.get(str(array.dtype))) is None:
         return 0
-    words, found = np.ascontiguousarray(array).reshape(-1).view(exponent.dtype), 0
+    words, count = np.ascontiguousarray(array).reshape(-1).view(exponent.dtype), 0
     for begin in range(0, words.size, _BLOCK):
         block = words[begin : begin + _BLOCK] & exponent
-        found += int(np.count_nonzero(block == exponent))
-    return found
+        count += int(np.count_nonzero(block == exponent))
+    return count
 
 
 def digest_array(array: np.ndarray) -> ArrayDigest:
     """Return the digest of a full array."""
-    found = ArrayDigest(str(array.dtype), array.shape)
-    found.add(array)
-    return found
+    digest = ArrayDigest(str(array.dtype), array.shape)
+    digest.add(array)
+    return digest
 
 
 def diff_digests(
-    expected: Mapping[str, ArrayDigest], found: Mapping[str, ArrayDigest]
+    expected: Mapping[str, ArrayDigest], actual: Mapping[str, ArrayDigest]
 ) -> list[str]:
     """Return one line for every array that changed or exists on one side only, sorted by name."""
     lines = []
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
+    for name in sorted(expected.keys() | actual.keys()):
+        if name not in actual:
             lines.append(f"array {name} is missing")
         elif name not in expected:
             lines.append(f"array {name} was not saved")
         else:
-            before, now = expected[name], found[name]
+            before, now = expected[name], actual[name]
             if (before.dtype, before.shape) != (now.dtype, now.shape):
                 lines.append(
-                    f"array {name} is {now.dtype} {_size(now)}, not the {before.dtype} "
-                    f"{_size(before)} that was saved"
+                    f"array {name} is {now.dtype} {_shape(now, 'scalar')}, not the {before.dtype} "
+                    f"{_shape(before, 'scalar')} that was saved"
                 )
             elif before.value != now.value or before.elements != now.elements:
                 lines.append(f"array {name} differs from the saved content")
@@ -163,20 +192,16 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
     """
     total: dict[str, ArrayDigest] = {}
     for part in parts:
-        for name, one in part.items():
-            mine = total.setdefault(name, ArrayDigest(one.dtype, one.shape))
-            if (mine.dtype, mine.shape) != (one.dtype, one.shape):
+        for name, digest in part.items():
+            merged = total.setdefault(name, ArrayDigest(digest.dtype, digest.shape))
+            if (merged.dtype, merged.shape) != (digest.dtype, digest.shape):
                 raise ValueError(f"processes recorded different types or shapes of {name}")
-            mine.merge(one)
+            merged.merge(digest)
     for name, one in total.items():
         if not one.is_complete:
             count = math.prod(one.shape)
             raise ValueError(f"digests cover {one.elements:,} of {count:,} elements of {name}")
     return total
-
-
-def _size(one: ArrayDigest) -> str:
-    return " x ".join(map(str, one.shape)) or "scalar"
 
 
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -250,3 +275,264 @@ def _axis_keys(axis: int, begin: int, end: int) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     bits ^= bits >> np.uint64(31)
     return bits | np.uint64(1)
+
+
+def leaves_by_name(tree: Tree) -> dict[str, Any]:
+    """Return a dict from dotted names to leaves, sorted by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return dict(sorted(zip(names, (leaf for _, leaf in leaves), strict=True)))
+
+
+def map_named_leaves(change: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """Map `change(dotted_name, leaf)` over the leaves of a tree."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: change(jax.tree_util.keystr(path, simple=True, separator="."), leaf),
+        tree,
+    )
+
+
+def iter_named_arrays(tree: Tree) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the dotted name and array of every leaf, sorted by name."""
+    for name, leaf in leaves_by_name(tree).items():
+        yield name, np.asarray(leaf)
+
+
+def tree_digest(tree: Tree) -> str:
+    """Return the SHA-256 digest of the names, dtypes, shapes and bytes of all leaves.
+
+    For trees in the saved layout, the digest is independent of mesh, stages and schedule.
+    """
+    total = hashlib.sha256()
+    for name, array in iter_named_arrays(tree):
+        total.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        total.update(np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
+
+
+def num_bytes(tree: Tree) -> int:
+    """Return the total size of all leaves in bytes, summed over all devices."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
+    """Return one line for every leaf that is missing in one tree or has different shapes."""
+    before, now = leaves_by_name(saved), leaves_by_name(wanted)
+    lines = []
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now:
+            lines.append(f"{name} is only in the checkpoint")
+        elif name not in before:
+            lines.append(f"{name} is not in the checkpoint")
+        elif tuple(before[name].shape) != tuple(now[name].shape):
+            lines.append(
+                f"{name} is {_shape(before[name])} in the checkpoint, not {_shape(now[name])}"
+            )
+    return lines
+
+
+def diff_trees(first: Tree, second: Tree) -> list[str]:
+    """Return one line for every leaf that is not bitwise equal in both trees."""
+    lines = []
+    left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            lines.append(f"{name}  only in the {'first' if name in left else 'second'}")
+            continue
+        a, b = left[name], right[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            lines.append(f"{name}  {a.dtype} {_shape(a)}, and {b.dtype} {_shape(b)}")
+        elif a.tobytes() != b.tobytes():
+            # numpy cannot subtract bfloat16 arrays.
+            apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+            share = np.count_nonzero(apart) / max(apart.size, 1)
+            lines.append(
+                f"{name}  {_shape(a)}, {100 * share:.4g}% of its values differ, "
+                f"by at most {apart.max():.6g}"
+            )
+    return lines
+
+
+def _shape(array: Any, scalar: str = "a scalar") -> str:
+    return " x ".join(map(str, array.shape)) or scalar
+
+
+class _DigestFile(TypedDict):
+    version: Literal[1]
+    step: int
+    processes: int
+    facts: str
+    arrays: dict[str, PartEntry]
+    sha256: str
+
+
+@contextlib.contextmanager
+def distribute_replicas(state: Tree) -> Iterator[Tree]:
+    """Yield the state with replicated arrays divided over the devices that hold their replicas.
+
+    Every device then copies a part of such an array to the host. The parts are those that orbax
+    selects for replicated arrays, so orbax copies nothing else. The device memory of the parts is
+    released at the end.
+    """
+    parts = jax.tree.map(_divide, state)
+    try:
+        yield parts
+    finally:
+        for leaf, part in zip(jax.tree.leaves(state), jax.tree.leaves(parts), strict=True):
+            if part is not leaf:
+                part.delete()
+
+
+def _divide(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+        return leaf
+    sharding = leaf.sharding
+    spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+    used = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
+    unused = tuple(axis for axis in sharding.mesh.axis_names if axis not in used)
+    replicas = math.prod(sharding.mesh.shape[axis] for axis in unused)
+    local = sharding.shard_shape(leaf.shape)
+    dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
+    # orbax does not slice small arrays in pinned host memory.
+    if replicas == 1 or dim is None or not leaf.size or sharding.memory_kind == "pinned_host":
+        return leaf
+    axes = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
+    spec[dim] = (*(axis for axis in axes if axis is not None), *unused)
+    return jax.device_put(
+        leaf, NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    )
+
+
+def copy_to_host(state: Tree) -> HostCopies:
+    """Copy this process's device shards to the host. Replicated shards count only once.
+
+    jax caches the copies, so a save of the same arrays does not copy them again. Every process has
+    all numpy arrays, so only process 0 counts them.
+    """
+    shards = {
+        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for name, leaf in leaves_by_name(state).items()
+        if isinstance(leaf, jax.Array)
+    }
+    for shard in itertools.chain(*shards.values()):
+        shard.data.copy_to_host_async()
+    copies: HostCopies = {}
+    for name, leaf in leaves_by_name(state).items():
+        if name in shards:
+            copies[name] = [
+                (np.asarray(shard.data), tuple(index.start or 0 for index in shard.index))
+                for shard in shards[name]
+            ]
+        else:
+            copies[name] = [(leaf, (0,) * leaf.ndim)] if jax.process_index() == 0 else []
+    return copies
+
+
+def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest]:
+    """Return the digests of this process's shards of all arrays."""
+    digests = {}
+    for name, leaf in leaves_by_name(state).items():
+        digests[name] = ArrayDigest(str(leaf.dtype), tuple(leaf.shape))
+        for part, start in copies[name]:
+            digests[name].add(part, start)
+    return digests
+
+
+def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, ArrayDigest] | None:
+    """Wait for the host copies and return their digests, or None if the save failed earlier."""
+    copies = copied.result()
+    if copies is None:
+        return None
+    digests = digest_host_copies(state, copies)
+    copies.clear()  # orbax may keep a reference to this save until the next save
+    return digests
+
+
+def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
+    """Return the digests of this process's shards. Replicated shards count only once."""
+    return digest_host_copies(state, copy_to_host(state))
+
+
+def metadata_digest(facts: Mapping[str, Any]) -> str:
+    """Return the digest of config, data position and other metadata, independent of formatting."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class DigestHandler(ocp.AsyncCheckpointHandler):
+    """Orbax handler that writes the digests of one process's shards."""
+
+    async def async_save(  # type: ignore[override]
+        self, directory: epath.Path, args: DigestSaveArgs
+    ) -> list[future.Future]:
+        writing = _write_item(directory, args)
+        return [future.CommitFutureAwaitingContractedSignals(writing, name=DIGEST_ITEM)]
+
+    def save(self, directory: epath.Path, args: DigestSaveArgs) -> None:
+        raise NotImplementedError("host copies exist only during an asynchronous save")
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        raise NotImplementedError("use `read_digest_item` to read digests")
+
+
+@ocp.args.register_with_handler(DigestHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class DigestSaveArgs(ocp.args.CheckpointArgs):
+    """Save arguments. `sums` waits for the digests, and returns None if the save has failed."""
+
+    step: int
+    facts: Mapping[str, Any]
+    sums: Callable[[], dict[str, ArrayDigest] | None]
+
+
+async def _write_item(directory: epath.Path, args: DigestSaveArgs) -> None:
+    sums = args.sums()
+    if sums is None:
+        return
+    text = dump_checksummed(
+        {
+            "version": _VERSION,
+            "step": args.step,
+            "processes": jax.process_count(),
+            "facts": metadata_digest(args.facts) if jax.process_index() == 0 else "",
+            "arrays": {name: one.part_entry() for name, one in sums.items()},
+        }
+    )
+    (directory / f"{jax.process_index()}.json").write_text(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordedDigests:
+    """Digests of memory recorded at a save. `facts` is empty for steps of older releases."""
+
+    arrays: dict[str, ArrayDigest]
+    metadata_digest: str = ""
+
+
+def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
+    """Read the digests that all processes wrote for a step.
+
+    Raises:
+        ValueError: a digest file is not valid, or some digests are missing.
+        OSError: a digest file cannot be read.
+    """
+    parts: list[dict[str, ArrayDigest]] = []
+    number, count, facts = 0, 1, ""
+    while number < count:
+        name = f"{DIGEST_ITEM}/{number}.json"
+        try:
+            content = parse_checksummed(
+                read(folder / DIGEST_ITEM / f"{number}.json", _MAX_BYTES), _DigestFile
+            )
+            parts.append(
+                {n: ArrayDigest.from_part_entry(one) for n, one in content["arrays"].items()}
+            )
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be used: {error}") from error
+        if content["step"] != step:
+            raise ValueError(f"{name} belongs to step {content['step']}")
+        if number == 0:
+            count, facts = content["processes"], content["facts"]
+        elif content["processes"] != count:
+            raise ValueError(f"{name} belongs to another save")
+        number += 1
+    return RecordedDigests(merge_digests(parts), facts)

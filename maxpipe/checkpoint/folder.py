@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxpipe.checkpoint import manifest
-from maxpipe.checkpoint.contents import (
+from maxpipe.checkpoint.manifest import (
     MAX_METADATA_BYTES,
     METADATA_ITEM,
     STATE_ITEM,
@@ -112,29 +112,25 @@ class RetentionRules:
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
     """Return the retained steps of `saved`, each with the reason to keep it."""
-    ordered = sorted(saved, key=lambda one: one.step)
-    reasons: dict[int, list[str]] = {}
-
-    def keep(one: CheckpointInfo, reason: str) -> None:
-        reasons.setdefault(one.step, []).append(reason)
-
-    for one in ordered[-rules.newest :] if rules.newest else []:
-        keep(one, "newest")
-    for one in ordered:
-        if rules.every_steps and one.step and one.step % rules.every_steps == 0:
-            keep(one, f"every {pluralize(rules.every_steps, 'step')}")
+    ordered = sorted(saved, key=lambda info: info.step)
+    reasons: dict[int, list[str]] = {info.step: [] for info in ordered}
+    for info in ordered[-rules.newest :] if rules.newest else []:
+        reasons[info.step].append("newest")
+    for info in ordered:
+        if rules.every_steps and info.step and info.step % rules.every_steps == 0:
+            reasons[info.step].append(f"every {pluralize(rules.every_steps, 'step')}")
     if rules.every_hours:
-        periods: dict[float, CheckpointInfo] = {}
-        for one in ordered:
-            period = one.time // (rules.every_hours * _HOUR_SECONDS)
-            periods.setdefault(period, one)
-        for one in periods.values():
-            keep(one, f"every {rules.every_hours:g} hours")
+        periods: dict[float, int] = {}
+        for info in ordered:
+            periods.setdefault(info.time // (rules.every_hours * _HOUR_SECONDS), info.step)
+        for step in periods.values():
+            reasons[step].append(f"every {rules.every_hours:g} hours")
     better = rules.better
-    keys = [(key, one) for one in ordered if (key := better.sort_key(one.metrics)) is not None]
-    for _, one in sorted(keys, key=lambda each: each[0])[: rules.best]:
-        keep(one, f"best, {better.metric.removeprefix('eval/')} {one.metrics[better.metric]:.4f}")
-    return {step: "; ".join(reasons[step]) for step in sorted(reasons)}
+    keys = [(key, info) for info in ordered if (key := better.sort_key(info.metrics)) is not None]
+    for _, info in sorted(keys, key=lambda pair: pair[0])[: rules.best]:
+        value = f"{info.metrics[better.metric]:.4f}"
+        reasons[info.step].append(f"best, {better.metric.removeprefix('eval/')} {value}")
+    return {step: "; ".join(words) for step, words in reasons.items() if words}
 
 
 Tree = Any
@@ -265,7 +261,7 @@ class CheckpointFolder:
             content = parse_json(
                 call_with_retries(lambda: read(path, MAX_METADATA_BYTES)), _MetadataFile
             )
-            number, found = content["format"], content["step"]
+            number = content["format"]
             if number not in range(1, FORMAT + 1):
                 raise StorageError(
                     f"{self / step}: cannot be read\n"
@@ -286,9 +282,10 @@ class CheckpointFolder:
             raise DamagedError(
                 f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"
             ) from error
-        if found != step:
+        if content["step"] != step:
             raise DamagedError(
-                f"the metadata is for step {found}, but the folder's name must be the saved step"
+                f"the metadata is for step {content['step']}, but the folder's name must be the "
+                "saved step"
             )
         return facts
 
@@ -317,16 +314,16 @@ class CheckpointFolder:
         """
         saved = read_shapes(self / step) if abstract is None else None
 
-        def read_them() -> Tree:
+        def read_arrays() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
-            wanted = abstract
-            if wanted is None:  # a damaged shape can exceed the memory
-                wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
-            places = ocp.checkpoint_utils.construct_restore_args(wanted)
-            arguments = ocp.args.PyTreeRestore(wanted, places, partial_restore=True)
-            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE_ITEM, args=arguments)
+            target = abstract
+            if target is None:  # a damaged shape can exceed the memory
+                target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+            args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=True)
+            return ocp.PyTreeCheckpointHandler().restore(self / step / STATE_ITEM, args=args)
 
-        return call_detecting_damage(read_them)
+        return call_detecting_damage(read_arrays)
 
     def quarantine(self, step: int, why: str = "corrupt") -> str:
         """Rename a step so that it is no longer a checkpoint, and return the new name."""
@@ -339,14 +336,13 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint. An interrupted deletion leaves nothing that looks complete."""
-        going = self.path / f"{step}.deleting"
-        if in_bucket(going):  # a rename would copy all objects, so delete them one by one
-            going = self / step
-            (going / manifest.FILE).unlink(missing_ok=True)
-            (going / _COMMITTED).unlink(missing_ok=True)
+        path = self / step
+        if in_bucket(path):  # a rename would copy all objects, so delete them one by one
+            (path / manifest.FILE).unlink(missing_ok=True)
+            (path / _COMMITTED).unlink(missing_ok=True)
         else:
-            (self / step).rename(going)
-        _delete(going)
+            path = path.rename(self.path / f"{step}.deleting")
+        _delete(path)
 
 
 def _is_step(name: str) -> bool:

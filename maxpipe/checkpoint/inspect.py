@@ -16,8 +16,7 @@ from etils import epath
 
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.contents import read_expected_digests, verify_arrays
-from maxpipe.checkpoint.digest_item import diff_trees, iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digests import diff_trees, iter_named_arrays, tree_digest
 from maxpipe.checkpoint.folder import (
     BestMetric,
     CheckpointFolder,
@@ -34,6 +33,7 @@ from maxpipe.checkpoint.manager import (
     read_best_metric,
     resolve_step_on_all,
 )
+from maxpipe.checkpoint.manifest import read_expected_digests, verify_arrays
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, exists, files, in_bucket
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path
@@ -69,15 +69,15 @@ def list_checkpoints(address: Address, rules: RetentionRules | None) -> Checkpoi
         "folder": str(folder.path),
         "checkpoints": [
             {
-                "step": one.step,
-                "saved": datetime.fromtimestamp(one.time, UTC).isoformat(timespec="seconds"),
+                "step": info.step,
+                "saved": datetime.fromtimestamp(info.time, UTC).isoformat(timespec="seconds"),
                 "bytes": size,
-                "manifest": manifest.has_manifest(folder / one.step),
-                "metrics": _metrics(folder, one.step),
+                "manifest": manifest.has_manifest(folder / info.step),
+                "metrics": _metrics(folder, info.step),
                 "kept": reason,
-                "path": str(folder / one.step),
+                "path": str(folder / info.step),
             }
-            for one, size, reason in _saved(folder, rules)
+            for info, size, reason in _saved(folder, rules)
         ],
         "damaged": folder.quarantined(),
         "unfinished": folder.unfinished(),
@@ -93,15 +93,12 @@ def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> It
     yield f"{'step':>10}  {'saved':19}  {'size':>10}  manifest    {name:>{width}}" + (
         "  kept" if rules else ""
     )
-    for one, size, reason in _saved(folder, rules):
-        value = one.metrics.get(metric)
-        loss = "" if value is None else f"{value:.4f}"
-        has = "yes" if manifest.has_manifest(folder / one.step) else "no"
-        line = (
-            f"{one.step:>10}  {local_time(one.time)}  {size / 2**20:>6.1f} MiB  "
-            f"{has:8}    {loss:>{width}}  {reason}"
-        )
-        yield line.rstrip()
+    for info, size, reason in _saved(folder, rules):
+        value = info.metrics.get(metric)
+        text = "" if value is None else f"{value:.4f}"
+        has = "yes" if manifest.has_manifest(folder / info.step) else "no"
+        line = f"{info.step:>10}  {local_time(info.time)}  {size / 2**20:>6.1f} MiB  "
+        yield f"{line}{has:8}    {text:>{width}}  {reason}".rstrip()
     for name in folder.quarantined():
         yield f"{name}: damaged, not used"
     for name in folder.unfinished():
@@ -113,12 +110,12 @@ def _saved(
     folder: CheckpointFolder, rules: RetentionRules | None
 ) -> Iterator[tuple[CheckpointInfo, int, str]]:
     """Yield every checkpoint with its size in bytes and the reason to keep it."""
-    saved = [one for step in folder.steps() if (one := folder.read_info(step))]
+    saved = [info for step in folder.steps() if (info := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
-    for one in saved:
+    for info in saved:
         # The size is None if the run is deleting the checkpoint.
-        if (size := _num_bytes(folder / one.step)) is not None:
-            yield one, size, reasons.get(one.step, "")
+        if (size := _num_bytes(folder / info.step)) is not None:
+            yield info, size, reasons.get(info.step, "")
 
 
 def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
@@ -135,21 +132,21 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
         ConfigError: the step has no checkpoint.
     """
     checkpoints = open_address(address)
-    found = checkpoints.restore(resolve_step_on_all(checkpoints, address))
-    for name, array in iter_named_arrays(found.state):
+    restored = checkpoints.restore(resolve_step_on_all(checkpoints, address))
+    for name, array in iter_named_arrays(restored.state):
         yield f"{name:44} {array.dtype!s:9} {' x '.join(map(str, array.shape)) or 'scalar'}"
-    count = sum(array.size for _, array in iter_named_arrays(found.state["params"]))
-    position = json.dumps(found.metadata.data, sort_keys=True)
-    yield f"\nstep       {found.step}"
-    yield f"saved      {local_time(found.metadata.time)}"
-    for tag, value in (found.metadata.metrics or {}).items():
+    count = sum(array.size for _, array in iter_named_arrays(restored.state["params"]))
+    position = json.dumps(restored.metadata.data, sort_keys=True)
+    yield f"\nstep       {restored.step}"
+    yield f"saved      {local_time(restored.metadata.time)}"
+    for tag, value in (restored.metadata.metrics or {}).items():
         yield f"{tag:10} {value:.6g}"
     yield f"parameters {count:,}"
     for name, value in (
-        ("params", tree_digest(found.state["params"])),
-        ("optimizer", tree_digest(found.state["optimizer"])),
+        ("params", tree_digest(restored.state["params"])),
+        ("optimizer", tree_digest(restored.state["optimizer"])),
         ("data", hashlib.sha256(position.encode()).hexdigest()),
-        ("all", hashlib.sha256((tree_digest(found.state) + position).encode()).hexdigest()),
+        ("all", hashlib.sha256((tree_digest(restored.state) + position).encode()).hexdigest()),
     ):
         yield f"sha256     {name:10} {value}"
 
@@ -165,18 +162,17 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
     steps = checkpoints.steps()
     if address.step is not None:
         steps = [resolve_step_on_all(checkpoints, address)]
-    for one in steps:
-        path = folder / one
-        wrong, sealed = _faults(folder, one)
-        if (size := _num_bytes(path)) is None or one not in folder.steps():
-            yield f"{one:>10}  was deleted during verification"
+    for step in steps:
+        wrong, has_manifest = _faults(folder, step)
+        if (size := _num_bytes(folder / step)) is None or step not in folder.steps():
+            yield f"{step:>10}  was deleted during verification"
         elif wrong:
-            damaged.append(f"step {one}: {wrong[0]}")
-            yield from (f"{one:>10}  damaged: {line}" for line in wrong)
-        elif not sealed:
-            yield f"{one:>10}  unknown: there is no {manifest.FILE}"
+            damaged.append(f"step {step}: {wrong[0]}")
+            yield from (f"{step:>10}  damaged: {line}" for line in wrong)
+        elif not has_manifest:
+            yield f"{step:>10}  unknown: there is no {manifest.FILE}"
         else:
-            yield f"{one:>10}  intact, {size / 2**20:.1f} MiB"
+            yield f"{step:>10}  intact, {size / 2**20:.1f} MiB"
     if damaged:
         raise StorageError(
             f"{folder.path}: {len(damaged)} of {len(steps)} checkpoints are damaged\n"
@@ -191,7 +187,8 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
     path = folder / step
     if not exists(path):
         return [], False
-    wrong = manifest.verify_files(path, step) if (sealed := manifest.has_manifest(path)) else []
+    has_manifest = manifest.has_manifest(path)
+    wrong = manifest.verify_files(path, step) if has_manifest else []
     try:
         folder.read_metadata(step)
         wrong += [
@@ -202,7 +199,7 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
     except DamagedError as damage:
         if str(damage) not in wrong:
             wrong.append(str(damage))
-    return wrong, sealed
+    return wrong, has_manifest
 
 
 def prune_checkpoints(
@@ -249,20 +246,20 @@ def check_own(run_dir: str, folder: CheckpointFolder) -> None:
 
 
 def _prune(folder: CheckpointFolder, rules: RetentionRules, *, dry_run: bool) -> Iterator[str]:
-    saved = [one for step in folder.steps() if (one := folder.read_info(step))]
+    saved = [info for step in folder.steps() if (info := folder.read_info(step))]
     reasons = select_retained(saved, rules)
     newest = next((step for step in reversed(folder.steps()) if _is_right(folder, step)), None)
     if newest is not None:
         reasons.setdefault(newest, "newest intact checkpoint")
     freed = 0
-    for one in saved:
-        if one.step in reasons:
-            yield f"{one.step:>10}  kept: {reasons[one.step]}"
+    for info in saved:
+        if info.step in reasons:
+            yield f"{info.step:>10}  kept: {reasons[info.step]}"
             continue
-        freed += _num_bytes(folder / one.step) or 0
+        freed += _num_bytes(folder / info.step) or 0
         if not dry_run:
-            folder.remove(one.step)
-        yield f"{one.step:>10}  {'would be deleted' if dry_run else 'deleted'}"
+            folder.remove(info.step)
+        yield f"{info.step:>10}  {'would be deleted' if dry_run else 'deleted'}"
     yield f"{freed / 2**20:.1f} MiB {'would be freed' if dry_run else 'freed'}"
 
 
@@ -282,9 +279,9 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
         check_own(address.parent or address.run_dir, folder)
     with RunLock(folder.path.parent, to_free=True):
         step = resolve_step_on_all(checkpoints, address)
-        newer = [each for each in folder.steps() if each > step]
+        newer = [other for other in folder.steps() if other > step]
         is_good = not manifest.has_manifest(folder / step) or _is_right(folder, step)
-        if not force and is_good and not any(_is_right(folder, each) for each in reversed(newer)):
+        if not force and is_good and not any(_is_right(folder, other) for other in reversed(newer)):
             only = "only" if len(folder.steps()) == 1 else "newest"
             raise address.error(
                 f"is the {only} intact checkpoint; without it, the run "
@@ -323,27 +320,25 @@ def best_metric_of_run(run_dir: str) -> BestMetric:
 
 def diff_checkpoints(first: Address, second: Address) -> list[str]:
     """Return the differences between two checkpoints; empty if they are equal."""
-    found = []
+    restored = []
     for address in (first, second):
         checkpoints = open_address(address)
-        found.append(checkpoints.restore(resolve_step_on_all(checkpoints, address)))
-    left, right = found
+        restored.append(checkpoints.restore(resolve_step_on_all(checkpoints, address)))
+    left, right = restored
     lines = diff_trees(left.state, right.state)
-    for words, a, b in (
-        ("config", left.metadata.config, right.metadata.config),
-        ("data", left.metadata.data, right.metadata.data),
-    ):
-        before, now = dict(_flat(a)), dict(_flat(b))
+    for section in ("config", "data"):
+        before = dict(_flat(getattr(left.metadata, section)))
+        now = dict(_flat(getattr(right.metadata, section)))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key):
-                lines.append(f"{words} {key}  {before.get(key)}, and {now.get(key)}")
+                lines.append(f"{section} {key}  {before.get(key)}, and {now.get(key)}")
     return lines
 
 
 def _is_right(folder: CheckpointFolder, step: int) -> bool:
     """Return whether a checkpoint has a manifest that matches all its files and arrays."""
-    wrong, sealed = _faults(folder, step)
-    return sealed and not wrong
+    wrong, has_manifest = _faults(folder, step)
+    return has_manifest and not wrong
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,8 @@ folder is open; the lock is identified by its token.
 
 A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
 after the lock's token and that only one process can create. If two processes try to replace the
-same dead lock, exactly one process succeeds.
+same dead lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
+locks of the operating system do not exist in buckets and may not reach other hosts.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -64,6 +65,7 @@ _MAX_BYTES = 1 << 20
 _MAX_SHOWN_CHARS = 100
 _LARGEST_PID = 2**31 - 1
 _GONE = (FileNotFoundError, NotADirectoryError)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class LockContent(TypedDict):
@@ -80,9 +82,6 @@ class LockContent(TypedDict):
 
 _UNREADABLE: LockContent = {"token": ""}
 """Placeholder content of a lock file that is not a valid lock."""
-
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _NotALockError(OSError):
@@ -139,9 +138,8 @@ class RunLock:
             ) from error
         except OSError as error:
             self._close_folder()
-            said = OSError(root_cause_text(error))
-            action = remedy(self.path, self._key)
-            raise StorageError.unwritable(self.path, said, action) from error
+            cause, action = OSError(root_cause_text(error)), remedy(self.path, self._key)
+            raise StorageError.unwritable(self.path, cause, action) from error
         except BaseException:
             self._close_folder()
             raise
@@ -276,36 +274,39 @@ class RunLock:
 
     def _take_over(self) -> bool:
         """Try to replace the lock of a dead process, and return whether this succeeded."""
-        mine = self.path.with_name(f"{FILE}.{self._token}")
+        candidate = self.path.with_name(f"{FILE}.{self._token}")
         try:
-            _write(mine, self._token)
+            _write(candidate, self._token)
             holder = _read(self.path)
             if _token(holder) == self._token:  # the first of two repeated requests succeeded
                 return True
-            if not (reason := self._why_dead(holder, mine)):
+            if not (reason := self._why_dead(holder, candidate)):
                 return False
             with _claim(self.path, _token(holder)) as claimed:
                 if not claimed or _token(_read(self.path)) != _token(holder):
                     return False
-                _replace(mine, self.path)
+                if in_bucket(self.path):
+                    self.path.write_text(candidate.read_text())
+                else:
+                    os.replace(candidate, self.path)
         except FileNotFoundError:  # released meanwhile
             return False
         finally:
-            mine.unlink(missing_ok=True)
+            candidate.unlink(missing_ok=True)
         self.note = f"{self.path} was left by {_describe_holder(holder)}: {reason}"
         return True
 
-    def _why_dead(self, holder: LockContent, mine: Path) -> str:
+    def _why_dead(self, holder: LockContent, candidate: Path) -> str:
         """Return why the holder is dead, or an empty text if another process has acquired the lock.
 
-        Waits until it is known whether the holder is alive. The modification time of `mine` is the
-        current time of the file system.
+        Waits until it is known whether the holder is alive. The modification time of
+        `candidate` is the current time of the file system.
 
         Raises:
             StorageError: the holder is alive.
         """
-        sign, told, begin = _heartbeat_stamp(self.path), False, time.monotonic()
-        age = before = max(0.0, _last_heartbeat(mine) - sign[0])
+        stamp, is_logged, begin = _heartbeat_stamp(self.path), False, time.monotonic()
+        age = before = max(0.0, _heartbeat_stamp(candidate)[0] - stamp[0])
         while True:
             if _is_on_this_host(holder):
                 if reason := _dead_reason_on_this_host(holder):
@@ -315,13 +316,13 @@ class RunLock:
                 return ""
             # Read the heartbeat before the clock, because the clock advances while this process is
             # stopped.
-            if _heartbeat_stamp(self.path) != sign:
+            if _heartbeat_stamp(self.path) != stamp:
                 age = 0.0
                 break
             if age > self._stale_seconds:
                 return f"no heartbeat for {age:.0f} s"
-            if not told:
-                told = True
+            if not is_logged:
+                is_logged = True
                 _LOG.warning(
                     "%s is held by %s, last heartbeat %.0f s ago; waiting for the next heartbeat, "
                     "or until none was sent for %.0f s",
@@ -375,7 +376,6 @@ def _write(path: Path, token: str) -> None:
 
 
 def _touch(path: Path) -> None:
-    """Write a heartbeat that other processes can see."""
     if in_bucket(path):  # the modification time of an object changes only on a write
         path.write_text(path.read_text())
         return
@@ -399,20 +399,8 @@ def _heartbeat_stamp(path: Path) -> tuple[float, int]:
     return stat.st_mtime, stat.st_size
 
 
-def _last_heartbeat(path: Path) -> float:
-    """Return the modification time of a file, according to the clock of its file system."""
-    return _heartbeat_stamp(path)[0]
-
-
 def _identity(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
-
-
-def _replace(mine: Path, path: Path) -> None:
-    if in_bucket(path):
-        path.write_text(mine.read_text())
-    else:
-        os.replace(mine, path)
 
 
 def _read(path: Path) -> LockContent:
@@ -423,17 +411,12 @@ def _read(path: Path) -> LockContent:
         OSError: the file cannot be read.
     """
     try:
-        return parse_json(_bytes(path), LockContent)
+        if not in_bucket(path):
+            return parse_json(read(path, _MAX_BYTES), LockContent)
+        with path.open("rb") as file:
+            return parse_json(file.read(_MAX_BYTES), LockContent)
     except ValueError:
         return _UNREADABLE
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        if not in_bucket(path):
-            return read(path, _MAX_BYTES)
-        with path.open("rb") as file:
-            return file.read(_MAX_BYTES)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EFBIG, errno.EISDIR, errno.ELOOP, errno.ENXIO):
             raise _NotALockError(error.errno, error.strerror) from error
@@ -446,15 +429,14 @@ def _token(holder: LockContent) -> str:
 
 
 def _describe_holder(holder: LockContent) -> str:
-    def one(key: str) -> str:
-        text = str(holder.get(key, "?"))[:_MAX_SHOWN_CHARS]
-        return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-    return f"run {one('run')} on host {one('host')}, process {one('pid')}, started {one('started')}"
+    run, host, pid, started = (
+        "".join(c if c.isprintable() else "?" for c in str(holder.get(key, "?"))[:_MAX_SHOWN_CHARS])
+        for key in ("run", "host", "pid", "started")
+    )
+    return f"run {run} on host {host}, process {pid}, started {started}"
 
 
 def _is_on_this_host(holder: LockContent) -> bool:
-    """Return whether the process id in the lock refers to a process on this host."""
     return (
         0 < holder.get("pid", 0) <= _LARGEST_PID
         and holder.get("host") == platform.node()
@@ -499,21 +481,9 @@ def _process_start(pid: int) -> str | None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
-
-
-def _file_system_time(lock: Path) -> float:
-    """Return the time of the file system's clock, because the clocks of hosts may differ."""
-    probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
-    _write(probe, "now")
-    try:
-        return _last_heartbeat(probe)
-    finally:
-        probe.unlink()
 
 
 @contextlib.contextmanager
@@ -523,8 +493,15 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     try:
         with contextlib.suppress(FileNotFoundError):
             # A live process releases its claim within milliseconds. A claim with a time in the
-            # future was created before the file system's clock was set back.
-            if abs(_file_system_time(lock) - _last_heartbeat(path)) > _CLAIM_SECONDS:
+            # future was created before the file system's clock was set back. The clocks of hosts
+            # may differ, so a new file gives the time of the file system.
+            probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
+            _write(probe, "now")
+            try:
+                now = _heartbeat_stamp(probe)[0]
+            finally:
+                probe.unlink()
+            if abs(now - _heartbeat_stamp(path)[0]) > _CLAIM_SECONDS:
                 path.unlink()
         _write(path, token)
     except FileExistsError:

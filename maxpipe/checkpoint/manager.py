@@ -21,14 +21,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NotRequired, TypedDict
 
 import jax
 from etils import epath
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.digest_item import num_bytes
+from maxpipe.checkpoint.digests import num_bytes
 from maxpipe.checkpoint.folder import (
     BestMetric,
     CheckpointFolder,
@@ -105,12 +104,15 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
         return
     events = Path(run_dir) / EVENTS_FILE
     step, saved_in = _last(events, _Saved)
-    if step and _is_same(saved_in, folder):
+    # Earlier releases did not record the folder.
+    if step and (not saved_in or _real_path(saved_in) == _real_path(os.fspath(folder))):
         rule = f"{events} records that step {step} was saved there"
         raise _lost_checkpoints_error(run_dir, folder, "contains no checkpoint", rule)
     if step:
         rule = f"{events} records that step {step} was saved in {saved_in}"
-        above = _setting(saved_in, run_dir)
+        home = os.path.dirname(saved_in.rstrip("/"))
+        is_default = _real_path(home) == _real_path(os.fspath(run_dir))
+        above = "''" if is_default else os.path.dirname(home)
         action = f"Set checkpoint.dir={above}, or copy that folder to {folder}."
         raise _lost_checkpoints_error(run_dir, folder, "contains no checkpoint", rule, action)
 
@@ -122,32 +124,19 @@ def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
     """
     last, where = 0, ""
     with contextlib.suppress(OSError):
-        for each in read_json_lines(path, kind):
-            saved_in = each.get("folder", "")
-            is_durable = (
-                not saved_in or os.path.basename(saved_in.rstrip("/")) == CHECKPOINTS_FOLDER
-            )
-            if is_durable and each["step"] >= last:
-                last, where = each["step"], saved_in
+        for record in read_json_lines(path, kind):
+            saved_in = record.get("folder", "")
+            name = os.path.basename(saved_in.rstrip("/"))
+            if name in ("", CHECKPOINTS_FOLDER) and record["step"] >= last:
+                last, where = record["step"], saved_in
     return last, where
-
-
-def _is_same(saved_in: str, folder: epath.Path) -> bool:
-    """Return whether `folder` is the recorded folder, which earlier releases did not record."""
-    return not saved_in or _real_path(saved_in) == _real_path(os.fspath(folder))
 
 
 def _real_path(path: str) -> str:
     if not in_bucket(path):
         return os.path.realpath(path)
-    bucket, _, rest = path.partition("://")
-    return f"{bucket}://{os.path.normpath(rest)}"
-
-
-def _setting(saved_in: str, run_dir: epath.PathLike) -> str:
-    """Return the value of `checkpoint.dir` that resolves to a recorded folder."""
-    home = os.path.dirname(saved_in.rstrip("/"))
-    return "''" if _real_path(home) == _real_path(os.fspath(run_dir)) else os.path.dirname(home)
+    scheme, _, name = path.partition("://")
+    return f"{scheme}://{os.path.normpath(name)}"
 
 
 def _lost_checkpoints_error(
@@ -221,14 +210,16 @@ class CheckpointManager:
         """Check that all processes see the same folder. Otherwise, a save would be incomplete."""
         if self._alone:
             return
-        sign = self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
+        path = folder.path / self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
         if self._primary:
-            (folder.path / sign).write_text("all processes must see this file")
+            path.write_text("all processes must see this file")
         self._agree("there" if self._primary else "")
         process = f"process {jax.process_index()} on {platform.node()}"
-        missing = self._agree("" if _wait_until_exists(folder.path / sign) else process)
+        # On a network file system, the file may appear after seconds.
+        is_visible = any(exists(path) or time.sleep(1.0) for _ in range(5))
+        missing = self._agree("" if is_visible else process)
         if self._primary:
-            (folder.path / sign).unlink()
+            path.unlink()
         if missing:
             raise ConfigError.one(
                 folder.key,
@@ -248,13 +239,13 @@ class CheckpointManager:
         self, abstract: Tree, accept: Callable[[CheckpointMetadata], None] = lambda facts: None
     ) -> RestoredCheckpoint | None:
         """Restore the newest intact checkpoint, if any; see `CheckpointReader.restore_newest`."""
-        found = self._reader.restore_newest(abstract, accept)
-        if found is not None:
-            self._newest = found.step
+        restored = self._reader.restore_newest(abstract, accept)
+        if restored is not None:
+            self._newest = restored.step
             self._newest_folder = next(
-                folder for folder in self._folders if folder.path == found.folder.parent
+                folder for folder in self._folders if folder.path == restored.folder.parent
             )
-        return found
+        return restored
 
     def restore(
         self,
@@ -275,10 +266,10 @@ class CheckpointManager:
 
     def _target(self, step: int) -> CheckpointFolder | None:
         """Return the folder for the periodic save of this step, or None if no save is due."""
-        every, often = self._config.every, self._config.local_every
-        if every and step % every == 0:
+        if self._config.every and step % self._config.every == 0:
             return self.durable
-        if len(self._folders) > 1 and often and step % often == 0:
+        local_every = self._config.local_every
+        if len(self._folders) > 1 and local_every and step % local_every == 0:
             return self._folders[1]
         return None
 
@@ -359,18 +350,18 @@ class CheckpointManager:
     def _start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         assert self._writer is not None
         self._check_locks()
-        trouble = None
+        error: BaseException | None = None
         if self._primary:
             try:
                 with translate_bucket_errors(folder.path):
                     _check_free_space(folder, facts.step, num_bytes(state))
-            except OSError as error:
-                trouble = error
-        trouble = self._agree_on(trouble)
-        if trouble is None:
+            except OSError as failure:
+                error = failure
+        error = self._agree_on(error)
+        if error is None:
             self._writer.start(folder, state, facts)
         else:
-            self._writer.set_failed(SaveResult(folder, facts.step, error=trouble))
+            self._writer.set_failed(SaveResult(folder, facts.step, error=error))
 
     def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
         """Check all locks of the run, or only the lock of one checkpoint folder."""
@@ -390,7 +381,6 @@ class CheckpointManager:
         return OSError(int(number), reason) if number != "0" else OSError(reason)
 
     def _handle_result(self, save: SaveResult | None, *, final: bool = False) -> None:
-        """Handle the result of a finished save."""
         if save is None:
             return
         if save.error is None:
@@ -428,11 +418,11 @@ class CheckpointManager:
         """Delete the checkpoints that no rule retains. The step of `save` was just verified."""
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
-        saved = [one for step in folder.steps() if (one := folder.read_info(step))]
-        stay = select_retained(saved, rules).keys() | {save.step}
-        for one in saved:
-            if one.step not in stay:
-                folder.remove(one.step)
+        saved = [info for step in folder.steps() if (info := folder.read_info(step))]
+        retained = select_retained(saved, rules).keys() | {save.step}
+        for info in saved:
+            if info.step not in retained:
+                folder.remove(info.step)
 
     # Close.
 
@@ -447,12 +437,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except StorageError:
@@ -495,13 +480,7 @@ def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
     return expand_path(local_dir, "checkpoint.local_dir").absolute() / f"{run.name}-{path}"
 
 
-def _wait_until_exists(path: epath.Path) -> bool:
-    """Return whether the path exists or appears within seconds, as on a network file system."""
-    return any(exists(path) or time.sleep(1.0) for _ in range(5))
-
-
 def _prepare(folder: CheckpointFolder, primary: bool) -> None:
-    """Check that the folder is writable, to fail at the start instead of at the first save."""
     try:
         with translate_bucket_errors(folder.path):
             probe_writable(folder.path)
@@ -561,9 +540,8 @@ def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int
         ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.
     """
     is_first = jax.process_index() == 0
-    return int(
-        first_nonempty_text(str(resolve_step(checkpoints.durable, address)) if is_first else "")
-    )
+    step = str(resolve_step(checkpoints.durable, address)) if is_first else ""
+    return int(first_nonempty_text(step))
 
 
 def resolve_step(folder: CheckpointFolder, address: Address) -> int:
@@ -579,12 +557,12 @@ def resolve_step(folder: CheckpointFolder, address: Address) -> int:
         return steps[-1]
     if step in steps:
         return step
-    rule = f"must be one of the saved steps: {_format_steps(steps)}."
-    aside = [name for name in folder.quarantined() if name.startswith(f"{step}.")]
-    if aside:
-        rule = (
-            f"was damaged and renamed to {aside[-1]}; the saved steps are {_format_steps(steps)}."
-        )
+    words = [str(saved) for saved in steps]
+    if len(words) > _SHOWN_STEPS:
+        words = [*words[:3], f"... ({len(words)} in all)", *words[-(_SHOWN_STEPS - 4) :]]
+    rule = f"must be one of the saved steps: {', '.join(words)}."
+    if renamed := [name for name in folder.quarantined() if name.startswith(f"{step}.")]:
+        rule = f"was damaged and renamed to {renamed[-1]}; the saved steps are {', '.join(words)}."
     raise address.error(rule, f"Use {address.address_at(steps[-1])}, the newest.")
 
 
@@ -614,7 +592,7 @@ def find_best_step(
             if (key := better.sort_key(metrics)) is not None:
                 values[step] = key
     if values:
-        step = min(values, key=lambda each: (values[each], -each))
+        step = min(values, key=lambda step: (values[step], -step))
         return step, -values[step] if better.is_largest else values[step]
     if not known:
         raise address.error(
@@ -627,10 +605,3 @@ def find_best_step(
         f"has no checkpoint with metric {better.metric}; recorded are {', '.join(sorted(known))}.",
         f"Use --metric {guess}.",
     )
-
-
-def _format_steps(steps: Sequence[int]) -> str:
-    words = [str(step) for step in steps]
-    if len(words) > _SHOWN_STEPS:
-        words = [*words[:3], f"... ({len(words)} in all)", *words[-(_SHOWN_STEPS - 4) :]]
-    return ", ".join(words)

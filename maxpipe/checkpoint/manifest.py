@@ -1,9 +1,13 @@
-"""The manifest of a checkpoint: digests of its files and of its arrays.
+"""The content of a checkpoint step: its arrays, their recorded digests, and the manifest.
 
 The size and SHA-256 of every file detect changes on disk and identify the changed file. Neither the
 file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at the
 save. The manifest is written last, by atomic replacement, after the arrays were read back and
 compared. The manifest contains its own checksum. Version 1 listed only files.
+
+A checkpoint is intact if its decoded arrays have the digests recorded in memory when it was
+saved, and its metadata is unchanged. These conditions are checked before the manifest is written
+and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
 """
 
 from __future__ import annotations
@@ -11,36 +15,57 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NotRequired, TypedDict
 
+import jax
+import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 
-from maxpipe.checkpoint.digests import ArrayEntry
+from maxpipe.checkpoint import digests
+from maxpipe.checkpoint.digests import ArrayDigest, ArrayEntry, RecordedDigests, leaves_by_name
 from maxpipe.checkpoint.storage import (
+    DamagedError,
     call_with_retries,
     exists,
     files,
     in_bucket,
     is_damage,
     open_file,
+    outage,
     read,
+    root_cause_text,
+    translate_bucket_errors,
     translate_read_errors,
 )
-from maxpipe.errors import StorageError
-from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed
+from maxpipe.errors import DivergenceError, MaxpipeError, StorageError
+from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
+
+Tree = Any
+
+STATE_ITEM, METADATA_ITEM = "state", "facts"
+"""Names of the orbax items in a step's folder."""
+
+MAX_METADATA_BYTES = 1 << 24
 
 FILE = "manifest.json"
 
 _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
-_MANIFEST_FILES = (FILE, _PARTIAL)
 _SCAN_EVERY = 8
 """Number of finished writers between two scans for new files."""
 _MAX_BYTES = 1 << 26
+_INDEX = "manifest.ocdbt"
+_MAX_INDEX_BYTES = 1 << 30
+# Number of chunks that are read in parallel. A chunk can be as large as one process's shard of an
+# array.
+_NUM_CHUNK_THREADS = 2
 # Digesting spends most of its time reading, in particular on network file systems.
 _NUM_THREADS = 16
 # Files that must be listed in every manifest.
@@ -76,7 +101,7 @@ class BackgroundDigester:
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
         """Pairs of file names and the writers that must finish before these files are complete."""
-        self._found: dict[str, Future[ManifestFile]] = {}
+        self._digests: dict[str, Future[ManifestFile]] = {}
 
     def __enter__(self) -> BackgroundDigester:
         return self
@@ -103,10 +128,12 @@ class BackgroundDigester:
             writers.discard(writer)
         while self._seen and not self._seen[0][1]:
             for name in self._seen.pop(0)[0]:
-                self._found[name] = self._pool.submit(_flush_and_digest, self._folder / name)
+                self._digests[name] = self._pool.submit(_flush_and_digest, self._folder / name)
         if self._ended % _SCAN_EVERY == 0:
-            known = {name for names, _ in self._seen for name in names} | self._found.keys()
-            new = [name for name in _complete_files(self._folder) if name not in known]
+            known = {name for names, _ in self._seen for name in names} | self._digests.keys()
+            names = os.listdir(self._folder) if self._folder.is_dir() else []
+            # The name of a file contains a dot until the file is complete and renamed.
+            new = [name for name in names if "." not in name and name not in known]
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
@@ -115,22 +142,17 @@ class BackgroundDigester:
         Raises:
             OSError: a file cannot be read or flushed to disk.
         """
-        found = {name: one.result() for name, one in self._found.items()}
-        if found:
+        digests = {name: digest.result() for name, digest in self._digests.items()}
+        if digests:
             _flush_folder(self._folder)
-        return found
-
-
-def _complete_files(folder: epath.Path) -> list[str]:
-    # The name of a file contains a dot until the file is complete and renamed.
-    return [name for name in os.listdir(folder) if "." not in name] if folder.is_dir() else []
+        return digests
 
 
 def _flush_and_digest(path: epath.Path) -> ManifestFile:
     _flush(path)
-    found = call_with_retries(lambda: _digest(path, False))
+    digest = call_with_retries(lambda: _digest(path, False))
     _drop(path)
-    return found
+    return digest
 
 
 def digest_files(
@@ -143,14 +165,14 @@ def digest_files(
     Raises:
         OSError: a file cannot be read.
     """
-    names, known = _names(folder), ahead or {}
-    found = {name: known[name] for name in names if name in known}
-    left = [name for name in names if name not in found]
-    for name, file in zip(left, _digests(folder, left, flush=True), strict=True):
+    names, known = sorted(files(folder).keys() - {FILE, _PARTIAL}), ahead or {}
+    entries = {name: known[name] for name in names if name in known}
+    unread = [name for name in names if name not in entries]
+    for name, file in zip(unread, _digests(folder, unread, flush=True), strict=True):
         if isinstance(file, OSError):
             raise file
-        found[name] = file
-    return found
+        entries[name] = file
+    return entries
 
 
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
@@ -222,9 +244,7 @@ def verify_files(
     """
     try:
         expected = _read(folder, step)["files"]
-        present = {
-            name: size for name, size in files(folder).items() if name not in _MANIFEST_FILES
-        }
+        present = files(folder)
     except OSError as error:
         if not is_damage(error):
             raise
@@ -232,7 +252,7 @@ def verify_files(
     except ValueError as error:
         return [f"{FILE} cannot be used: {error}"]
     wrong = [f"{name} is missing" for name in expected if name not in present]
-    for name in sorted(present.keys() - expected.keys()):
+    for name in sorted(present.keys() - expected.keys() - {FILE, _PARTIAL}):
         # Unknown files are harmless, unless they are in a folder that orbax reads.
         if "/" in name and not os.path.basename(name).startswith("."):
             wrong.append(f"{name} is not in {FILE}")
@@ -252,14 +272,14 @@ def verify_files(
 
 def _read(folder: epath.Path, step: int) -> _ManifestContent:
     text = call_with_retries(lambda: read(folder / FILE, _MAX_BYTES))
-    found = parse_checksummed(text, dict[str, Any])
-    if isinstance(version := found.get("version"), int) and version > _VERSION:
+    values = parse_checksummed(text, dict[str, Any])
+    if isinstance(version := values.get("version"), int) and version > _VERSION:
         raise StorageError(
             f"{folder}: cannot be read\n"
             f"  {FILE} has version {version}; this release reads versions 1 to {_VERSION}.\n"
             "  Use the release of maxpipe that saved the checkpoint, or a later one."
         )
-    content = check_type(found, _ManifestContent)
+    content = check_type(values, _ManifestContent)
     if content["step"] != step:
         raise ValueError(f"the manifest belongs to step {content['step']}")
     if lacking := [name for name in _REQUIRED_FILES if name not in content["files"]]:
@@ -269,11 +289,6 @@ def _read(folder: epath.Path, step: int) -> _ManifestContent:
     return content
 
 
-def _names(folder: epath.Path) -> list[str]:
-    """Return the sorted relative names of all files except the manifest."""
-    return [name for name in sorted(files(folder)) if name not in _MANIFEST_FILES]
-
-
 def _changed(
     folder: epath.Path,
     names: list[str],
@@ -281,15 +296,15 @@ def _changed(
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     wrong = []
-    for name, found in zip(names, _digests(folder, names, stopped), strict=True):
+    for name, file in zip(names, _digests(folder, names, stopped), strict=True):
         size = expected[name]["bytes"]
-        if isinstance(found, OSError):
-            if not is_damage(found):
-                raise found
-            wrong.append(f"{name} cannot be read: {found.strerror or found}")
-        elif found["bytes"] != size:
-            wrong.append(f"{name} has {found['bytes']} bytes instead of {size}")
-        elif found != expected[name]:
+        if isinstance(file, OSError):
+            if not is_damage(file):
+                raise file
+            wrong.append(f"{name} cannot be read: {file.strerror or file}")
+        elif file["bytes"] != size:
+            wrong.append(f"{name} has {file['bytes']} bytes instead of {size}")
+        elif file != expected[name]:
             wrong.append(f"{name} differs from the saved content")
     return wrong
 
@@ -306,7 +321,7 @@ def _digests(
     With `flush`, every file is first flushed to disk and then read from disk.
     """
 
-    def one(name: str) -> ManifestFile | OSError:
+    def digest(name: str) -> ManifestFile | OSError:
         if stopped():
             return InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         try:
@@ -317,7 +332,7 @@ def _digests(
             return error
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return list(pool.map(one, names))
+        return list(pool.map(digest, names))
 
 
 def _digest(path: epath.Path, drop: bool) -> ManifestFile:
@@ -331,7 +346,6 @@ def _digest(path: epath.Path, drop: bool) -> ManifestFile:
 
 
 def _drop(path: epath.Path) -> None:
-    """Drop a local file from the page cache."""
     if not in_bucket(path) and hasattr(os, "posix_fadvise"):
         with open_file(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -354,3 +368,235 @@ def _flush_folder(path: epath.Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+class SaveVerificationError(ValueError):
+    """The saved content differs from memory; the message names the file or array and the reason."""
+
+
+def read_shapes(folder: epath.Path) -> Tree:
+    """Return the shapes and dtypes of a step's arrays.
+
+    Raises:
+        DamagedError: the array metadata cannot be read.
+        OSError: the storage is not reachable.
+    """
+
+    def read() -> Tree:
+        check_regular_files(folder / STATE_ITEM)
+        tree = ocp.StandardCheckpointHandler().metadata(folder / STATE_ITEM).tree
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+    return call_detecting_damage(read)
+
+
+def check_regular_files(folder: epath.Path) -> None:
+    """Check that a folder contains only regular files and folders, and no oversized index.
+
+    Opening a pipe would block orbax.
+
+    Raises:
+        DamagedError: an entry is of another type, or the index is too large.
+    """
+    if in_bucket(folder):
+        return
+    for above, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(above, name)
+            if os.path.islink(path) or not (os.path.isfile(path) or os.path.isdir(path)):
+                raise DamagedError(f"{name} is neither a file nor a folder")
+            if name == _INDEX:
+                _check_index(path)
+
+
+def call_detecting_damage(read: Any) -> Any:
+    """Return the result of a call that reads arrays, with retries.
+
+    Raises:
+        DamagedError: the content is not a valid checkpoint.
+        OSError: the storage failed repeatedly.
+        Exception: errors that are unrelated to storage are re-raised unchanged.
+    """
+    try:
+        return call_with_retries(read)
+    except MaxpipeError:
+        raise
+    except Exception as error:  # orbax also raises plain Exception for damaged arrays
+        if (failure := outage(error)) is not None:
+            raise failure from error
+        if not is_damage(error) and type(error) is not Exception:
+            raise  # the process may be out of memory, for example
+        raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
+
+
+def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
+    """Return the in-memory digests recorded at the save, or None for steps of older releases.
+
+    Raises:
+        DamagedError: the recorded digests are not valid.
+        OSError: the storage is not reachable.
+    """
+    try:
+        if has_manifest(folder) and (listed := read_arrays(folder, step)) is not None:
+            return RecordedDigests(
+                {name: ArrayDigest.from_entry(one) for name, one in listed.items()}
+            )
+        if not exists(folder / digests.DIGEST_ITEM):
+            return None
+        with translate_read_errors(folder):
+            return call_with_retries(lambda: digests.read_digest_item(folder, step))
+    except (OSError, ValueError) as error:
+        if is_damage(error):
+            raise DamagedError(root_cause_text(error)) from error
+        raise
+
+
+def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
+    """Compute the digests of a step's arrays on disk.
+
+    Raises:
+        DamagedError: an array cannot be decoded.
+        OSError: the storage is not reachable.
+    """
+    with ThreadPoolExecutor(_NUM_CHUNK_THREADS) as pool:
+        return call_detecting_damage(
+            lambda: dict(_iter_stored_digests(folder, leaves_by_name(read_shapes(folder)), pool))
+        )
+
+
+def open_array(folder: epath.Path, name: str) -> Any:
+    """Open one array on disk for partial reads: `array[...].read().result()`."""
+    base: Any = f"{folder / STATE_ITEM}/"
+    if not in_bucket(folder):
+        _check_index(f"{folder / STATE_ITEM / _INDEX}")
+        base = {"driver": "file", "path": base}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    spec = {"driver": "zarr", "kvstore": kvstore}
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def _check_index(path: str) -> None:
+    """Raise DamagedError if the array index is too large for tensorstore.
+
+    tensorstore reads the complete file, and a failed allocation would end the process.
+    """
+    size = os.stat(path).st_size if os.path.isfile(path) else 0
+    if size > _MAX_INDEX_BYTES:
+        raise DamagedError(
+            f"{STATE_ITEM}/{_INDEX} has {size} bytes; an array index has at most {_MAX_INDEX_BYTES}"
+        )
+
+
+def _iter_stored_digests(
+    folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
+) -> Iterator[tuple[str, ArrayDigest]]:
+    for name in leaves:
+        array = open_array(folder, name)
+        total = ArrayDigest(str(array.dtype.numpy_dtype), tuple(array.shape))
+        chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has no chunks
+
+        def digest_chunk(start: tuple[int, ...], array: Any = array, chunk: Any = chunk) -> Any:
+            ends = map(min, array.shape, map(operator.add, start, chunk))
+            values = array[tuple(map(slice, start, ends))].read().result()
+            digest = ArrayDigest(str(values.dtype), tuple(array.shape))
+            digest.add(values, start)
+            return digest
+
+        starts = itertools.product(*map(range, itertools.repeat(0), array.shape, chunk))
+        for digest in pool.map(digest_chunk, starts):
+            total.merge(digest)
+        yield name, total
+
+
+def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | None) -> list[str]:
+    """Compare a step's arrays and metadata with the recorded digests; return the differences.
+
+    Raises:
+        OSError: the storage is not reachable.
+    """
+    try:
+        stored = compute_stored_digests(folder)
+        wrong = digests.diff_digests(expected.arrays, stored) if expected else []
+        wrong = wrong or digests.describe_non_finite(stored)
+        return wrong + verify_metadata(folder, expected) if expected else wrong
+    except DamagedError as damage:
+        return [str(damage)]
+
+
+def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
+    """Return the faults of the metadata, or nothing if no digest of the metadata is known."""
+    if not expected.metadata_digest:
+        return []
+    path = folder / METADATA_ITEM / "metadata"
+    try:
+        content = parse_json(
+            call_with_retries(lambda: read(path, MAX_METADATA_BYTES)), dict[str, Any]
+        )
+    except (OSError, ValueError) as error:
+        if not is_damage(error):
+            raise
+        return [f"{METADATA_ITEM}/metadata cannot be read: {root_cause_text(error)}"]
+    if digests.metadata_digest(content) != expected.metadata_digest:
+        return [f"{METADATA_ITEM}/metadata differs from the saved content"]
+    return []
+
+
+def verify_and_write_manifest(
+    folder: epath.Path, step: int, ahead: Mapping[str, ManifestFile] | None = None
+) -> int:
+    """Read a step back, compare it with the in-memory digests, and write its manifest.
+
+    `ahead` contains digests of files that were flushed to disk and dropped from the page cache.
+
+    Returns:
+        The total size of the files in bytes.
+
+    Raises:
+        SaveVerificationError: the files differ from memory.
+        DivergenceError: an array contains NaN or infinity, so a run cannot resume from the step.
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    with translate_bucket_errors(folder):
+        try:
+            expected = read_expected_digests(folder, step)
+        except DamagedError as damage:
+            raise SaveVerificationError(str(damage)) from damage
+        if expected is None:
+            raise SaveVerificationError(f"{digests.DIGEST_ITEM} is missing")
+        if bad := digests.describe_non_finite(expected.arrays):
+            more = f", and {len(bad) - 3} more arrays" if len(bad) > 3 else ""
+            raise DivergenceError(
+                f"{folder}: was not saved\n"
+                f"  {'; '.join(bad[:3])}{more}; a run cannot resume from such a state.\n"
+                "  Lower optim.learning_rate, or restore an earlier checkpoint with "
+                "checkpoint.restore_from; earlier checkpoints are kept."
+            )
+        files = digest_files(folder, ahead)
+        with ThreadPoolExecutor(1) as pool:
+            # Start after the first digests, so that all bytes are read from disk instead of the
+            # page cache.
+            again = pool.submit(find_changed_files, folder, files)
+            wrong = verify_arrays(folder, step, expected)
+            wrong += again.result()
+        entries = {name: one.entry() for name, one in expected.arrays.items()}
+        if wrong := wrong or write(folder, step, files, entries):
+            raise SaveVerificationError("; ".join(wrong[:3]))
+        return sum(file["bytes"] for file in files.values())
+
+
+def write_missing_manifest(folder: epath.Path, step: int) -> None:
+    """Write the manifest of a step that has none, after all content of the step was read.
+
+    Raises:
+        SaveVerificationError: the files differ from the recorded in-memory digests.
+        OSError: a file cannot be read, or the manifest cannot be written.
+    """
+    if exists(folder / digests.DIGEST_ITEM):
+        verify_and_write_manifest(folder, step)
+        return
+    with translate_bucket_errors(folder):
+        files = digest_files(folder)
+        entries = {name: one.entry() for name, one in compute_stored_digests(folder).items()}
+        wrong = find_changed_files(folder, files)
+        if wrong := wrong or write(folder, step, files, entries):
+            raise SaveVerificationError("; ".join(wrong[:3]))

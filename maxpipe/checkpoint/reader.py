@@ -36,17 +36,17 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxpipe.checkpoint import contents, digest_item, digests, manifest
-from maxpipe.checkpoint.contents import SaveVerificationError, write_missing_manifest
-from maxpipe.checkpoint.digest_item import (
+from maxpipe.checkpoint import digests, manifest
+from maxpipe.checkpoint.digests import (
     DIGEST_ITEM,
+    ArrayDigest,
     RecordedDigests,
     diff_shapes,
     leaves_by_name,
     map_named_leaves,
 )
-from maxpipe.checkpoint.digests import ArrayDigest
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manifest import SaveVerificationError, write_missing_manifest
 from maxpipe.checkpoint.storage import (
     DamagedError,
     exists,
@@ -58,15 +58,8 @@ from maxpipe.checkpoint.storage import (
 from maxpipe.errors import StorageError, exception_chain
 
 # Failures that a retry cannot fix. orbax reports the message of a system call, but not its errno.
-_PERMANENT_ERRNOS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-}
-_PERMANENT_ERRNOS |= {errno.ENOTDIR, errno.EISDIR}
+_PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
+_PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # errors of buckets
 # Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
@@ -102,8 +95,9 @@ def is_fault(error: BaseException) -> bool:
     JAX runtime errors do not count, because a lost process makes the saves of the other processes
     fail.
     """
-    by_jax = any(isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error))
-    return isinstance(error, _FAULTS) and not by_jax
+    return isinstance(error, _FAULTS) and not any(
+        isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error)
+    )
 
 
 def is_permanent(error: BaseException) -> bool:
@@ -165,30 +159,30 @@ class CheckpointReader:
         """
         skipped: list[_Skipped] = []
         if self._primary:
-            for oddity in (
-                line for folder in self._folders for line in folder.describe_incomplete()
-            ):
-                _LOG.warning("%s", oddity)
+            for folder in self._folders:
+                for warning in folder.describe_incomplete():
+                    _LOG.warning("%s", warning)
         while (candidate := self._candidate(len(skipped))) is not None:
             folder, step = candidate
             try:
-                found = self._read(folder, step, abstract, accept)
+                restored = self._read(folder, step, abstract, accept)
             except DamagedError as damage:
                 skipped.append(_Skipped(folder, step, str(damage)))
                 if len(skipped) == _TOO_MANY:
                     raise self._repeated_damage_error(skipped) from damage
             else:
-                for one in skipped:
-                    self._skip(one)
-                return found
-        aside = [
-            str(folder.path / name) for folder in self._folders for name in folder.quarantined()
+                for damaged in skipped:
+                    self._skip(damaged)
+                return restored
+        reasons = [f"{damaged.folder / damaged.step}: {damaged.reason}" for damaged in skipped] or [
+            f"{folder.path / name} is damaged"
+            for folder in self._folders
+            for name in folder.quarantined()
         ]
-        if skipped or aside:
-            reasons = [f"{one.folder / one.step}: {one.reason}" for one in skipped]
+        if reasons:
             raise StorageError(
                 f"{self._folders[0].path}: no checkpoint can be used\n"
-                f"  {'; '.join(reasons or [f'{name} is damaged' for name in aside])}.\n"
+                f"  {'; '.join(reasons)}.\n"
                 "  Restore the files of one checkpoint and rename its folder to its step, or "
                 "move all of them to another place to start from scratch."
             )
@@ -239,13 +233,13 @@ class CheckpointReader:
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
         """Return the next candidate of process 0: the newest step, durable folder first."""
-        found = []
+        candidates = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
-                found += [(-step, index) for step in folder.steps()]
-        found = sorted(found)[num_skipped:]
-        mine = f"{found[0][1]} {-found[0][0]}" if found else "none"
-        agreed = self._agree(mine if self._primary else "")
+                candidates += [(-step, index) for step in folder.steps()]
+        candidates = sorted(candidates)[num_skipped:]
+        newest = f"{candidates[0][1]} {-candidates[0][0]}" if candidates else "none"
+        agreed = self._agree(newest if self._primary else "")
         if agreed == "none":
             return None
         index, step = map(int, agreed.split())
@@ -258,11 +252,11 @@ class CheckpointReader:
         abstract: Tree | None,
         accept: Callable[[CheckpointMetadata], None],
     ) -> RestoredCheckpoint:
-        found = restore(folder, step, abstract, accept=accept, agree=self._agree)
+        restored = restore(folder, step, abstract, accept=accept, agree=self._agree)
         with translate_storage_errors(folder / step):
             if self._primary and not manifest.has_manifest(folder / step):
                 self._adopt(folder, step)
-        return found
+        return restored
 
     def _adopt(self, folder: CheckpointFolder, step: int) -> None:
         """Write the missing manifest of a step."""
@@ -317,10 +311,8 @@ def first_nonempty_text(text: str) -> str:
     """Return the first nonempty text in process order. This is a collective call."""
     if jax.process_count() == 1:
         return text
-    mine = np.zeros(_TEXT_BYTES, np.uint8)
-    encoded = text.encode()[:_TEXT_BYTES]
-    mine[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    for row in _allgather(mine):
+    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    for row in _allgather(np.frombuffer(encoded, np.uint8)):
         if row.any():
             return row.tobytes().rstrip(b"\0").decode(errors="ignore")
     return ""
@@ -368,7 +360,7 @@ def restore(
         return _restore(folder, step, abstract, accept, agree)
     except DamagedError as damage:
         first = str(damage)
-    found = _restore(folder, step, abstract, accept, agree)
+    restored = _restore(folder, step, abstract, accept, agree)
     if jax.process_index() == 0:
         _LOG.warning(
             "%s: the first read failed (%s), but the second read succeeded: check the storage "
@@ -376,7 +368,7 @@ def restore(
             folder / step,
             first,
         )
-    return found
+    return restored
 
 
 def _restore(
@@ -397,22 +389,21 @@ def _restore(
         fault = str(damage)
     _raise_if_any_fault(agree, fault)
     state: Tree = None
-    found: dict[str, ArrayDigest] = {}
+    local: dict[str, ArrayDigest] = {}
     try:
         with translate_storage_errors(path):
             stored = abstract if abstract is None else _with_stored_dtypes(path, abstract)
             state = folder.arrays(step, stored)
-        found = digest_item.digest_local_shards(state)
+        local = digests.digest_local_shards(state)
         if "step" in state and int(state["step"]) != step:
             fault = f"the saved state belongs to step {int(state['step'])}"
     except DamagedError as damage:
         fault = str(damage)
     _raise_if_any_fault(agree, fault)
-    total = _sum_over_processes(found)
-    wrong = (
-        digests.diff_digests(_select_sections(expected.arrays, total), total) if expected else []
-    )
-    if wrong := wrong or digests.describe_non_finite(total):
+    total = _sum_over_processes(local)
+    selected = _select_sections(expected.arrays, total) if expected else total
+    wrong = digests.diff_digests(selected, total) or digests.describe_non_finite(total)
+    if wrong:
         raise DamagedError("; ".join(wrong[:3]))
     return RestoredCheckpoint(facts, state if abstract is None else _cast(state, abstract), path)
 
@@ -428,8 +419,8 @@ def _check_files_and_metadata(
             if wrong := manifest.verify_files(path, step, share):
                 return "; ".join(wrong[:3]), None, None
         facts = folder.read_metadata(step)
-        expected = contents.read_expected_digests(path, step)
-        wrong = contents.verify_metadata(path, expected) if expected else []
+        expected = manifest.read_expected_digests(path, step)
+        wrong = manifest.verify_metadata(path, expected) if expected else []
         return "; ".join(wrong), facts, expected
     except DamagedError as damage:
         return str(damage), None, None
@@ -446,12 +437,12 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     Raises:
         StorageError: the checkpoint has different arrays or shapes.
     """
-    saved = contents.read_shapes(path)
+    saved = manifest.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
     # Without a step, `abstract` may contain only some of the optimizer trees.
     if "step" not in abstract and "optimizer" in saved:
         trees = saved["optimizer"]
-        saved["optimizer"] = {each: trees[each] for each in abstract["optimizer"] if each in trees}
+        saved["optimizer"] = {name: trees[name] for name in abstract["optimizer"] if name in trees}
     lines = diff_shapes(saved, abstract)
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
@@ -477,10 +468,10 @@ def _cast(state: Tree, abstract: Tree) -> Tree:
         if leaf.dtype == wanted.dtype:
             return leaf
         dtype = wanted.dtype
-        found = jax.jit(lambda array: array.astype(dtype), out_shardings=leaf.sharding)(leaf)
-        found.block_until_ready()
+        array = jax.jit(lambda array: array.astype(dtype), out_shardings=leaf.sharding)(leaf)
+        array.block_until_ready()
         leaf.delete()
-        return found
+        return array
 
     return jax.tree.map(cast, state, abstract)
 
@@ -491,8 +482,8 @@ def _select_sections(
     """Return the digests of the restored sections; evaluation does not restore optimizer state."""
 
     def section(name: str) -> str:
-        first, _, rest = name.partition(".")
-        return f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
+        first, *names = name.split(".")
+        return f"{first}.{names[0]}" if first == "optimizer" and names else first
 
     sections = set(map(section, restored))
     return {name: one for name, one in expected.items() if section(name) in sections}
@@ -501,27 +492,25 @@ def _select_sections(
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
     """Sum the shard digests over all processes, which gives the digests of the full arrays."""
     if jax.process_count() > 1:
-        mine = np.array(
-            [(one.value, one.elements, one.non_finite) for one in sums.values()], np.uint64
-        )
-        rows = _allgather(mine.view(np.uint32))
+        local = [(digest.value, digest.elements, digest.non_finite) for digest in sums.values()]
+        rows = _allgather(np.array(local, np.uint64).view(np.uint32))
         total = rows.view(np.uint64).sum(axis=0, dtype=np.uint64)  # modulo 2**64
-        for one, (value, elements, non_finite) in zip(sums.values(), total, strict=True):
-            one.value, one.elements, one.non_finite = int(value), int(elements), int(non_finite)
+        for digest, row in zip(sums.values(), total, strict=True):
+            digest.value, digest.elements, digest.non_finite = map(int, row)
     return sums
 
 
-def _allgather(mine: np.ndarray) -> np.ndarray:
+def _allgather(array: np.ndarray) -> np.ndarray:
     """Return an array `[processes, ...]` with the array of every process."""
     # XLA on CPU may run a single-device program and a multi-device program concurrently, which can
     # mix up their messages. Therefore, wait for all pending programs before the all-gather.
     jax.block_until_ready(jax.jit(jnp.add)(0, 0))
-    return np.asarray(multihost_utils.process_allgather(mine))
+    return np.asarray(multihost_utils.process_allgather(array))
 
 
 def content_digest(tree: Tree) -> str:
     """Return one layout-independent digest over the names and contents of all device arrays."""
-    return combine_digests(_sum_over_processes(digest_item.digest_local_shards(tree)))
+    return combine_digests(_sum_over_processes(digests.digest_local_shards(tree)))
 
 
 def combine_digests(sums: Mapping[str, ArrayDigest]) -> str:

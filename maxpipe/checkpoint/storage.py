@@ -65,17 +65,14 @@ def outage(error: BaseException) -> OSError | None:
     """Return the storage failure that caused a read error as a new OSError, or None."""
     for cause in exception_chain(error):
         if isinstance(cause, OSError):
-            return (
-                None
-                if isinstance(cause, UnsafeFileError) or cause.errno in _DAMAGE
-                else copy(cause)
-            )
-        words = str(cause)
-        if found := _SYSTEM_CALL.search(words):
-            number = int(found[1])
-            return None if number in _DAMAGE else OSError(number, words.splitlines()[0])
-        if _OUTAGE.search(words):
-            return OSError(words.splitlines()[0])
+            is_content = isinstance(cause, UnsafeFileError) or cause.errno in _DAMAGE
+            return None if is_content else copy(cause)
+        text = str(cause)
+        if match := _SYSTEM_CALL.search(text):
+            number = int(match[1])
+            return None if number in _DAMAGE else OSError(number, text.splitlines()[0])
+        if _OUTAGE.search(text):
+            return OSError(text.splitlines()[0])
     return None
 
 
@@ -233,7 +230,7 @@ class PinnedFolder:
     def restore_names(self, error: BaseException) -> BaseException:
         """Replace the path in an error message with the name of the folder."""
         for cause in exception_chain(error):
-            cause.args = tuple(self._by_name(each) for each in cause.args)
+            cause.args = tuple(map(self._by_name, cause.args))
             if isinstance(cause, OSError) and cause.filename is not None:
                 cause.filename = self._by_name(cause.filename)
         return error
@@ -271,7 +268,7 @@ def exists(path: epath.Path) -> bool:
         OSError: the storage is not reachable.
     """
     if not in_bucket(path):
-        return call_with_retries(lambda: _stat(path)) is not None
+        return call_with_retries(lambda: _exists(path))
     with translate_read_errors(path):
         try:
             gcs_filesystem().info(os.fspath(path))
@@ -330,21 +327,21 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
-        found = gcs_filesystem().find(os.fspath(folder), detail=True)
+        objects = gcs_filesystem().find(os.fspath(folder), detail=True)
     begin = len(os.fspath(folder)) - len(_BUCKET) + 1
-    return {name[begin:]: info["size"] for name, info in found.items() if name[-1] != "/"}
+    return {name[begin:]: info["size"] for name, info in objects.items() if name[-1] != "/"}
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
     """Yield relative names and sizes. Symbolic links count as files, which avoids cycles."""
-    left = [""]
-    while left:
-        below = left.pop()
-        with os.scandir(folder / below) as found:
-            for entry in found:
+    folders = [""]
+    while folders:
+        below = folders.pop()
+        with os.scandir(folder / below) as entries:
+            for entry in entries:
                 name = f"{below}{entry.name}"
                 if entry.is_dir(follow_symlinks=False):
-                    left.append(f"{name}/")
+                    folders.append(f"{name}/")
                 else:
                     yield name, _size(entry)
 
@@ -360,15 +357,14 @@ def _size(entry: os.DirEntry[str]) -> int:
     return entry.stat(follow_symlinks=False).st_size  # a broken link
 
 
-def _stat(path: epath.Path) -> os.stat_result | None:
+def _exists(path: epath.Path) -> bool:
     try:
-        return os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        os.stat(path)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            return None
-        raise
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
@@ -385,12 +381,11 @@ def remedy(path: epath.PathLike, key: str) -> str:
 
 def _lost_link(path: epath.PathLike) -> str:
     """Return the first broken link among the path and its parents, or an empty text."""
-    found = "" if in_bucket(path) else os.path.abspath(path)
-    while found and found != os.path.dirname(found):
-        if os.path.islink(found) and not os.path.exists(found):
-            return found
-        found = os.path.dirname(found)
-    return ""
+    if in_bucket(path):
+        return ""
+    whole = Path(os.path.abspath(path))
+    links = (str(link) for link in (whole, *whole.parents) if os.path.islink(link))
+    return next((link for link in links if not os.path.exists(link)), "")
 
 
 def root_cause_text(error: BaseException) -> str:

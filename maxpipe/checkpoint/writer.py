@@ -19,6 +19,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import os
 import sys
 import threading
@@ -34,16 +35,15 @@ import orbax.checkpoint as ocp
 import tensorstore
 from orbax.checkpoint import future
 
-from maxpipe.checkpoint import digest_item, manifest
-from maxpipe.checkpoint.contents import (
+from maxpipe.checkpoint import digests, manifest
+from maxpipe.checkpoint.digests import ArrayDigest, leaves_by_name
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manifest import (
     METADATA_ITEM,
     STATE_ITEM,
     SaveVerificationError,
     verify_and_write_manifest,
 )
-from maxpipe.checkpoint.digest_item import leaves_by_name
-from maxpipe.checkpoint.digests import ArrayDigest
-from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.storage import (
     PinnedFolder,
     exists,
@@ -95,7 +95,7 @@ def save(
         OSError: the checkpoint cannot be written.
         Exception: `LazySlabArray.read` raised an exception.
     """
-    needed = sum(one.nbytes for one in leaves_by_name(state).values())
+    needed = sum(array.nbytes for array in leaves_by_name(state).values())
     if (free := folder.free_bytes()) is not None and free < needed:
         words = f"the checkpoint needs {needed:,} bytes, but only {free:,} are free"
         raise OSError(errno.ENOSPC, words)
@@ -111,7 +111,7 @@ def save(
                     )
                 ),
                 METADATA_ITEM: ocp.JsonCheckpointHandler(),
-                digest_item.DIGEST_ITEM: digest_item.DigestHandler(),
+                digests.DIGEST_ITEM: digests.DigestHandler(),
             }
         )
     )
@@ -119,7 +119,7 @@ def save(
         **{
             STATE_ITEM: ocp.args.PyTreeSave(state),
             METADATA_ITEM: ocp.args.JsonSave(content),
-            digest_item.DIGEST_ITEM: digest_item.DigestSaveArgs(facts.step, content, handler.sums),
+            digests.DIGEST_ITEM: digests.DigestSaveArgs(facts.step, content, handler.sums),
         }
     )
     try:
@@ -149,9 +149,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         """File digests keyed by name in the step's folder, computed during the save."""
 
     def typestr(self) -> str:
-        """Return the type name of numpy arrays, because these arrays are stored like numpy
-        arrays.
-        """
+        """Return the type name of numpy arrays, because the arrays are stored like numpy arrays."""
         return "np.ndarray"
 
     def sums(self) -> dict[str, ArrayDigest] | None:
@@ -177,22 +175,27 @@ class _Handler(ocp.type_handlers.TypeHandler):
         return [future.CommitFutureAwaitingContractedSignals(writing, name="slabs")]
 
     async def _write(self, values: Sequence[LazySlabArray], infos: Sequence[Any]) -> None:
-        sums, lock, found = {}, threading.Lock(), None
+        sums, lock, written_sums = {}, threading.Lock(), None
         try:
             arrays = {
-                info.name: (one, _create_array(one, info))
-                for one, info in zip(values, infos, strict=True)
+                info.name: (array, _create_array(array, info))
+                for array, info in zip(values, infos, strict=True)
             }
             sums = {
-                name: ArrayDigest(str(one.dtype), one.shape) for name, (one, _) in arrays.items()
+                name: ArrayDigest(str(array.dtype), array.shape)
+                for name, (array, _) in arrays.items()
             }
 
             def put(task: tuple[str, Region]) -> None:
                 name, region = task
-                one, target = arrays[name]
-                values = self._read(one, region)
-                part = ArrayDigest(str(one.dtype), one.shape)
-                part.add(values, [each.start for each in region])
+                array, target = arrays[name]
+                try:
+                    values = array.read(region)
+                except BaseException as error:
+                    self.error = error
+                    raise
+                part = ArrayDigest(str(array.dtype), array.shape)
+                part.add(values, [indices.start for indices in region])
                 with lock:
                     sums[name].merge(part)
                 with ahead.writing():
@@ -203,25 +206,18 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
             tasks = (
                 (name, region)
-                for name, (one, _) in arrays.items()
-                for region in regions(one.shape, one.slab)
+                for name, (array, _) in arrays.items()
+                for region in regions(array.shape, array.slab)
             )
             with manifest.BackgroundDigester(infos[0].parent_dir / _DATA) as ahead:
                 run_in_threads(put, itertools.takewhile(lambda _: not self._stopped, tasks))
                 if self._stopped:
                     raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
                 files = ahead.results()
-            self.ahead = {f"{STATE_ITEM}/{_DATA}/{name}": one for name, one in files.items()}
-            found = sums
+            self.ahead = {f"{STATE_ITEM}/{_DATA}/{name}": file for name, file in files.items()}
+            written_sums = sums
         finally:
-            self._sums.set_result(found)
-
-    def _read(self, one: LazySlabArray, region: Region) -> np.ndarray:
-        try:
-            return one.read(region)
-        except BaseException as error:
-            self.error = error
-            raise
+            self._sums.set_result(written_sums)
 
     async def metadata(self, infos: Any) -> Any:
         raise NotImplementedError("read the arrays as numpy arrays")
@@ -230,14 +226,14 @@ class _Handler(ocp.type_handlers.TypeHandler):
         raise NotImplementedError("read the arrays as numpy arrays")
 
 
-def _create_array(one: LazySlabArray, info: Any) -> Any:
+def _create_array(array: LazySlabArray, info: Any) -> Any:
     """Create the array on disk where orbax expects the arrays of process 0."""
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=True,
-        global_shape=one.shape,
-        local_shape=one.slab,
-        dtype=one.dtype,
+        global_shape=array.shape,
+        local_shape=array.slab,
+        dtype=array.dtype,
         process_index=0,
     )
     spec["metadata"]["compressor"] = None
@@ -249,11 +245,9 @@ def _create_array(one: LazySlabArray, info: Any) -> Any:
 
 def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
     """Yield the slabs of an array. Slabs at the boundary may be smaller."""
-    starts = (range(0, size, each) for size, each in zip(shape, slab, strict=True))
+    starts = (range(0, size, step) for size, step in zip(shape, slab, strict=True))
     for start in itertools.product(*starts):
-        ends = (
-            min(size, first + each) for size, first, each in zip(shape, start, slab, strict=True)
-        )
+        ends = (min(dims) for dims in zip(shape, map(operator.add, start, slab), strict=True))
         yield tuple(map(slice, start, ends))
 
 
@@ -269,11 +263,11 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
             for task in tasks:
                 running.add(pool.submit(work, task))
                 if len(running) > NUM_THREADS:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for one in done:
-                        one.result()
-            for one in running:
-                one.result()
+                    finished, running = wait(running, return_when=FIRST_COMPLETED)
+                    for call in finished:
+                        call.result()
+            for call in running:
+                call.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # a task may still be queued
             raise
@@ -311,9 +305,6 @@ little memory for any mesh of the run."""
 _EVEN, _FEW = 16, 256
 """Arrays are divided into chunks only if all sizes above `_FEW` are multiples of `_EVEN`."""
 
-_LAYERS = "layers"
-"""Name of subtrees in which layers are stacked along the first dimension."""
-
 
 def _chunks(state: Tree) -> Tree:
     """Return the chunk shapes of large arrays. A chunk of stacked layers contains one layer."""
@@ -322,7 +313,7 @@ def _chunks(state: Tree) -> Tree:
         # For sizes with few divisors, orbax would create one chunk per row.
         if leaf.nbytes <= _CHUNK_BYTES or any(size % _EVEN for size in leaf.shape if size > _FEW):
             return None
-        stacked = any(getattr(key, "key", None) == _LAYERS for key in path)
+        stacked = any(getattr(key, "key", None) == "layers" for key in path)
         return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if stacked else ())
 
     return jax.tree_util.tree_map_with_path(chunk, state)
@@ -347,7 +338,7 @@ class CheckpointWriter:
                 **{
                     STATE_ITEM: ocp.StandardCheckpointHandler(),
                     METADATA_ITEM: ocp.JsonCheckpointHandler(),
-                    digest_item.DIGEST_ITEM: digest_item.DigestHandler(),
+                    digests.DIGEST_ITEM: digests.DigestHandler(),
                 }
             ),
             # Asynchronous creation would report a failure only after minutes.
@@ -365,28 +356,26 @@ class CheckpointWriter:
         assert self._save is None
         begin = time.monotonic()
         save, pinned = SaveResult(folder, facts.step), None
-        copied: Future[digest_item.HostCopies | None] = Future()
+        copied: Future[digests.HostCopies | None] = Future()
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         content = facts.to_json()
-        items = ocp.args.Composite(
-            **{
-                STATE_ITEM: ocp.args.StandardSave(state, _chunks(state)),
-                METADATA_ITEM: ocp.args.JsonSave(content),
-                digest_item.DIGEST_ITEM: digest_item.DigestSaveArgs(
-                    facts.step,
-                    content,
-                    functools.partial(digest_item.await_digests, shapes, copied),
-                ),
-            }
-        )
+        sums = functools.partial(digests.await_digests, shapes, copied)
         try:
             with (
                 translate_bucket_errors(folder.path),
-                digest_item.capture_host_copies(state) as found,
+                digests.distribute_replicas(state) as parts,
             ):
                 pinned = PinnedFolder(folder.path)
+                copies = digests.copy_to_host(parts)
+                items = ocp.args.Composite(
+                    **{
+                        STATE_ITEM: ocp.args.StandardSave(parts, _chunks(parts)),
+                        METADATA_ITEM: ocp.args.JsonSave(content),
+                        digests.DIGEST_ITEM: digests.DigestSaveArgs(facts.step, content, sums),
+                    }
+                )
                 self._checkpointer.save(pinned.path / str(facts.step), args=items)
-            copied.set_result(found)
+            copied.set_result(copies)
         except Exception as error:
             save.error = pinned.restore_names(error) if pinned else error
             copied.set_result(None)
@@ -442,7 +431,6 @@ class CheckpointWriter:
                 time.sleep(_PAUSE_SECONDS)
 
     def _delete_failed_save(self, save: SaveResult) -> None:
-        """Delete the unfinished or incorrect files of a failed save."""
         save.folder.delete_unfinished()
         is_wrong = isinstance(save.error, SaveVerificationError | DivergenceError)
         if is_wrong and exists(save.folder / save.step):

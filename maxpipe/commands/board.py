@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,21 +30,14 @@ def link(folder: Path, links: Path) -> int:
     `folder` may itself be a run. Event files are in `<run>/tensorboard`, but TensorBoard names a
     run by the folder of its event files. The symlink gives TensorBoard the name of the run.
     """
-    found = 0
-    for name, events in _runs(folder):
-        found += 1
+    is_run = (folder / TENSORBOARD_FOLDER).is_dir()
+    runs = [folder.absolute()] if is_run else sorted(folder.iterdir())
+    runs = [run for run in runs if (run / TENSORBOARD_FOLDER).is_dir()]
+    for run in runs:
         with contextlib.suppress(FileExistsError):
-            (links / name).symlink_to(events.absolute(), target_is_directory=True)
-    return found
-
-
-def _runs(folder: Path) -> Iterator[tuple[str, Path]]:
-    if (folder / TENSORBOARD_FOLDER).is_dir():
-        yield folder.absolute().name, folder / TENSORBOARD_FOLDER
-        return
-    for path in sorted(folder.iterdir()):
-        if (path / TENSORBOARD_FOLDER).is_dir():
-            yield path.name, path / TENSORBOARD_FOLDER
+            events = (run / TENSORBOARD_FOLDER).absolute()
+            (links / run.name).symlink_to(events, target_is_directory=True)
+    return len(runs)
 
 
 def _board(options: argparse.Namespace) -> int:
@@ -146,11 +139,11 @@ def _curves(options: argparse.Namespace) -> int:
     if not tags:
         rule = "must name a metric of metrics.jsonl."
         raise ConfigError.one("command line: --tags", options.tags, rule, "Use train/loss.")
-    found = {}
-    for given in options.run:
-        run_dir = parse_run_address(given).run_dir
-        found[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
-    drawn = curves.draw_curves(found)
+    runs = {}
+    for run in options.run:
+        run_dir = parse_run_address(run).run_dir
+        runs[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
+    drawn = curves.draw_curves(runs)
     for option, kind, path in paths:
         if kind == ".png":
             write_file(path, option, drawn.png)
@@ -162,20 +155,20 @@ def _curves(options: argparse.Namespace) -> int:
 
 def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str, str, Path]]:
     """Return (option, suffix, path) for every output file."""
-    found = []
+    paths = []
     if options.out is not None:
         path = Path(options.out)
         if path.suffix not in forms:
             rule = f"must end in {' or '.join(forms)}."
             raise ConfigError.one("command line: --out", options.out, rule, "Write curves.svg.")
-        found.append(("--out", path.suffix, path))
+        paths.append(("--out", path.suffix, path))
     for kind in ("svg", "png"):
         if (name := getattr(options, kind)) is not None:
-            found.append((f"--{kind}", f".{kind}", Path(name)))
-    if not found:
+            paths.append((f"--{kind}", f".{kind}", Path(name)))
+    if not paths:
         rule = "needs an output file."
         raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
-    return found
+    return paths
 
 
 def add_curves(commands: Commands) -> None:
@@ -222,11 +215,11 @@ def _goodput(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.telemetry import curves
 
-    found = curves.read_goodput(parse_run_address(options.run).run_dir)
+    goodput = curves.read_goodput(parse_run_address(options.run).run_dir)
     if options.json:
         import json
 
-        print(json.dumps(curves.goodput_to_dict(found), indent=2))
+        print(json.dumps(curves.goodput_to_dict(goodput), indent=2))
     else:
-        print(redact.redact_for_terminal(curves.format_goodput(found)))
+        print(redact.redact_for_terminal(curves.format_goodput(goodput)))
     return ExitCode.DONE

@@ -35,8 +35,8 @@ def _print(lines: Iterable[str]) -> int:
 
 def _print_json(values: Callable[[], Mapping[str, Any]]) -> int:
     with _storage_errors():
-        found = values()
-    print(json.dumps(found, indent=2))
+        content = values()
+    print(json.dumps(content, indent=2))
     return ExitCode.DONE
 
 
@@ -63,20 +63,14 @@ def _list(options: argparse.Namespace) -> int:
     return _print(inspect.format_checkpoint_list(run, _rules(run.run_dir)))
 
 
-def _show(options: argparse.Namespace) -> int:
+def _print_report(options: argparse.Namespace) -> int:
+    """Run `show` or `verify`."""
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_address
 
     _use_cpu_only()
-    return _print(inspect.describe_checkpoint(parse_address(options.checkpoint)))
-
-
-def _verify(options: argparse.Namespace) -> int:
-    from maxpipe.checkpoint import inspect
-    from maxpipe.checkpoint.address import parse_address
-
-    _use_cpu_only()
-    return _print(inspect.verify_checkpoints(parse_address(options.checkpoint)))
+    report = getattr(inspect, options.report)
+    return _print(report(parse_address(options.checkpoint)))
 
 
 def _best(options: argparse.Namespace) -> int:
@@ -92,13 +86,13 @@ def _best(options: argparse.Namespace) -> int:
         rule = "needs --metric: checkpoint.best_metric already has an order."
         raise ConfigError.one("command line: --largest", None, rule, "Leave out --largest.")
 
-    def found() -> dict[str, Any]:
+    def best() -> dict[str, Any]:
         address, step, metric, value = inspect.find_best_checkpoint(run, better)
         return {"checkpoint": address, "step": step, "metric": metric, "value": value}
 
     if options.json:
-        return _print_json(found)
-    return _print("{checkpoint}  {metric} {value:.6g}".format(**each) for each in [found()])
+        return _print_json(best)
+    return _print("{checkpoint}  {metric} {value:.6g}".format(**row) for row in [best()])
 
 
 def _delete(options: argparse.Namespace) -> int:
@@ -199,7 +193,7 @@ def add(commands: Commands) -> None:
 
     show = actions.add_parser("show", help="describe one checkpoint (default: the newest)")
     add_address(show)
-    show.set_defaults(command=_show)
+    show.set_defaults(command=_print_report, report="describe_checkpoint")
 
     verify = actions.add_parser(
         "verify",
@@ -210,7 +204,7 @@ def add(commands: Commands) -> None:
         epilog="example: maxpipe checkpoints verify quickstart@120",
     )
     add_address(verify)
-    verify.set_defaults(command=_verify)
+    verify.set_defaults(command=_print_report, report="verify_checkpoints")
     _add_prune(actions)
     _add_delete(actions)
 

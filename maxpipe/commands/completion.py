@@ -61,15 +61,15 @@ class CommandLine:
     def replacement(self, start: int, text: str) -> str:
         """Return the text that replaces the line from `start`, so that its last word is `text`."""
         word, quote = self.words[-1], self.open_quotes[start]
-        rest = text[sum(end <= start for end in word.ends) :]
+        tail = text[sum(end <= start for end in word.ends) :]
         if quote:
-            found = "".join(_inside(quote, each) for each in rest)
+            quoted = "".join(_inside(quote, character) for character in tail)
             # Readline closes the quote, unless the text already ends with the quote character.
-            return found + quote[-1] if not found or found[-1] == quote[-1] else found
-        if any(not _is_shown(each) for each in rest):
-            return f"$'{''.join(_inside(_ANSI, each) for each in rest)}'"
-        is_home = rest.startswith("~") and self.line.startswith("~", start)
-        return ("~" if is_home else "") + "".join(map(_escaped, rest[is_home:]))
+            return quoted + quote[-1] if not quoted or quoted[-1] == quote[-1] else quoted
+        if not tail.isprintable():
+            return f"$'{''.join(_inside(_ANSI, character) for character in tail)}'"
+        is_home = tail.startswith("~") and self.line.startswith("~", start)
+        return ("~" if is_home else "") + "".join(map(_escaped, tail[is_home:]))
 
 
 def read(line: str) -> CommandLine:
@@ -140,10 +140,10 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 def _inside(quote: str, character: str) -> str:
     """Return a character, escaped for a quote that is open and remains open."""
     if quote == _ANSI:
-        if _is_shown(character) and character not in "'\\!":
+        if character.isprintable() and character not in "'\\!":
             return character
         return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
-    if not _is_shown(character):
+    if not character.isprintable():
         return f"{quote}$'{_inside(_ANSI, character)}'{quote}"
     if quote == _SINGLE:
         return "'\\''" if character == "'" else character
@@ -155,11 +155,6 @@ def _inside(quote: str, character: str) -> str:
 def _escaped(character: str) -> str:
     is_safe = character.isalnum() or character in _SAFE or not character.isascii()
     return character if is_safe else f"\\{character}"
-
-
-def _is_shown(character: str) -> bool:
-    """Return whether a character needs no escape: it is printable and decodable."""
-    return character.isprintable()
 
 
 REQUEST_OPTION = "--complete"
@@ -237,47 +232,48 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
         return _filter_prefix(current, (f"{name} " for name in choices))
     option = _option(command, arguments[-1]) if arguments else None
     if option is not None and option.nargs != 0:
-        if known := option.choices or _metavar_choices(option):
-            return _filter_prefix(current, (f"{each} " for each in known))
+        # A metavar such as `one|two|NAME` lists alternatives; those in lower case are literal.
+        words = str(option.metavar or "").split("|")
+        literals = [word for word in words if word.islower()] if len(words) > 1 else []
+        if known := option.choices or literals:
+            return _filter_prefix(current, (f"{word} " for word in known))
         return _paths(current, ())
     if current.startswith("-"):
-        names = (name for each in command._actions for name in each.option_strings)
+        names = (name for action in command._actions for name in action.option_strings)
         shown = (name for name in names if name.startswith("--") and name != REQUEST_OPTION)
         return _filter_prefix(current, (f"{name} " for name in shown))
-    found: list[str] = []
-    for each in _expected(command, arguments):
-        found += _values(each, current)
-    return sorted(set(found))
+    action = _expected(command, arguments)
+    return sorted(set(_values(action, current))) if action is not None else []
 
 
 def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
     """Return completions in the output format of `shell`: see `REQUEST_OPTION`."""
     if shell != "bash":
-        found = candidates(parser, words)
+        replies = candidates(parser, words)
         if shell == "fish":  # a description follows a tab
-            return [each.removesuffix(" ") for each in found if "\t" not in each]
-        return found
+            return [reply.removesuffix(" ") for reply in replies if "\t" not in reply]
+        return replies
     if len(words) != 2 or not words[0].endswith(words[1]):
         return []  # the cursor is in a different command, for example inside a substitution
     line = read(words[0])
     start = len(words[0]) - len(words[1])
-    found = candidates(parser, [word.text for word in line.words[1:]])
-    may_end = len(found) == 1 and found[0].endswith(" ")
-    quoted = [line.replacement(start, each.removesuffix(" ")) for each in found]
+    replies = candidates(parser, [word.text for word in line.words[1:]])
+    may_end = len(replies) == 1 and replies[0].endswith(" ")
+    quoted = [line.replacement(start, reply.removesuffix(" ")) for reply in replies]
     return ["space" if may_end else "no space", *quoted]
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser of the command named by the words, and the arguments so far."""
-    found: argparse.ArgumentParser = parser
+    command: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:
-        choices = _choices(found)
+        choices = _choices(command)
         if word in choices:
-            found, arguments = choices[word], []
+            command, arguments = choices[word], []
         elif not choices:
             arguments.append(word)
-    return found, arguments
+    return command, arguments
 
 
 def _choices(parser: argparse.ArgumentParser) -> dict[str, Parser]:
@@ -291,16 +287,8 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
     return parser._option_string_actions.get(word)
 
 
-def _metavar_choices(option: argparse.Action) -> list[str]:
-    """Return the lower-case alternatives of a metavar such as `one|two|NAME`."""
-    words = str(option.metavar or "").split("|")
-    return [each for each in words if each.islower()] if len(words) > 1 else []
-
-
-def _expected(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
-) -> Iterator[argparse.Action]:
-    """Yield the next positional argument after the given arguments."""
+def _expected(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Action | None:
+    """Return the next positional argument after the given arguments."""
     count, skip = 0, False
     for word in arguments:
         option = _option(parser, word)
@@ -312,22 +300,21 @@ def _expected(
         if action.option_strings:
             continue
         if count == 0 or action.nargs in ("*", "+"):
-            yield action
-            return
+            return action
         count -= 1
+    return None
 
 
 def _values(action: argparse.Action, current: str) -> list[str]:
-    """Return completions for an argument, selected by its metavar."""
     shown = str(action.metavar or "")
     if action.choices:
-        return _filter_prefix(current, (f"{each} " for each in action.choices))
+        return _filter_prefix(current, (f"{choice} " for choice in action.choices))
     if shown in (RUN, CHECKPOINT, STEP):
         return _runs(current, with_step=shown != RUN)
     if shown == "KEY":
         from maxpipe.config.keys import KEYS, SECTIONS
 
-        return _filter_prefix(current, (f"{each} " for each in (*SECTIONS, *KEYS)))
+        return _filter_prefix(current, (f"{key} " for key in (*SECTIONS, *KEYS)))
     if shown == "NAME":
         return _filter_prefix(current, _bundled_names())
     if shown == RUN_OR_FILE or shown.endswith("section.key=value"):
@@ -351,7 +338,9 @@ def _assignments(current: str) -> list[str]:
     key, sign, value = current.partition("=")
     if not sign:
         if "." not in current:
-            return _filter_prefix(current, (f"{each}." for each in SECTIONS if "." not in each))
+            return _filter_prefix(
+                current, (f"{section}." for section in SECTIONS if "." not in section)
+            )
         return _filter_prefix(current, (f"{name}=" for name in KEYS))
     hint = KEYS.get(key)
     if hint is bool:
@@ -374,31 +363,31 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
 
     run, sign, _ = current.rpartition("@")
     below = Path(RunConfig().dir)
-    found: list[str] = []
-    if with_step and sign:
-        folders = [Path(run), below / run] if "/" not in run else [Path(run)]
-        steps = [name for each in folders for name in _numbers(each / "checkpoints")]
-        numbered = (f"{run}@{each} " for each in ("newest", "best", *steps))
-        found = _filter_prefix(current, numbered) if any(map(os.path.isdir, folders)) else []
+    addresses: list[str] = []
+    folders = [Path(run), below / run] if "/" not in run else [Path(run)]
+    if with_step and sign and any(map(os.path.isdir, folders)):
+        steps: list[str] = []
+        for folder in folders:
+            names = _visible_folders(folder / "checkpoints")
+            numbers = [name for name in names if name.isascii() and name.isdigit()]
+            steps += sorted(numbers, key=int)[-_MOST_STEPS:]
+        addresses = _filter_prefix(
+            current, (f"{run}@{step} " for step in ("newest", "best", *steps))
+        )
     # Names that begin with `-` or `~` are only completed as paths.
     names = [name for name in _visible_folders(below) if name[0] not in "-~"]
     return [
-        *found,
+        *addresses,
         *_filter_prefix(current, (f"{name} " for name in names)),
         *_paths(current, (), folders=True),
     ]
-
-
-def _numbers(folder: Path) -> list[str]:
-    found = (name for name in _visible_folders(folder) if name.isascii() and name.isdigit())
-    return sorted(found, key=int)[-_MOST_STEPS:]
 
 
 def _visible_folders(folder: Path) -> list[str]:
     """Return the names of the subfolders that are not hidden."""
     try:
         with os.scandir(folder) as entries:
-            return [each.name for each in entries if each.is_dir() and each.name[0] != "."]
+            return [e.name for e in entries if e.is_dir() and e.name[0] != "."]
     except (OSError, ValueError):
         return []
 
@@ -409,17 +398,17 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
         written = os.path.expanduser(current)
     except (OSError, RuntimeError):
         return []
-    found = []
+    paths = []
     for path in sorted(glob.glob(f"{glob.escape(written)}*")):
         path = current + path[len(written) :]
         # Without `./`, the name would be an option or a home folder.
         if not current and path[0] in "-~":
             path = f"./{path}"
         if os.path.isdir(os.path.expanduser(path)):
-            found.append(f"{path}/")
+            paths.append(f"{path}/")
         elif not folders and path.endswith(suffixes or ("",)):
-            found.append(f"{path} ")
-    return found
+            paths.append(f"{path} ")
+    return paths
 
 
 def _filter_prefix(current: str, words: typing.Iterable[str]) -> list[str]:
@@ -432,8 +421,8 @@ def add(commands: Commands, root: Parser) -> None:
     def command(options: argparse.Namespace) -> int:
         if options.complete:
             shell, *words = options.complete
-            for each in _shell_replies(root, shell, words):
-                sys.stdout.buffer.write(os.fsencode(each) + b"\0")
+            for reply in _shell_replies(root, shell, words):
+                sys.stdout.buffer.write(os.fsencode(reply) + b"\0")
         elif options.shell is None:
             parser.error("the following arguments are required: SHELL")
         else:

@@ -110,7 +110,7 @@ _OVERWRITE = "--overwrite"
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [(each.name, each.kind, each.summary) for each in bundled_configs.configs().values()]
+    rows = [(c.name, c.kind, c.summary) for c in bundled_configs.configs().values()]
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, about in rows:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
@@ -126,15 +126,14 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
-    found = _find_bundled(options.name)
-    path = _printable_path(
-        options.file or f"{found.name}{bundled_configs.SUFFIX}", "command line: FILE"
-    )
+    config = _find_bundled(options.name)
+    file = f"{config.name}{bundled_configs.SUFFIX}"
+    path = _printable_path(options.file or file, "command line: FILE")
     if os.path.isdir(path):
-        path /= f"{found.name}{bundled_configs.SUFFIX}"
-    _write(path, found.text, overwrite=options.overwrite)
+        path /= file
+    _write(path, config.text, overwrite=options.overwrite)
     print(f"wrote {path}")
-    if found.kind != "model":
+    if config.kind != "model":
         print(f"train it: {_train(path)}")
     else:
         print(f"train it with your run config: {_train(path)} my-run.yml")
@@ -163,7 +162,6 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _printable_path(given: str, where: str) -> Path:
-    """Return the path. Raise an error if the path contains unprintable characters."""
     if not given or not given.isprintable():
         rule = "must be a path of printable characters."
         raise ConfigError.one(where, ascii(given), rule, "Name another path.")
@@ -188,7 +186,6 @@ def _find_bundled(name: str) -> bundled_configs.BundledConfig:
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a config file. Raise an error if the file exists, unless `overwrite` is set."""
     from maxpipe.config.config_files import SUFFIXES
 
     if path.suffix not in SUFFIXES:

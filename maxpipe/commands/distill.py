@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.commands.progress import ProgressBar
@@ -21,20 +22,15 @@ def _prepare(options: argparse.Namespace) -> int:
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with a model in distill.teacher."
-        action = (
-            "Set train.objective=distill and distill.teacher=RUN@newest, and leave out "
-            "distill.teacher_logits"
-        )
-        raise ConfigError.one("train.objective", loaded.config.train.objective, rule, f"{action}.")
+        action = "Set train.objective=distill and distill.teacher=RUN@newest, and leave out "
+        action += "distill.teacher_logits."
+        raise ConfigError.one("train.objective", loaded.config.train.objective, rule, action)
     from maxpipe.posttrain.distill import prepare_teacher_logits
 
-    progress = ProgressBar()
-    try:
-        folder, size = expand_path(options.out, _OUT), options.shard_bytes
-        done = prepare_teacher_logits(loaded, folder, progress.report, shard_bytes=size)
-    finally:
-        progress.close()
-    print(redact.redact_for_terminal(done))
+    folder, size = expand_path(options.out, _OUT), options.shard_bytes
+    with contextlib.closing(ProgressBar()) as progress:
+        summary = prepare_teacher_logits(loaded, folder, progress.report, shard_bytes=size)
+    print(redact.redact_for_terminal(summary))
     return ExitCode.DONE
 
 

@@ -86,15 +86,15 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
     if options.xla and options.save is not None:
         rule = "is for experiments: a saved step must use the compiler options of the run."
         raise ConfigError.one(where, options.xla, rule, "Leave out --xla, or --save.")
-    found = {}
-    for each in options.xla:
-        name, equals, value = each.partition("=")
+    values = {}
+    for option in options.xla:
+        name, equals, value = option.partition("=")
         if not (name and equals):
             rule = "must be NAME=VALUE; an empty VALUE selects the compiler's default."
-            raise ConfigError.one(where, each, rule, f"Write --xla {name or 'NAME'}=VALUE.")
+            raise ConfigError.one(where, option, rule, f"Write --xla {name or 'NAME'}=VALUE.")
         # jax accepts booleans only as `True` and `False`.
-        found[name] = value.title() if value in ("true", "false") else value
-    return found
+        values[name] = value.title() if value in ("true", "false") else value
+    return values
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -123,37 +123,17 @@ def _target(options: argparse.Namespace, config: Config) -> Topology:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise an error for options that would have no effect."""
+    is_remote, is_single, out = options.topology is not None, not options.search, "Leave it out."
     unread = [
-        ("slices", options.topology is None, "needs --topology", "Add --topology."),
-        (
-            "measure",
-            options.topology is not None,
-            "runs on the devices of this machine",
-            "Add --devices.",
-        ),
-        *(
-            (name, not options.search, "needs --search", "Add --search.")
-            for name in SEARCH_ONLY_OPTIONS
-        ),
-        (
-            "shardings",
-            options.search,
-            "shows one layout, but --search ranks several",
-            "Leave it out.",
-        ),
-        (
-            "draw",
-            options.shardings,
-            "draws a prediction, but --shardings computes none",
-            "Leave it out.",
-        ),
+        ("slices", not is_remote, "needs --topology", "Add --topology."),
+        ("measure", is_remote, "runs on the devices of this machine", "Add --devices."),
+        *((name, is_single, "needs --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
+        ("shardings", options.search, "shows one layout, but --search ranks several", out),
+        ("draw", options.shardings, "draws a prediction, but --shardings computes none", out),
     ]
     if options.calibrate:
-        rule, action = "has no effect with --calibrate", "Leave it out."
-        unread = [
-            (name, True, rule, action)
-            for name in ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)
-        ]
+        names = ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)
+        unread = [(name, True, "has no effect with --calibrate", out) for name in names]
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name):
             raise ConfigError.one(f"command line: --{name}", None, f"{rule}.", action)
@@ -201,8 +181,8 @@ def _warn_replicated_weights(config: Config) -> None:
     """Warn about large weights that a user's axis rule replicates."""
     from maxpipe.config.sections.mesh import replication_warnings
 
-    for each in replication_warnings(config):
-        print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)
+    for warning in replication_warnings(config):
+        print(redact.redact_for_terminal(f"warning: {warning.line}"), file=sys.stderr, flush=True)
 
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
@@ -222,11 +202,9 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
 
     fixed = parse_fixed_keys(loaded, options.fix)
     present = topology.local_devices(target) if options.measure else ()
-    keep = (
-        max(CANDIDATES, options.measure)
-        if options.measure
-        else max(NUM_RESULTS, options.compile or 0)
-    )
+    keep = max(NUM_RESULTS, options.compile or 0)
+    if options.measure:
+        keep = max(CANDIDATES, options.measure)
     with contextlib.closing(ProgressBar(" layouts")) as progress:
         found = best_layouts(loaded.config, target, fixed, keep, report=progress.report)
     if not options.json:

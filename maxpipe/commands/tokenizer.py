@@ -23,7 +23,6 @@ from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 
 if TYPE_CHECKING:
-    from maxpipe.config.sections.source import SourceConfig
     from maxpipe.data.sources import Source
     from maxpipe.data.tokenizer import Tokenizer
 
@@ -36,11 +35,8 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.data import train_tokenizer
     from maxpipe.data.tokenizer import open_tokenizer
 
-    size, smallest, largest = (
-        options.vocab_size,
-        train_tokenizer.MIN_VOCAB_SIZE,
-        train_tokenizer.MAX_VOCAB_SIZE,
-    )
+    smallest, largest = train_tokenizer.MIN_VOCAB_SIZE, train_tokenizer.MAX_VOCAB_SIZE
+    size = options.vocab_size
     if not smallest <= size <= largest:
         rule = f"must be between {smallest} (the bytes and three control tokens) and {largest}."
         raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
@@ -88,20 +84,17 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     given = [f"data.text_field={options.field}"] if options.field else []
     config = read_data_config([*expand_data_files(inputs), *given]).config
     index = str(expand_path(config.run.dir, "run.dir") / ".index")
-    found = []
+    sources = []
     for name, source in all_sources(config.data).items():
         with wrap_section_errors(name):
-            _check_texts(source)
+            if source.chat != "off":
+                rule = "must be off: a tokenizer is trained on texts, not on conversations."
+                action = "Set data.chat=off, and set data.text_field or data.template for text "
+                action += "columns."
+                raise ConfigError.one("data.chat", source.chat, rule, action)
             seed = seed_of(name, config.run.seed)
-            found.append(open_source(source, seed, cache_dir=index))
-    return found
-
-
-def _check_texts(source: SourceConfig) -> None:
-    if source.chat != "off":
-        rule = "must be off: a tokenizer is trained on texts, not on conversations."
-        action = "Set data.chat=off, and set data.text_field or data.template for text columns."
-        raise ConfigError.one("data.chat", source.chat, rule, action)
+            sources.append(open_source(source, seed, cache_dir=index))
+    return sources
 
 
 def _show(options: argparse.Namespace) -> int:

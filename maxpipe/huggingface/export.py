@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxpipe.checkpoint import contents, digests, manifest, writer
+from maxpipe.checkpoint import digests, manifest, writer
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manager import open_run, resolve_step
@@ -193,10 +193,8 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
             facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-        saved["train"] = {
-            **saved["train"],
-            "objective": "pretrain",
-        }  # other objectives need documents
+        # Other objectives need documents.
+        saved["train"] = {**saved["train"], "objective": "pretrain"}
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.address_at(step)).config
         prefix = _EMA_PREFIX if address.average else _PARAMS
@@ -204,11 +202,11 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
         adapters = CheckpointAdapters.of(path, prefix, config, facts.data) if has_any else None
     except (DamagedError, KeyError, ValueError) as damage:
         raise _damaged(path, str(damage)) from damage
-    beside = [] if in_bucket(address.run_dir) else [expand_path(address.run_dir) / FOLDER]
+    folders = [] if in_bucket(address.run_dir) else [expand_path(address.run_dir) / FOLDER]
     if config.tokenizer.path:
-        given = expand_path(config.tokenizer.path, "tokenizer.path")
-        beside.insert(0, given if given.is_dir() else given.parent)
-    present = tuple(each for each in dict.fromkeys(beside) if each.is_dir())
+        tokenizer = expand_path(config.tokenizer.path, "tokenizer.path")
+        folders.insert(0, tokenizer if tokenizer.is_dir() else tokenizer.parent)
+    present = tuple(folder for folder in dict.fromkeys(folders) if folder.is_dir())
     return _ExportedCheckpoint(
         address.address_at(step), path, facts, config, address.average, present, adapters
     )
@@ -231,22 +229,21 @@ def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
     Raises:
         StorageError: a file is damaged or cannot be reached.
     """
-    over = threading.Event()
+    stopped = threading.Event()
 
     def check() -> list[str]:
-        step = chosen.facts.step
         if not manifest.has_manifest(chosen.path):
             return []
-        return manifest.verify_files(chosen.path, step, stopped=over.is_set)
+        return manifest.verify_files(chosen.path, chosen.facts.step, stopped=stopped.is_set)
 
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(check)
+        verification = pool.submit(check)
         try:
             yield
             with translate_storage_errors(chosen.path):
-                wrong = found.result()
+                wrong = verification.result()
         finally:
-            over.set()
+            stopped.set()
     if wrong:
         raise _damaged(chosen.path, "; ".join(wrong[:3]))
 
@@ -321,7 +318,12 @@ def _write_tensors(
             name: stack.enter_context(SafetensorsWriter(here / name, group))
             for name, group in files.items()
         }
-        expected = _expected_digests(chosen)
+        try:
+            with translate_storage_errors(chosen.path):
+                recorded = manifest.read_expected_digests(chosen.path, chosen.facts.step)
+        except DamagedError as damage:
+            raise _damaged(chosen.path, str(damage)) from damage
+        expected = recorded.arrays if recorded else {}
         for name, shape in both.shapes.items():
             _write_param(chosen, both, name, shape, expected, place, writers, written)
     if chosen.adapters is not None:
@@ -330,15 +332,6 @@ def _write_tensors(
         index = {"metadata": {"total_size": total}, "weight_map": place}
         (here / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return list(files)
-
-
-def _expected_digests(chosen: _ExportedCheckpoint) -> Mapping[str, digests.ArrayDigest]:
-    try:
-        with translate_storage_errors(chosen.path):
-            found = contents.read_expected_digests(chosen.path, chosen.facts.step)
-    except DamagedError as damage:
-        raise _damaged(chosen.path, str(damage)) from damage
-    return found.arrays if found else {}
 
 
 def _write_param(
@@ -355,18 +348,18 @@ def _write_param(
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
-        array = contents.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
+        array = manifest.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
         if array.shape != shape:
             raise DamagedError(f"array {full_name} does not have the shape from the config")
-        found, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
+        total, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
         def put(region: writer.Region) -> None:
-            values = contents.call_detecting_damage(lambda: array.read(region))
-            part = digests.ArrayDigest(found.dtype, shape)
-            part.add(values, [each.start for each in region])
+            values = manifest.call_detecting_damage(lambda: array.read(region))
+            part = digests.ArrayDigest(total.dtype, shape)
+            part.add(values, [indices.start for indices in region])
             with lock:
-                found.merge(part)
-            wanted = tuple(range(each.start, each.stop) for each in region)
+                total.merge(part)
+            wanted = tuple(range(indices.start, indices.stop) for indices in region)
             for piece in (*both.slices[name], *both.copied_slices.get(name, ())):
                 if (parts := intersect(piece, wanted)) is not None:
                     inside, taken = parts
@@ -380,10 +373,10 @@ def _write_param(
         writer.run_in_threads(
             put, writer.regions(shape, export_slab_shape(both, name, array.chunk_shape))
         )
-        wrong = digests.describe_non_finite({full_name: found})
+        wrong = digests.describe_non_finite({full_name: total})
         if full_name in expected:
             before = {full_name: expected[full_name]}
-            wrong += digests.diff_digests(before, {full_name: found})
+            wrong += digests.diff_digests(before, {full_name: total})
         if wrong:
             raise DamagedError("; ".join(wrong))
     except DamagedError as damage:
@@ -434,18 +427,16 @@ class TrainedTokenizer:
         tokenizer = self.tokenizer
         if not self.is_run or tokenizer is None:
             return {}
-        found: dict[str, Any] = {}
-        said = content.get(EOS_KEY)
-        before = said if isinstance(said, list) else [] if said is None else [said]
-        ends = [tokenizer.end_id]
-        if self.conversation is not None:
-            ends += self.conversation["end_ids"]
-        after = [*dict.fromkeys([*before, *ends])]
+        changed: dict[str, Any] = {}
+        before = content.get(EOS_KEY)
+        before = before if isinstance(before, list) else [] if before is None else [before]
+        ends = self.conversation["end_ids"] if self.conversation is not None else []
+        after = [*dict.fromkeys([*before, tokenizer.end_id, *ends])]
         if after != before:
-            found[EOS_KEY] = after if len(after) > 1 else after[0]
+            changed[EOS_KEY] = after if len(after) > 1 else after[0]
         if content.get(PAD_KEY) is None and tokenizer.pad_id != tokenizer.end_id:
-            found[PAD_KEY] = tokenizer.pad_id
-        return found
+            changed[PAD_KEY] = tokenizer.pad_id
+        return changed
 
     def write(self, here: Path, copied: Sequence[str], say: MessageCallback) -> None:
         """Update the tokenizer and generation files in the folder of an export.
@@ -464,18 +455,14 @@ class TrainedTokenizer:
         if not copied:
             say("left out: the chat template, because the export has no tokenizer files")
             return
-        if self._has(template):
+        chat = self.tokenizer.chat if self.tokenizer else None
+        if chat is not None and chat.template == template:
             return
         write(here / _TEMPLATE, template.encode())
         for name in (_SETTINGS, _TEMPLATE_JSON):  # earlier releases read these files
             if name in copied:
                 _write_json(here / name, _read_json(here / name) | {"chat_template": template})
         say(f"{_TEMPLATE}: the chat template of the run's training")
-
-    def _has(self, template: str) -> bool:
-        """Return whether the tokenizer's folder has this template."""
-        chat = self.tokenizer.chat if self.tokenizer else None
-        return chat is not None and chat.template == template
 
 
 def _read_json(path: Path) -> dict[str, Any]:

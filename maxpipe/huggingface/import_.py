@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from maxpipe.checkpoint import writer
-from maxpipe.checkpoint.contents import SaveVerificationError
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.manifest import SaveVerificationError
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.load import load, to_dict
@@ -39,6 +39,7 @@ from maxpipe.huggingface.output_folder import (
 from maxpipe.huggingface.source import HuggingFaceFolder, num_params, open_folder
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
+from maxpipe.io.tree import unflatten
 
 FOLDER = "huggingface"
 """Folder next to the checkpoint with config.json and tokenizer files."""
@@ -67,8 +68,8 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
 
 def hub_id(folder: Path) -> str | None:
     """Return the hub id of a folder in the hub's cache, or None for other folders."""
-    found = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def import_folder(
@@ -89,11 +90,11 @@ def import_folder(
     target = expand_path(out, _OUT).absolute()
     length = min(source.sequence_length, TrainConfig().sequence_length)
     with atomic_folder(out, _OUT) as here:
-        beside = here / FOLDER
-        beside.mkdir()
-        copied = copy_tokenizer_files(source.folder, beside, (FILE, *TOKENIZER_FILES))
+        files = here / FOLDER
+        files.mkdir()
+        copied = copy_tokenizer_files(source.folder, files, (FILE, *TOKENIZER_FILES))
         rows = source.description.config.vocab_size
-        tokenizer, fingerprint = _tokenizer(beside, target / FOLDER, copied, rows, say)
+        tokenizer, fingerprint = _tokenizer(files, target / FOLDER, copied, rows, say)
         saved = load(
             [],
             {
@@ -105,7 +106,7 @@ def import_folder(
         ).config
         origin: Origin = {
             "dtype": source.dtype,
-            "dtypes": {n: each for n, each in source.dtypes.items() if each != source.dtype},
+            "dtypes": {n: dtype for n, dtype in source.dtypes.items() if dtype != source.dtype},
             "folder": hub_id(source.folder) or str(source.folder.absolute()),
         }
         data: dict[str, Any] = {
@@ -114,13 +115,8 @@ def import_folder(
             WEIGHTS_ONLY: True,
             ORIGIN: origin,
         }
-        _write(
-            source,
-            here / CHECKPOINTS,
-            CheckpointMetadata(0, to_dict(saved), data, time.time()),
-            target,
-            report,
-        )
+        facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
+        _write(source, here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
         del section["param_dtype"]  # runs use their default
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
@@ -143,9 +139,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     ]
     if source.unused_tensors:
         names = ", ".join(source.unused_tensors[:3])
-        more = (
-            f" and {len(source.unused_tensors) - 3} more" if len(source.unused_tensors) > 3 else ""
-        )
+        count = len(source.unused_tensors)
+        more = f" and {count - 3} more" if count > 3 else ""
         lines.append(f"left out, because this model does not use them: {names}{more}")
     if source.num_missing_mtp_layers:
         lines.append(
@@ -172,7 +167,7 @@ def _write(
     """Write the checkpoint. `target` is its final location."""
     folder.mkdir()
     state = _state(source)
-    total = sum(one.nbytes for one in leaves_by_name(state).values())
+    total = sum(array.nbytes for array in leaves_by_name(state).values())
     written = ByteProgress("writing", total, report)
     try:
         writer.save(CheckpointFolder(folder), facts, state, written.add)
@@ -182,18 +177,13 @@ def _write(
 
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
     """Return the parameters in checkpoint layout, with the dtypes of the files."""
-    tree: dict[str, Any] = {}
+    arrays: dict[tuple[str, ...], writer.LazySlabArray] = {}
     for name, shape in source.mapping.shapes.items():
-        *outer, last = name.split(".")
-        below = tree
-        for each in outer:
-            below = below.setdefault(each, {})
         dtype = source.stored_dtype(name)
-        part = import_slab_shape(source.mapping, name, _SLAB_BYTES // dtype.itemsize)
-        below[last] = writer.LazySlabArray(
-            shape, dtype, part, partial(source.read_region, name, dtype)
-        )
-    return {"params": tree}
+        slab = import_slab_shape(source.mapping, name, _SLAB_BYTES // dtype.itemsize)
+        read = partial(source.read_region, name, dtype)
+        arrays[tuple(name.split("."))] = writer.LazySlabArray(shape, dtype, slab, read)
+    return {"params": unflatten(arrays)}
 
 
 def _tokenizer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.config_json import FILE
 from maxpipe.huggingface.source import folder_of
-from maxpipe.io.files import expand_path, read, url_scheme, write
+from maxpipe.io.files import expand_path, lock, read, url_scheme, write
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -87,7 +86,7 @@ def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
         partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
         with contextlib.suppress(FileNotFoundError):
             held = os.open(partial, os.O_RDONLY)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            lock(held, wait=True)
             # Another process could have removed the folder as a leftover before it was locked.
             if os.path.lexists(partial):
                 return partial, held
@@ -130,21 +129,20 @@ def unwritable_error(where: Path, error: OSError) -> StorageError:
 
 
 def _remove_leftovers(folder: Path, prefix: str) -> None:
-    """Remove the folders of killed processes."""
     with os.scandir(folder) as entries:
-        left = [
-            each.path
-            for each in entries
-            if each.name.startswith(prefix)
-            and each.name.endswith(_SUFFIX)
-            and each.is_dir(follow_symlinks=False)
+        leftovers = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(prefix)
+            and entry.name.endswith(_SUFFIX)
+            and entry.is_dir(follow_symlinks=False)
         ]
-    for path in left:
+    for path in leftovers:
         with contextlib.suppress(OSError):
             held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                if lock(held):
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(held)
 
@@ -197,8 +195,8 @@ def _check_inside(folder: Path, path: Path) -> None:
 
 def vocabularies(folder: Path) -> list[str]:
     """Return the names of up to `_MAX_VOCABULARIES` vocabulary files in a folder."""
-    found = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
-    return found[:_MAX_VOCABULARIES]
+    names = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
+    return names[:_MAX_VOCABULARIES]
 
 
 MessageCallback = Callable[[str], None]

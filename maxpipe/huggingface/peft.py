@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from maxpipe.checkpoint import contents, digests
+from maxpipe.checkpoint import digests, manifest
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointFolder
 from maxpipe.checkpoint.manager import resolve_step
@@ -55,7 +56,7 @@ class LazyArray(NamedTuple):
 
 def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
     """Open an array of a checkpoint."""
-    array = contents.open_array(path, name)
+    array = manifest.open_array(path, name)
     shape = tuple(array.shape)
     part = tuple(array.chunk_layout.read_chunk.shape or shape)
     return LazyArray(
@@ -79,8 +80,8 @@ def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
     """Return the locations of the layers' matrices, without adapters, keyed by checkpoint name."""
     return {
         name: MatrixLocation(kind, key)
-        for each, kind in model.layer_types.items()
-        for key, name in names_in_layers(model, each).items()
+        for layer_type, kind in model.layer_types.items()
+        for key, name in names_in_layers(model, layer_type).items()
         if key in kind.declared
     }
 
@@ -120,9 +121,9 @@ class CheckpointAdapters:
         address = self.base_record["address"]
         if (folder := folder_of(address)) is not None:
             return open_folder(folder, "base")
-        found = parse_address(address)
-        steps = CheckpointFolder(os.path.join(found.home, CHECKPOINTS))
-        return steps / resolve_step(steps, found)
+        run = parse_address(address)
+        steps = CheckpointFolder(os.path.join(run.home, CHECKPOINTS))
+        return steps / resolve_step(steps, run)
 
     def factor(self, name: str, end: str) -> np.ndarray:
         """Return one adapter factor of a matrix for all layers.
@@ -131,7 +132,7 @@ class CheckpointAdapters:
             DamagedError: the array cannot be decoded.
         """
         full_name = f"{self.prefix}{name}{end}"
-        return contents.call_detecting_damage(
+        return manifest.call_detecting_damage(
             lambda: read_all(open_lazy_array(self.path, full_name))
         )
 
@@ -142,22 +143,22 @@ class CheckpointAdapters:
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
         if isinstance(source, HuggingFaceFolder):
             size = self.config.model.vocab_size
-            read, part = lambda region: source.read_region(name, dtype, region, size), shape
+            read, chunk = lambda region: source.read_region(name, dtype, region, size), shape
         else:
             array = open_lazy_array(source, f"params.{name}")
-            read, part, shape = array.read, array.chunk_shape, array.shape
+            read, chunk, shape = array.read, array.chunk_shape, array.shape
         total = digests.ArrayDigest(str(dtype), shape)
         self._sums[name] = total
 
         def counted(region: Region) -> np.ndarray:
             values = np.asarray(read(region)).astype(dtype)
-            mine = digests.ArrayDigest(total.dtype, total.shape)
-            mine.add(values, [each.start for each in region])
+            part = digests.ArrayDigest(total.dtype, total.shape)
+            part.add(values, [indices.start for indices in region])
             with self._lock:
-                total.merge(mine)
+                total.merge(part)
             return values
 
-        return LazyArray(shape, dtype, part, counted)
+        return LazyArray(shape, dtype, chunk, counted)
 
     def array(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """Open a parameter of the merged model."""
@@ -169,18 +170,16 @@ class CheckpointAdapters:
         factors = {end: self.factor(name, end) for end in ends}
 
         def read(region: Region) -> np.ndarray:
-            (layers, *rest) = region
-            every = base.read((layers, *(slice(0, size) for size in base.shape[1:])))
-            found = np.empty(every.shape, np.float32)
-            for number, each in enumerate(every):
-                weight = jnp.asarray(each)
+            (layers, *inner) = region
+            weights = base.read((layers, *(slice(0, size) for size in base.shape[1:])))
+            merged = np.empty(weights.shape, np.float32)
+            for number, weight in enumerate(map(jnp.asarray, weights)):
                 weight = quantize_dequantize(kind, key, weight) if is_held(kind, key) else weight
-                found[number] = weight.astype(jnp.float32)
+                merged[number] = weight.astype(jnp.float32)
                 if ends:
-                    found[number] = self._merge(
-                        place, factors, layers.start + number, found[number]
-                    )
-            return found[(slice(None), *rest)]
+                    layer = layers.start + number
+                    merged[number] = self._merge(place, factors, layer, merged[number])
+            return merged[(slice(None), *inner)]
 
         return LazyArray(base.shape, np.dtype(np.float32), (1, *base.shape[1:]), read)
 
@@ -203,12 +202,12 @@ class CheckpointAdapters:
         Raises:
             ConfigError: the digests differ.
         """
-        if (found := combine_digests(self._sums)) != self.base_record["digest"]:
+        if (digest := combine_digests(self._sums)) != self.base_record["digest"]:
             raise ConfigError.one(
                 "base",
                 self.base_record["address"],
                 "must hold the weights with which the adapters were trained: their digest was "
-                f"{self.base_record['digest'][:16]}, but this digest is {found[:16]}.",
+                f"{self.base_record['digest'][:16]}, but this digest is {digest[:16]}.",
                 "Restore the original base.",
             )
 
@@ -249,7 +248,7 @@ def write_adapters(
     with SafetensorsWriter(here / WEIGHTS, tensors) as writer:
         for name, values in _tensors(adapters, matrices):
             writer.write(name, values.astype(DTYPES[dtype]))
-    config, modules = adapters.config.adapter, [each.module for each in matrices]
+    config, modules = adapters.config.adapter, [matrix.module for matrix in matrices]
     text = json.dumps(
         _config(config, base or adapters.base_record["address"], modules, both), indent=2
     )
@@ -258,19 +257,15 @@ def write_adapters(
 
 
 def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
-    shared: dict[str, int] = {}
-    for pieces in both.slices.values():
-        for piece in pieces:
-            shared[piece.tensor] = shared.get(piece.tensor, 0) + 1
+    shared = Counter(piece.tensor for pieces in both.slices.values() for piece in pieces)
     for name, place in matrix_locations(model).items():
         if place.key not in place.kind.adapters:
             continue
         for layer, piece in enumerate(both.slices[name]):
-            if (
-                shared[piece.tensor] > 1
-                or piece.interleave.every > 1
-                or not _is_plain_matmul(place, piece)
-            ):
+            axes = piece.axis_mapping
+            is_matmul = len(axes.hf_dims) == 2 and not axes.index_dim
+            is_matmul = is_matmul and _input_output_dims(place, piece)[2]
+            if shared[piece.tensor] > 1 or piece.interleave.every > 1 or not is_matmul:
                 raise ConfigError.one(
                     "command line: --adapter",
                     None,
@@ -293,14 +288,6 @@ def _input_output_dims(
     return inner, outer, set(inner) == set(range(summed))
 
 
-def _is_plain_matmul(place: MatrixLocation, piece: TensorSlice) -> bool:
-    return (
-        len(piece.axis_mapping.hf_dims) == 2
-        and not piece.axis_mapping.index_dim
-        and _input_output_dims(place, piece)[2]
-    )
-
-
 def _tensors(
     adapters: CheckpointAdapters, matrices: list[_Matrix]
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -312,16 +299,15 @@ def _tensors(
             known[name] = {end: adapters.factor(name, end) for end in ends}
         inner, outer, _ = _input_output_dims(place, piece)
         for end, values in known[name].items():
-            mine = np.asarray(values[layer])
+            factor = np.asarray(values[layer])
             if end == DOWN:
-                turned = mine.transpose([mine.ndim - 1, *inner]).reshape(mine.shape[-1], -1)
+                matrix = factor.transpose([factor.ndim - 1, *inner]).reshape(factor.shape[-1], -1)
             else:
-                rest = [each - len(inner) for each in outer]
                 first = [0] if end == UP else []
-                order = [each + len(first) for each in rest]
-                turned = mine.transpose([*order, *first])
-                turned = turned.reshape(-1, *mine.shape[:1] if first else ())
-            yield f"{_PREFIX}{module}.{_PEFT_SUFFIXES[end]}", turned
+                order = [dim - len(inner) + len(first) for dim in outer]
+                matrix = factor.transpose([*order, *first])
+                matrix = matrix.reshape(-1, *factor.shape[:1] if first else ())
+            yield f"{_PREFIX}{module}.{_PEFT_SUFFIXES[end]}", matrix
 
 
 def _config(
@@ -345,10 +331,10 @@ def _config(
 
 def _names(modules: list[str], both: TensorMapping) -> list[str]:
     """Return the last component of each module name if it is unambiguous, else the full names."""
-    last = lambda name: name.rpartition(".")[2]  # noqa: E731
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
-    mine, found = set(modules), dict[str, None]()
+    names = dict[str, None]()
     for module in modules:
-        alike = {name for name in every if last(name) == last(module)}
-        found[last(module) if alike <= mine else module] = None
-    return list(found)
+        last = module.rpartition(".")[2]
+        alike = {name for name in every if name.rpartition(".")[2] == last}
+        names[last if alike <= set(modules) else module] = None
+    return list(names)

@@ -16,7 +16,6 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -97,8 +96,8 @@ class SafetensorsReader:
             row_shape = shape[1:] if row_shape is None else row_shape
             begin += rows[0] * math.prod(row_shape) * dtype.itemsize
             shape = (rows[1] - rows[0], *row_shape)
-        found = np.empty(shape, dtype)
-        buffer = _bytes(found)
+        array = np.empty(shape, dtype)
+        buffer = _bytes(array)
         try:
             with open(open_regular(self.path), "rb", buffering=0) as stream:
                 stream.seek(self._start + begin)
@@ -109,7 +108,7 @@ class SafetensorsReader:
             raise damaged_file_error(self.path, error.strerror or str(error)) from error
         if done < len(buffer):
             raise damaged_file_error(self.path, f"ends inside the tensor {quote_name(name)}")
-        return found
+        return array
 
 
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
@@ -151,12 +150,12 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in content:
             raise ValueError(f"the header has {quote_name(name)} twice")
-        found[name] = value
-    return found
+        content[name] = value
+    return content
 
 
 def _entry(name: str, value: Any) -> TensorEntry:
@@ -183,16 +182,14 @@ def _entry(name: str, value: Any) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _are_sizes(found: object) -> bool:
-    return isinstance(found, list) and all(
-        type(each) is int and 0 <= each < 2**63 for each in found
-    )
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
     """Check that tensors fill the file without overlaps or gaps, and do not extend past its end."""
     place = 0
-    for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != place:
             words = "overlaps the previous tensor" if entry.begin < place else "follows a gap"
             raise ValueError(f"the tensor {quote_name(name)} {words}")
@@ -228,7 +225,11 @@ class SafetensorsWriter:
         self._start = _LENGTH.size + len(text)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _reserve(self._file, self._start + place)
+            # Allocate the file, so that a full disk is detected before any computation.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, self._start + place)
+            else:
+                os.ftruncate(self._file, self._start + place)
             _write(self._file, _LENGTH.pack(len(text)) + text, 0)
         except BaseException:
             os.close(self._file)
@@ -256,10 +257,10 @@ class SafetensorsWriter:
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if every > 1:
             # The other interleaved entries may already have been written.
-            there = np.empty(shape, dtype)
-            _read(self._file, _bytes(there), place)
-            there[..., number::every] = values
-            values = there
+            rows = np.empty(shape, dtype)
+            _read(self._file, _bytes(rows), place)
+            rows[..., number::every] = values
+            values = rows
         data = _bytes(np.ascontiguousarray(values))
         assert place + len(data) <= self._start + entry.end
         _write(self._file, data, place)
@@ -267,12 +268,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 os.fsync(self._file)
@@ -281,16 +277,7 @@ class SafetensorsWriter:
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """Return the memory of a contiguous array."""
     return memoryview(array.reshape(-1).view(np.uint8).data)
-
-
-def _reserve(file: int, size: int) -> None:
-    """Allocate the file, so that a full disk is detected before any computation."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)
-    else:
-        os.ftruncate(file, size)
 
 
 def _read(file: int, view: memoryview, place: int) -> None:

@@ -19,7 +19,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from maxpipe.checkpoint.digests import num_non_finite
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import mapping, tensor_layouts
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
@@ -82,15 +81,15 @@ class HuggingFaceFolder:
         Duplicate tensors are included only if the folder has them.
         """
         both = map_tensors(describe(self.config), self.description.table)
-        found: dict[str, str] = {}
+        types: dict[str, str] = {}
         for name, pieces in both.slices.items():
             here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
             for piece in pieces:
                 dtype = self._entry(here[_layer_and_expert(piece)]).dtype
                 # If a fused tensor would have two dtypes, float32 can represent the values of both.
-                found[piece.tensor] = dtype if found.get(piece.tensor, dtype) == dtype else "F32"
-        copies = {name: found[it] for name, it in both.originals.items() if name in self._files}
-        return found | copies
+                types[piece.tensor] = dtype if types.get(piece.tensor, dtype) == dtype else "F32"
+        copies = {copy: types[name] for copy, name in both.originals.items() if copy in self._files}
+        return types | copies
 
     @property
     def dtype(self) -> str:
@@ -141,20 +140,20 @@ class HuggingFaceFolder:
         old = sizes[dim]
         if dim >= 0:
             sizes[dim] = vocab_size
-        wanted = tuple(range(*each.indices(size)) for each, size in zip(region, sizes, strict=True))
-        found = np.empty([len(each) for each in wanted], dtype)
-        if dim >= 0 and wanted[dim].stop > old:
-            self._fill_new_rows(name, found, wanted, dim, old)
-            wanted = tuple(
-                range(min(each.start, old), old) if at == dim else each
-                for at, each in enumerate(wanted)
-            )
-        inner = found[tuple(slice(0, len(each)) for each in wanted)]
+        wanted = [range(*part.indices(size)) for part, size in zip(region, sizes, strict=True)]
+        values = np.empty([len(indices) for indices in wanted], dtype)
+        if dim >= 0 and (rows := wanted[dim]).stop > old:
+            mean_at = [slice(indices.start, indices.stop) for indices in wanted]
+            new_at = [slice(None)] * values.ndim
+            mean_at[dim], new_at[dim] = slice(None), slice(max(old - rows.start, 0), None)
+            values[tuple(new_at)] = self._mean(name, dim)[tuple(mean_at)].astype(dtype)
+            wanted[dim] = range(min(rows.start, old), old)
+        inner = values[tuple(slice(0, len(indices)) for indices in wanted)]
         for piece in self.mapping.slices[name]:
-            if (parts := intersect(piece, wanted)) is not None and inner.size:
+            if (parts := intersect(piece, tuple(wanted))) is not None and inner.size:
                 inside, taken = parts
                 self._read_into(inner[inside], piece, taken)
-        return found
+        return values
 
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
         """Read part of a tensor slice into `target` in our layout, some rows at a time."""
@@ -180,21 +179,7 @@ class HuggingFaceFolder:
             self._check_finite(piece.tensor, rows)
             yield here, piece.to_param(rows, here)
 
-    def _fill_new_rows(
-        self, name: str, found: np.ndarray, wanted: tuple[range, ...], dim: int, old: int
-    ) -> None:
-        mine = self._mean(name, dim)[
-            tuple(
-                slice(None) if at == dim else slice(each.start, each.stop)
-                for at, each in enumerate(wanted)
-            )
-        ]
-        new = [slice(None)] * found.ndim
-        new[dim] = slice(max(old - wanted[dim].start, 0), None)
-        found[tuple(new)] = mine.astype(found.dtype)
-
     def _mean(self, name: str, dim: int) -> np.ndarray:
-        """Return the mean of a parameter over one dim."""
         if name not in self._means:
             (piece,) = self.mapping.slices[name]
             assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
@@ -209,6 +194,8 @@ class HuggingFaceFolder:
         return {}
 
     def _check_finite(self, name: str, tensor: np.ndarray) -> None:
+        from maxpipe.checkpoint.digests import num_non_finite  # imports jax, which launchers lack
+
         if bad := num_non_finite(tensor):
             raise ConfigError.one(
                 f"{self._files[name].path}: {self._names[name]}",
@@ -287,14 +274,14 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
         *_undeclared_mtp_patterns(said, known.values()),
         *(said.whole.other_tensors if said.whole else ()),
     )
-    for name, mine in known.items():
-        if any(fnmatchcase(each, pattern) for pattern in patterns for each in (name, mine)):
+    for name, table_name in known.items():
+        if any(fnmatchcase(n, pattern) for pattern in patterns for n in (name, table_name)):
             others.append(name)
             continue
-        if mine in names:
-            raise tensor_layouts.duplicate_tensor_error(path, names[mine], name)
-        names[mine] = name
-    files = {mine: present[name] for mine, name in names.items()}
+        if table_name in names:
+            raise tensor_layouts.duplicate_tensor_error(path, names[table_name], name)
+        names[table_name] = name
+    files = {table_name: present[name] for table_name, name in names.items()}
     table = tensor_layouts.adapt_table(said.table, names)
     try:
         model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
@@ -368,18 +355,18 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
             rule = f"must name existing files, but {folder} has no {name}."
             raise ConfigError.one(str(path), None, rule, "Download the missing files.")
     files = {name: SafetensorsReader(folder / name) for name in dict.fromkeys(listed.values())}
-    found: dict[str, SafetensorsReader] = {}
+    readers: dict[str, SafetensorsReader] = {}
     for name, reader in files.items():
         for tensor in reader.entries:
             if listed.get(tensor) != name:
                 there = f"to {listed[tensor]}" if tensor in listed else "to no file"
                 rule = f"must map {quote_name(tensor)} to {name}, but maps it {there}."
                 raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
-            found[tensor] = reader
-    if lacking := [name for name in listed if name not in found]:
+            readers[tensor] = reader
+    if lacking := [name for name in listed if name not in readers]:
         rule = f"maps {quote_name(lacking[0])} to {listed[lacking[0]]}, which lacks this tensor."
         raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
-    return found
+    return readers
 
 
 def _check_entries(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.typed_json import parse_json
@@ -28,8 +29,8 @@ def url_scheme(path: str | os.PathLike[str]) -> str:
 
     A `://` in another position is part of a file name.
     """
-    found = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
-    return found[1] if found else ""
+    match = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
+    return match[1] if match else ""
 
 
 def expand_path(path: str | Path, where: str = "path") -> Path:
@@ -160,6 +161,21 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise
 
 
+def lock(file: int | IO[bytes], *, wait: bool = False) -> bool:
+    """Lock an open file or folder for this process, and return whether it is locked now.
+
+    The lock ends with the process in any way. Not all shared file systems extend it to other hosts.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
 def read_lines(
     path: str | os.PathLike[str], *, longest: int = 1 << 20, most: int = 1 << 32
 ) -> Iterator[tuple[int, bytes]]:
@@ -207,16 +223,16 @@ def check_regular_files(folder: Path, names: Iterable[str]) -> None:
     """
     for path in (folder / name for name in names):
         try:
-            found = os.lstat(path)
+            mode = os.lstat(path).st_mode
         except OSError:
             continue
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(mode):
             raise StorageError(
                 f"{path}: is a symbolic link to {os.readlink(path)}\n"
                 "  A run writes this file, but does not follow links.\n"
                 f"  Remove the link, or move its target to {path}."
             )
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(mode):
             raise StorageError(
                 f"{path}: is not a regular file\n"
                 "  A run writes this file.\n"

@@ -88,18 +88,20 @@ def redact_text(given: str) -> str:
 
 def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
     """Yield the span of each secret in the original text; spans may overlap."""
-    for value in (*_registered_secrets, *_environment_secrets()):
-        for each in {value, value.replace("\n", "\\n")}:  # error headings escape line breaks
-            start = given.find(each)
+    variables = {value for name, value in os.environ.items() if is_secret_name(name)}
+    secrets = [value for value in variables if len(value) >= _MIN_ENVIRONMENT_CHARS]
+    for secret in (*_registered_secrets, *secrets):
+        for text in {secret, secret.replace("\n", "\\n")}:  # error headings escape line breaks
+            start = given.find(text)
             while start >= 0:
-                yield start, start + len(each)
-                start = given.find(each, start + 1)
-    for found in _SECRET_FORMS.finditer(given):
-        slash = found["slash"] if found["slash"] is not None else found["more"]
+                yield start, start + len(text)
+                start = given.find(text, start + 1)
+    for match in _SECRET_FORMS.finditer(given):
+        slash = match["slash"] if match["slash"] is not None else match["more"]
         is_address = slash is not None
-        yield found.start() + len(slash or ""), found.end() - is_address
-    for found in _NAMED_SECRET.finditer(given):
-        yield found.span(2)
+        yield match.start() + len(slash or ""), match.end() - is_address
+    for match in _NAMED_SECRET.finditer(given):
+        yield match.span(2)
 
 
 def redact_for_terminal(given: str) -> str:
@@ -139,17 +141,17 @@ def register_secrets(argv: Sequence[str]) -> None:
     `run.name=password-X`.
     """
     global _registered_secrets
-    found = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
-    found += [value for name, value in itertools.pairwise(argv) if _is_secret_option(name)]
+    secrets = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
+    for option, value in itertools.pairwise(argv):
+        if option.startswith("-") and "=" not in option and is_secret_name(option):
+            secrets.append(value)
     for arg in argv:  # these values should be variable names, but users may pass secrets
         if arg.startswith("launch.environment"):
-            found += re.findall(r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg)
-    values = {value.strip("\"'") for value in found}
-    _registered_secrets = tuple(each for each in values if len(each) >= _MIN_ARGUMENT_CHARS)
-
-
-def _is_secret_option(arg: str) -> bool:
-    return arg.startswith("-") and "=" not in arg and is_secret_name(arg)
+            secrets += re.findall(
+                r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg
+            )
+    values = {value.strip("\"'") for value in secrets}
+    _registered_secrets = tuple(value for value in values if len(value) >= _MIN_ARGUMENT_CHARS)
 
 
 def redact_variable_names(names: Any) -> Any:
@@ -168,8 +170,3 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     """Redact secrets on a command line, including the value after an option such as `--token`."""
     names = ["", *(arg if arg.startswith("-") and "=" not in arg else "" for arg in argv)]
     return [redact_value(arg, name) for name, arg in zip(names, argv, strict=False)]
-
-
-def _environment_secrets() -> set[str]:
-    held = {value for name, value in os.environ.items() if is_secret_name(name)}
-    return {value for value in held if len(value) >= _MIN_ENVIRONMENT_CHARS}

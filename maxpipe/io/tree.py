@@ -10,13 +10,13 @@ KeyPath = tuple[str, ...]
 
 def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
     """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are omitted."""
-    found: dict[KeyPath, Any] = {}
+    leaves: dict[KeyPath, Any] = {}
     for name, part in tree.items():
         if isinstance(part, Mapping):
-            found |= {(name, *path): leaf for path, leaf in flatten(part).items()}
+            leaves |= {(name, *path): leaf for path, leaf in flatten(part).items()}
         else:
-            found[(name,)] = part
-    return found
+            leaves[(name,)] = part
+    return leaves
 
 
 def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:

@@ -92,8 +92,8 @@ def check_type(value: object, kind: type[T]) -> T:
 def _depth(text: str) -> int:
     """Return the nesting depth of brackets outside strings, without recursion."""
     depth = deepest = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        bracket = found[0][0]
+    for match in _STRING_OR_BRACKET.finditer(text):
+        bracket = match[0][0]
         if bracket in "[{":
             depth += 1
             deepest = max(deepest, depth)
@@ -115,22 +115,22 @@ def _check(value: object, kind: Any, where: str) -> None:
     elif origin in (Union, types.UnionType):
         _check_union(value, args, where)
     elif origin is Literal:
-        if not any(type(value) is type(each) and value == each for each in args):
+        if not any(type(value) is type(choice) and value == choice for choice in args):
             raise ValueError(f"{where} must be {' or '.join(map(repr, args))}")
     elif is_typeddict(kind):
         _check_object(value, kind, where)
     elif origin is dict:
-        for name, each in _require_type(dict, value, where, "an object").items():
-            _check(each, args[1], _child_path(where, name))
+        for name, item in _require_type(dict, value, where, "an object").items():
+            _check(item, args[1], _child_path(where, name))
     elif origin is list:
-        for number, each in enumerate(_require_type(list, value, where, "a list")):
-            _check(each, args[0], f"{where}[{number}]")
+        for number, item in enumerate(_require_type(list, value, where, "a list")):
+            _check(item, args[0], f"{where}[{number}]")
     elif origin is tuple:
         items = _require_type(list, value, where, "a list")
         if len(items) != len(args):
             raise ValueError(f"{where} must have {len(args)} entries, but has {len(items)}")
-        for number, (each, of) in enumerate(zip(items, args, strict=True)):
-            _check(each, of, f"{where}[{number}]")
+        for number, (item, of) in enumerate(zip(items, args, strict=True)):
+            _check(item, of, f"{where}[{number}]")
     else:
         _check_scalar(value, kind, where)
 
@@ -146,13 +146,13 @@ def _check_union(value: object, kinds: tuple[Any, ...], where: str) -> None:
 
 
 def _check_object(value: object, kind: Any, where: str) -> None:
-    found = _require_type(dict, value, where, "an object")
+    items = _require_type(dict, value, where, "an object")
     keys, required = _keys(kind)
-    if missing := sorted(required - found.keys()):
+    if missing := sorted(required - items.keys()):
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     for name, of in keys.items():
-        if name in found:
-            _check(found[name], of, _child_path(where, name))
+        if name in items:
+            _check(items[name], of, _child_path(where, name))
 
 
 @functools.cache

@@ -89,14 +89,16 @@ def hosts_of(topology: Topology) -> Hosts:
     if topology.platform == "cpu":
         return Hosts(topology, 1, chips)
     if topology.platform == "cuda":
-        each = min(_GPUS_PER_HOST.get(kind, chips), chips)
+        per_host = min(_GPUS_PER_HOST.get(kind, chips), chips)
     else:
-        each = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
-    if chips % each:
-        rule = f"has {chips} chips per slice, but a host of {topology.hardware.name} has {each}."
-        action = f"Set {KEY} to a size that is a multiple of {each}."
+        per_host = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
+    if chips % per_host:
+        rule = (
+            f"has {chips} chips per slice, but a host of {topology.hardware.name} has {per_host}."
+        )
+        action = f"Set {KEY} to a size that is a multiple of {per_host}."
         raise ConfigError.one(KEY, topology.name, rule, action)
-    return Hosts(topology, chips // each, each)
+    return Hosts(topology, chips // per_host, per_host)
 
 
 def tpu_of(topology: Topology) -> Tpu:
@@ -217,7 +219,13 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     from the event records of the run, because the launcher does not read buckets.
     """
     if elsewhere:
-        return _newest_recorded_step(run_dir)
+        newest = None
+        with contextlib.suppress(OSError):
+            for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
+                # The run may start from an older checkpoint.
+                if record["event"] in ("start", "checkpoint"):
+                    newest = record["step"] or None
+        return newest
     try:
         names = [path.name for path in (run_dir / CHECKPOINTS_FOLDER).iterdir()]
     except OSError:
@@ -230,16 +238,6 @@ class _StepEvent(TypedDict):
 
     event: str
     step: int
-
-
-def _newest_recorded_step(run_dir: Path) -> int | None:
-    newest = None
-    with contextlib.suppress(OSError):
-        for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
-            # The run may start from an older checkpoint.
-            if record["event"] in ("start", "checkpoint"):
-                newest = record["step"] or None
-    return newest
 
 
 def is_killed(code: int) -> bool:
@@ -264,7 +262,7 @@ def describe_exit_code(code: int) -> str:
     """Return a description of an exit code."""
     if is_killed(code):
         number = -code if code < 0 else code - 128
-        known = {each.value for each in signal.Signals}
+        known = {name.value for name in signal.Signals}
         return f"killed by {signal.Signals(number).name if number in known else number}"
     if is_interrupted(code):
         code = int(ExitCode.INTERRUPTED)

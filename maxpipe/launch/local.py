@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -222,16 +222,19 @@ def _attempt(
     requests: _StopSignals,
     patience: float,
 ) -> Failure | None:
-    """Run the processes until all have exited. Return the first failure, or None."""
     with (
         _start_processes(commands, logs, attempt) as processes,
         contextlib.closing(logs[0].follow()) as out,
     ):
         # Threads wait instead of polling, so the queue preserves the order in which processes exit.
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for rank, process in enumerate(processes):
-            wait = _report_exit(process.wait, ends, rank)
-            threading.Thread(target=wait, daemon=True).start()
+
+        def report_exit(rank: int, process: subprocess.Popen[bytes]) -> None:
+            process.wait()
+            ends.put(rank)
+
+        for number_and_process in enumerate(processes):
+            threading.Thread(target=report_exit, args=number_and_process, daemon=True).start()
         running, passed_on = set(range(len(processes))), 0
         failure, deadline = None, float("inf")
         while running:
@@ -251,9 +254,8 @@ def _attempt(
                 code = processes[rank].returncode
                 if code != 0 and failure is None:
                     failure = Failure(rank, code)
-                    saved = code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
-                    grace = patience if saved else GRACE_SECONDS
-                    deadline = time.monotonic() + grace
+                    is_saved = code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+                    deadline = time.monotonic() + (patience if is_saved else GRACE_SECONDS)
             if time.monotonic() > deadline:
                 deadline = float("inf")
                 _send(signal.SIGKILL, processes)
@@ -297,26 +299,16 @@ def _variables(processes: int) -> dict[str, str]:
     Several local processes share a generated secret. A single process gets no secret, because it
     may belong to a multi-host run, where all hosts must have the same secret.
     """
-    found = {"PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONUNBUFFERED": "1"}
     if processes > 1 and protocol.secret_from_environment() is None:
-        found[protocol.VARIABLE] = protocol.generate_secret()
-    return found
+        variables[protocol.VARIABLE] = protocol.generate_secret()
+    return variables
 
 
 def _stop_with_parent() -> None:
     """Make the calling process receive SIGTERM when the launcher dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-
-
-def _report_exit(
-    wait: Callable[[], int], ends: queue.SimpleQueue[int], rank: int
-) -> Callable[[], None]:
-    def report() -> None:
-        wait()
-        ends.put(rank)
-
-    return report
 
 
 def _send(number: signal.Signals, processes: Sequence[subprocess.Popen[bytes]]) -> None:

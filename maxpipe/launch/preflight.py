@@ -17,7 +17,7 @@ from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import named_sources
-from maxpipe.config.sections.source import FILES, SourceConfig, paths_of
+from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.source import folder_of
@@ -206,10 +206,10 @@ def _here(config: Config) -> Topology:
 
 def output_paths(config: Config) -> dict[str, str]:
     """Return the output folders of a run, keyed by the config key that sets each folder."""
-    found = {"run.dir": str(run_folder(config.run))}
+    paths = {"run.dir": str(run_folder(config.run))}
     if config.checkpoint.dir:
-        found["checkpoint.dir"] = checkpoint_home(run_folder(config.run), config.checkpoint)
-    return found
+        paths["checkpoint.dir"] = checkpoint_home(run_folder(config.run), config.checkpoint)
+    return paths
 
 
 def _check_output_paths(config: Config, found: Preflight) -> None:
@@ -232,7 +232,7 @@ def _check_output_paths(config: Config, found: Preflight) -> None:
 
 def _check_parent(folder: Path, found: Preflight) -> None:
     """Check that this machine can create an output folder."""
-    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
     if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
         found.add_ok(f"{folder}: can be written here; all hosts must see it")
     else:
@@ -246,25 +246,20 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
         "runtime.compiled_step": config.runtime.compiled_step,
     }
-    folder, source = workdir / run_folder(config.run), config.checkpoint.restore_from
+    folder, restore_from = workdir / run_folder(config.run), config.checkpoint.restore_from
     # Otherwise, the file is not read.
-    if source and newest_step(folder, config.checkpoint.dir) is None:
-        named["checkpoint.restore_from"] = _restore_run_path(source, config.run.dir, workdir)
-    of_data = [
-        given for section, each in named_sources(config) for given in _paths_of(section, each)
-    ]
-    for key, path in [*of_data, *named.items()]:
+    if restore_from and newest_step(folder, config.checkpoint.dir) is None:
+        named["checkpoint.restore_from"] = _restore_run_path(restore_from, config.run.dir, workdir)
+    paths: list[tuple[str, str]] = []
+    for section, source in named_sources(config):
+        if source.source in FILES:
+            key = f"{section}.path" if source.path else f"{section}.paths"
+            paths += ((key, path) for path in paths_of(source))
+        elif source.source == "tfds":
+            paths.append((f"{section}.tfds_dir", source.tfds_dir))
+    for key, path in [*paths, *named.items()]:
         if path:
             yield key, path if is_remote(path) else str(workdir / os.path.expanduser(path))
-
-
-def _paths_of(section: str, source: SourceConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for the files that a source reads."""
-    if source.source in FILES:
-        key = f"{section}.path" if source.path else f"{section}.paths"
-        yield from ((key, path) for path in paths_of(source))
-    elif source.source == "tfds":
-        yield f"{section}.tfds_dir", source.tfds_dir
 
 
 def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
@@ -275,11 +270,11 @@ def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
     if (folder := folder_of(source)) is not None:
         return os.path.abspath(workdir / os.path.expanduser(folder))
     try:
-        found = address.parse_address(source, "checkpoint.restore_from", runs, workdir)
+        run = address.parse_address(source, "checkpoint.restore_from", runs, workdir)
     except ConfigError:
         return source
-    run = found.parent or found.run_dir
-    return run if is_remote(run) else os.path.abspath(run)
+    path = run.parent or run.run_dir
+    return path if is_remote(path) else os.path.abspath(path)
 
 
 def _exists(path: str) -> bool:

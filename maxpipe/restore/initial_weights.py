@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.digest_item import map_named_leaves
+from maxpipe.checkpoint.digests import map_named_leaves
 from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointMetadata
 from maxpipe.checkpoint.manager import RestoredCheckpoint, open_address, resolve_step_on_all
 from maxpipe.checkpoint.reader import content_digest

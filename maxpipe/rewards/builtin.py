@@ -52,10 +52,10 @@ def builtin_reward(kind: str, field: str) -> Reward:
 
 def read_text(record: Record, field: str) -> str:
     """Return the text or number in a field of a record."""
-    found = record.get(field)
-    if isinstance(found, bool) or not isinstance(found, str | int | float):
+    value = record.get(field)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"it has no text or number `{field}`")
-    return str(found)
+    return str(value)
 
 
 def read_pattern(record: Record, field: str) -> re.Pattern[str]:

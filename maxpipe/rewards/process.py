@@ -66,16 +66,15 @@ class RewardFunction:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            answer = self._request(process, request, self._config.reward_timeout_seconds)
-            if "reward" not in answer:
+            reply = self._request(process, request, self._config.reward_timeout_seconds)
+            if "reward" not in reply:
                 raise _RewardError("it returned no reward")
-            return answer["reward"]
+            return reply["reward"]
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
-            rule = (
-                f"must return a finite number within {self._config.reward_timeout_seconds:g} "
-                "seconds for "
-                f"each completion; for {where} and the completion {shown!r} {error}."
+            rule = f"must return a finite number within {self._config.reward_timeout_seconds:g} "
+            rule += (
+                f"seconds for each completion; for {where} and the completion {shown!r} {error}."
             )
             raise self._config_error(rule) from None
 
@@ -121,18 +120,17 @@ class RewardFunction:
         self, process: WorkerProcess, request: Mapping[str, Any], seconds: float
     ) -> _RewardReply:
         try:
-            answer = parse_json(
-                process.request(json.dumps(request).encode() + b"\n", seconds), _RewardReply
-            )
+            line = process.request(json.dumps(request).encode() + b"\n", seconds)
+            reply = parse_json(line, _RewardReply)
         except TimeoutError:
             self.close()
             raise _RewardError("it exceeded the time limit") from None
         except (OSError, ValueError):
             self.close()
             raise _RewardError("it ended its process") from None
-        if "error" in answer:
-            raise _RewardError(answer["error"])
-        return answer
+        if "error" in reply:
+            raise _RewardError(reply["error"])
+        return reply
 
     def _config_error(self, rule: str) -> ConfigError:
         if not self._config.reward_file:

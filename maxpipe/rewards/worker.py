@@ -27,31 +27,31 @@ _MARGIN_SECONDS = 10.0
 def main() -> None:
     """Process requests until the end of stdin."""
     # Redirect the function's output to stderr, and prevent the function from reading requests.
-    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    settings = json.loads(asked.readline())
+    settings = json.loads(requests.readline())
     seconds = float(settings["seconds"])
 
-    def answer(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+    def reply(content: dict[str, Any]) -> None:
+        replies.write(json.dumps(content) + "\n")
+        replies.flush()
 
     try:
         with _time_limit(float(settings["start_seconds"])):
             reward = _function(settings)
     except BaseException as error:
-        answer({"error": _describe_error(error)})
+        reply({"error": _describe_error(error)})
         return
-    answer({})
-    for line in asked:
+    reply({})
+    for line in requests:
         request = json.loads(line)
         try:
             with _time_limit(seconds):
-                found = reward(request["completion"], request["record"])
-            answer({"reward": _number(found)})
+                value = reward(request["completion"], request["record"])
+            reply({"reward": _number(value)})
         except BaseException as error:
-            answer({"error": _describe_error(error)})
+            reply({"error": _describe_error(error)})
 
 
 def _function(settings: dict[str, Any]) -> Any:
@@ -65,16 +65,16 @@ def _function(settings: dict[str, Any]) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise AttributeError(f"it has no function {name}")
-    return found
+    return function
 
 
-def _number(found: Any) -> float:
-    if isinstance(found, str | bytes) or not hasattr(found, "__float__"):
-        raise TypeError(f"it returned {_shorten(repr(found))}, which is not a number")
-    number = float(found)
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"it returned {_shorten(repr(value))}, which is not a number")
+    number = float(value)
     if not abs(number) <= _LARGEST:
         raise ValueError(f"it returned {number:g}, which is not finite in float32")
     return number

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from maxpipe.checkpoint.contents import METADATA_ITEM
 from maxpipe.checkpoint.folder import AdapterBase, CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manager import CheckpointManager, check_saved
+from maxpipe.checkpoint.manifest import METADATA_ITEM
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     DamagedError,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import lock as locks
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.lock import FILE, RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.cli import main

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import digests
-from maxpipe.checkpoint.digest_item import digest_local_shards
-from maxpipe.checkpoint.digests import ArrayDigest, diff_digests, digest_array, merge_digests
+from maxpipe.checkpoint.digests import (
+    ArrayDigest,
+    diff_digests,
+    digest_array,
+    digest_local_shards,
+    merge_digests,
+)
 
 CASES = [
     ((), "int32"),

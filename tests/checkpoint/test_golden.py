@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import maxpipe
-from maxpipe.checkpoint import contents, manifest
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint import manifest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, open_run
 
@@ -58,7 +58,7 @@ def test_this_release_has_one(request: pytest.FixtureRequest):
     assert golden.exists(), "run pytest with --update-golden"
     path = CheckpointFolder(golden / CHECKPOINTS_FOLDER) / STEP
     assert manifest.verify_files(path, STEP) == []
-    assert contents.verify_arrays(path, STEP, contents.read_expected_digests(path, STEP)) == []
+    assert manifest.verify_arrays(path, STEP, manifest.read_expected_digests(path, STEP)) == []
 
 
 def _make(golden: Path) -> None:

@@ -18,9 +18,9 @@ import pytest
 from etils import epath
 from orbax.checkpoint._src.serialization import replica_slices
 
-from maxpipe.checkpoint import contents, digest_item, manager, manifest, storage, writer
+from maxpipe.checkpoint import digests, manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.inspect import verify_checkpoints
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
@@ -102,7 +102,7 @@ DAMAGES: dict[str, Damage] = {
 
 def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -> list[int]:
     """Files are harmed after orbax has committed them and before they are compared."""
-    real, tried = contents.verify_and_write_manifest, []
+    real, tried = manifest.verify_and_write_manifest, []
 
     def seal(folder: epath.Path, step: int) -> int:
         tried.append(step)
@@ -149,9 +149,9 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The digest is of what orbax was given; what it writes differs in one bit, once."""
-    real, left = digest_item.digest_host_copies, [1]
+    real, left = digests.digest_host_copies, [1]
 
-    def sums(state: Tree, taken: digest_item.HostCopies) -> Any:
+    def sums(state: Tree, taken: digests.HostCopies) -> Any:
         if left[0]:
             left[0] -= 1
             part, start = taken["params.embedding"][0]
@@ -161,7 +161,7 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
         return real(state, taken)
 
     told: list[str] = []
-    monkeypatch.setattr(digest_item, "digest_host_copies", sums)
+    monkeypatch.setattr(digests, "digest_host_copies", sums)
     with CheckpointManager(
         copy, record=lambda event, **f: told.append(str(f.get("reason")))
     ) as some:
@@ -192,25 +192,25 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
 
 
 def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Digests are of the arrays that orbax writes, not of others like them."""
+    """Digests are of the memory that orbax writes, not of equal arrays."""
     written: list[Any] = []
     seen: list[Any] = []
-    transfer, sums = replica_slices.transfer_arrays_to_host, digest_item.digest_host_copies
+    transfer, sums = replica_slices.transfer_arrays_to_host, digests.digest_host_copies
 
     def transfer_and_note(*args: Any, **options: Any) -> Any:
         found = transfer(*args, **options)
         written.extend(part.data() for slices in found for part in slices.replica_slices)
         return found
 
-    def note(state: Tree, taken: digest_item.HostCopies) -> Any:
+    def note(state: Tree, taken: digests.HostCopies) -> Any:
         seen.extend(part for parts in taken.values() for part, _ in parts)
         return sums(state, taken)
 
     monkeypatch.setattr(replica_slices, "transfer_arrays_to_host", transfer_and_note)
-    monkeypatch.setattr(digest_item, "digest_host_copies", note)
+    monkeypatch.setattr(digests, "digest_host_copies", note)
     save(tmp_path, 1)
-    assert len(seen) == 7 and {id(part) for part in seen} == {id(part) for part in written}
-    assert replica_slices.transfer_arrays_to_host is transfer_and_note
+    assert len(seen) == 7
+    assert {part.ctypes.data for part in seen} == {part.ctypes.data for part in written}
 
 
 # --- between commit and manifest ------------------------------------------------------------
@@ -284,7 +284,7 @@ READERS = {
     "a file": (manifest, "_digest", "/6/state"),
     "a folder": (os, "listdir", CHECKPOINTS_FOLDER),
     "the files of a step": (storage, "_walk", "/6"),
-    "whether there is a manifest": (storage, "_stat", "/6/manifest.json"),
+    "whether there is a manifest": (storage, "_exists", "/6/manifest.json"),
     "the manifest": (storage, "open_file", "/6/manifest.json"),
     "facts": (storage, "open_file", "/6/facts"),
     "shapes": (ocp.StandardCheckpointHandler, "metadata", "/6/state"),

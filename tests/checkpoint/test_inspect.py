@@ -17,7 +17,7 @@ import pytest
 
 from maxpipe.checkpoint import inspect
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.digest_item import diff_shapes, diff_trees, tree_digest
+from maxpipe.checkpoint.digests import diff_shapes, diff_trees, tree_digest
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.cli import main

@@ -16,9 +16,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from maxpipe.checkpoint import contents, manager, manifest, storage, writer
+from maxpipe.checkpoint import manager, manifest, storage, writer
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.digest_item import iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digests import iter_named_arrays, tree_digest
 from maxpipe.checkpoint.folder import FORMAT, CheckpointFolder
 from maxpipe.checkpoint.inspect import describe_checkpoint, format_checkpoint_list
 from maxpipe.checkpoint.lock import RunLock
@@ -67,12 +67,12 @@ def test_large_arrays_are_cut_into_chunks_of_one_layer(
         checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
     step = CheckpointFolder(tmp_path / CHECKPOINTS_FOLDER) / 1
     chunks = {
-        name: contents.open_array(step, f"params.{name}").chunk_layout.read_chunk.shape
+        name: manifest.open_array(step, f"params.{name}").chunk_layout.read_chunk.shape
         for name in ("embedding", "odd", "layers.gate", "layers.scale")
     }
     assert chunks["odd"] == (521, 64) and chunks["layers.scale"] == (6, 64)
     assert chunks["embedding"] == (64, 64) and chunks["layers.gate"] == (1, 64, 48)
-    assert not contents.verify_arrays(step, 1, contents.read_expected_digests(step, 1))
+    assert not manifest.verify_arrays(step, 1, manifest.read_expected_digests(step, 1))
     assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
@@ -87,9 +87,9 @@ def test_chunks_are_parts_of_what_a_device_holds(
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, lambda: state, config(1), data(1), {}, last=True)
     step = CheckpointFolder(tmp_path / CHECKPOINTS_FOLDER) / 1
-    stored = contents.open_array(step, "params.layers.gate")
+    stored = manifest.open_array(step, "params.layers.gate")
     assert stored.chunk_layout.read_chunk.shape == (1, 64, 8)
-    assert not contents.verify_arrays(step, 1, contents.read_expected_digests(step, 1))
+    assert not manifest.verify_arrays(step, 1, manifest.read_expected_digests(step, 1))
     assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
@@ -289,14 +289,14 @@ def test_a_sealed_step_that_cannot_be_decoded_is_damaged(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its files are what an older release has listed, after a bit had turned."""
-    real = contents.read_shapes
+    real = manifest.read_shapes
 
     def shapes(folder: Any) -> Tree:
         if folder.name == "6":
             raise DamagedError("state cannot be read: DATA_LOSS")
         return real(folder)
 
-    monkeypatch.setattr(contents, "read_shapes", shapes)
+    monkeypatch.setattr(manifest, "read_shapes", shapes)
     assert resume(copy) == (3, ["checkpoint_skipped 6: state cannot be read: DATA_LOSS"])
     assert names(copy) == ["3", "6.corrupt"]
 
@@ -454,7 +454,7 @@ def test_config_is_looked_at_before_anything_is_read(copy: Path):
 def broken_writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """`broken_writes(error, count)`: the next `count` saves fail in the background."""
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
-    real = contents.verify_and_write_manifest
+    real = manifest.verify_and_write_manifest
 
     def set_up(error: OSError, count: int) -> list[int]:
         tried: list[int] = []
@@ -668,7 +668,7 @@ def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.fault("F18")
 def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    go_on, real = threading.Event(), contents.verify_and_write_manifest
+    go_on, real = threading.Event(), manifest.verify_and_write_manifest
 
     def slow(folder: Any, step: int) -> int:
         assert threading.current_thread() is not threading.main_thread()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint import contents, manifest
+from maxpipe.checkpoint import manifest
 from maxpipe.errors import StorageError
 from maxpipe.io.typed_json import dump_checksummed
 from tests.checkpoint.cases import files
@@ -112,10 +112,10 @@ def test_a_manifest_that_cannot_be_finished_is_none(step: Path, monkeypatch: pyt
 
     monkeypatch.setattr(manifest, "_flush", full)
     with pytest.raises(OSError, match="No space"):
-        contents.verify_and_write_manifest(epath.Path(step), STEP)
+        manifest.verify_and_write_manifest(epath.Path(step), STEP)
     assert not manifest.has_manifest(epath.Path(step))
     monkeypatch.undo()
-    contents.verify_and_write_manifest(epath.Path(step), STEP)
+    manifest.verify_and_write_manifest(epath.Path(step), STEP)
     assert faults(step) == [] and not list(step.glob("*.partial"))
 
 
@@ -147,8 +147,8 @@ def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step
     path.write_text(dump_checksummed(content))
     found = faults(step)
     if told is None:  # only who knows the arrays can say
-        expected = contents.read_expected_digests(epath.Path(step), STEP)
-        found = contents.verify_arrays(epath.Path(step), STEP, expected)
+        expected = manifest.read_expected_digests(epath.Path(step), STEP)
+        found = manifest.verify_arrays(epath.Path(step), STEP, expected)
         told = "array params.embedding was not saved"
     assert len(found) == 1 and told in found[0]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint import contents, manifest, storage, writer
+from maxpipe.checkpoint import manifest, storage, writer
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.reader import restore
 from maxpipe.errors import DivergenceError
@@ -60,7 +60,7 @@ def test_the_arrays_are_those_of_the_slabs(folder: CheckpointFolder) -> None:
     for name, array in ARRAYS.items():
         assert found.state["params"][name].dtype == array.dtype
         assert found.state["params"][name].tobytes() == array.tobytes()
-    assert not contents.verify_arrays(folder / 4, 4, contents.read_expected_digests(folder / 4, 4))
+    assert not manifest.verify_arrays(folder / 4, 4, manifest.read_expected_digests(folder / 4, 4))
 
 
 def test_they_are_restored_in_the_type_that_is_asked_for(folder: CheckpointFolder) -> None:
@@ -145,7 +145,7 @@ def test_files_are_digested_once_before_all_are_written(
     def sealed(*arguments: Any) -> int:
         nonlocal done
         done = True
-        return contents.verify_and_write_manifest(*arguments)
+        return manifest.verify_and_write_manifest(*arguments)
 
     monkeypatch.setattr(manifest, "_digest", digest)
     monkeypatch.setattr(writer, "verify_and_write_manifest", sealed)
@@ -167,10 +167,10 @@ def test_what_turns_after_its_digest_is_never_sealed(
     def seal(step: Any, number: int, ahead: Any) -> int:
         assert ahead
         DAMAGES[name](Path(step))
-        return contents.verify_and_write_manifest(step, number, ahead)
+        return manifest.verify_and_write_manifest(step, number, ahead)
 
     monkeypatch.setattr(writer, "verify_and_write_manifest", seal)
-    with pytest.raises(contents.SaveVerificationError):
+    with pytest.raises(manifest.SaveVerificationError):
         writer.save(folder, FACTS, state())
     assert not manifest.has_manifest(folder / 4)
 
@@ -190,7 +190,7 @@ def test_a_bit_that_turns_in_an_early_digest_is_noticed(
         return found
 
     monkeypatch.setattr(manifest, "_digest", digest)
-    with pytest.raises(contents.SaveVerificationError, match="differs from the saved content"):
+    with pytest.raises(manifest.SaveVerificationError, match="differs from the saved content"):
         writer.save(folder, FACTS, state())
     assert not manifest.has_manifest(folder / 4)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import storage
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.checkpoint.storage import (
     checkpoint_home,

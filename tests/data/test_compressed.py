@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import errno
+import fcntl
 import gzip
 import json
 import lzma
@@ -23,7 +24,7 @@ import pytest
 
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import disk_cache, lines, record_text
+from maxpipe.data.formats import lines, record_text
 from maxpipe.data.formats.disk_cache import lock_file
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import ByteTokenizer
@@ -396,7 +397,7 @@ def test_a_copy_is_made_without_locks(
             aside.rename(folder)
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
-    monkeypatch.setattr(disk_cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
     documents = source(file, tmp_path)
     assert [documents[i] for i in range(2)] == ["a", "b"] and folder.is_dir()
     assert aside.exists() != is_made

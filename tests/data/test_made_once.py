@@ -180,7 +180,7 @@ def test_a_file_system_without_locks(
     def no_lock(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk_cache.fcntl, "flock", no_lock)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
     source = Texts(TEXTS)
     for _ in range(2):
         index = build_index(source, ByteTokenizer(), str(tmp_path))

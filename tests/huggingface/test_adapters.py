@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.address import parse_address
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.export import export, export_adapters
 from maxpipe.huggingface.import_ import hub_id, import_folder

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.config.load import load
 from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Sampling
 from maxpipe.huggingface.source import open_folder

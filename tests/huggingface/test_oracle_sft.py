@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import build_single_pass

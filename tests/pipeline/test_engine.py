@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import map_named_leaves
+from maxpipe.checkpoint.digests import map_named_leaves
 from maxpipe.models.adapters import LENGTH, UP
 from maxpipe.nn.decoder import Decoder, cross_entropy
 from maxpipe.pipeline.weights import replace_subtree, select_trainable

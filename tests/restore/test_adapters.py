@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.param_names import trained
 from tests.cases import TOLERANCE, Case, steps_of

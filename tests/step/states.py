@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.step.step import Steps
 from tests.cases import batch_of
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.distributed.coordinator import free_port
 

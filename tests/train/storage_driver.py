@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint import manager, storage
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.lock import FILE as LOCK
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CheckpointManager, open_run

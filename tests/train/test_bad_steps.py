@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import iter_named_arrays, tree_digest
+from maxpipe.checkpoint.digests import iter_named_arrays, tree_digest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.models.param_names import declared, trained
 from maxpipe.models.registry import describe
 from tests.cases import TOLERANCE, Case, steps_of

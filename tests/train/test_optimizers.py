@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint.digest_item import leaves_by_name
+from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.huggingface.safetensors import SafetensorsReader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of

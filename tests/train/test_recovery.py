@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.checkpoint.digest_item import tree_digest
+from maxpipe.checkpoint.digests import tree_digest
 from maxpipe.checkpoint.manager import open_run
 from tests.train.runs import Run, Start, events, saved_digest, wait_for, write_module
 

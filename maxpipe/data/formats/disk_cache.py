@@ -9,7 +9,6 @@ creates the folder itself. Names of folders and files contain a digest of the in
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import logging
 import os
@@ -29,7 +28,7 @@ from maxpipe.data.formats.files import File
 from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.source import Heartbeat
 from maxpipe.io import redact
-from maxpipe.io.files import open_regular
+from maxpipe.io.files import lock, open_regular
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
@@ -110,10 +109,7 @@ def _wait(stream: FileIO, moved: Heartbeat | None) -> None:
     seen, since = 0, time.monotonic()
     said = since
     with track_read(lambda: _holder(stream), "waiting for"):
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+        while not lock(stream):
             time.sleep(_POLL_SECONDS)
             now, sign = time.monotonic(), os.fstat(stream.fileno()).st_mtime_ns
             if sign != seen:

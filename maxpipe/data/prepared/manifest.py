@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import signal
@@ -153,12 +152,10 @@ def suggest_action(folder: Path) -> str:
 def lock_journal(folder: Path) -> Iterator[BinaryIO]:
     """Open the journal and lock it for this process."""
     with open(files.open_regular(folder / JOURNAL, os.O_RDWR | os.O_CREAT), "r+b") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not files.lock(journal):
             rule = "is being prepared by another process."
             action = "Wait for that process, or set --out to another folder."
-            raise ConfigError.one(OUT, folder, rule, action) from error
+            raise ConfigError.one(OUT, folder, rule, action)
         yield journal
 
 
