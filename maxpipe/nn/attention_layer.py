@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -198,12 +199,16 @@ class Attention(SpecModule):
             query = rms_norm(query, self.query_norm[...], part.head_norm)
             key = rms_norm(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_dim"), (None, None, "kv_heads", "head_dim")
-        angles = positions, frequencies, part.rope.attention_factor
-        query = constrain(rotate(query, *angles, part.backend), heads, rules)
-        key = constrain(rotate(key, *angles, part.backend), kv_heads, rules)
+        turn = partial(
+            rotate,
+            positions=positions,
+            frequencies=frequencies,
+            length=part.rope.attention_factor,
+            backend=part.backend,
+        )
+        query, key = constrain(turn(query), heads, rules), constrain(turn(key), kv_heads, rules)
         value = constrain(value, kv_heads, rules)
-        query = checkpoint_name(query, "query")
-        key = checkpoint_name(key, "key")
+        query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
         mask = Mask(
             segments,
@@ -252,6 +257,7 @@ class Attention(SpecModule):
         split: SequenceParallel,
         largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
+        """Return the projected queries, keys and values, split into heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
         found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)

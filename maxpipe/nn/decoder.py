@@ -53,26 +53,6 @@ def norm_module(part: Part) -> Any:
     return _NORMS[type(part)](part)
 
 
-def empty_cache(kind: Kind, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-    """Return an empty cache for the part that caches earlier tokens, or None if no part does."""
-    return _first(lambda module, part: module.empty_cache(part, rows, tokens, dtype), kind)
-
-
-def cache_window(kind: Kind) -> str:
-    """Return the name of the per-layer value that limits the cache, or "" if there is no limit."""
-    return _first(lambda module, part: module.cache_window(part) or None, kind) or ""
-
-
-def cache_axes(kind: Kind) -> Any:
-    """Return the logical axes of each array of the cache."""
-    return _first(lambda module, part: module.cache_axes(part), kind)
-
-
-def _first(find: Callable[[Any, Part], Any], kind: Kind) -> Any:
-    found = (find(_MODULES[type(branch.part)], branch.part) for branch in kind.branches)
-    return next((each for each in found if each is not None), None)
-
-
 class Block(nnx.Module):
     """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each of its
     branches.
@@ -421,7 +401,8 @@ class Decoder:
                     head, hidden, later, inputs, jnp.int32(number), key
                 )
                 losses |= {
-                    each: losses.get(each, 0.0) + loss for each, loss in layer_losses.items()
+                    loss_name: losses.get(loss_name, 0.0) + loss
+                    for loss_name, loss in layer_losses.items()
                 }
                 statistics.append(layer_statistics)
                 output = hidden
@@ -464,9 +445,9 @@ class Decoder:
             layer = self.layer(kind)
 
             def body(
-                x: Array, each: tuple[Params, Array], layer: Callable[..., Any] = layer
+                x: Array, layer_input: tuple[Params, Array], layer: Callable[..., Any] = layer
             ) -> tuple[Array, tuple[Losses, Statistics]]:
-                x, *rest = layer(each[0], x, batch, each[1], key)
+                x, *rest = layer(layer_input[0], x, batch, layer_input[1], key)
                 return x, tuple(rest)
 
             x, (layer_losses, layer_statistics) = jax.lax.scan(body, x, (stack, numbers))
@@ -505,11 +486,11 @@ class Decoder:
         """Return the training objective: cross entropy plus the weighted auxiliary losses."""
         return self.objective_from_output(self.run(params, batch, key), batch)
 
-    def objective_from_output(self, found: DecoderOutput, batch: Params) -> Float[Array, ""]:
+    def objective_from_output(self, output: DecoderOutput, batch: Params) -> Float[Array, ""]:
         """Return the training objective, computed from the output of the plain loop."""
-        total = cross_entropy(found.logits, batch)
+        total = cross_entropy(output.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
-        for name, loss in found.losses.items():
+        for name, loss in output.losses.items():
             total += weights[name] * loss / _targets(batch)
         return total
 
@@ -532,11 +513,19 @@ class Decoder:
 
     def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
         """Return an empty cache of a layer of this type for `tokens` tokens per sequence."""
-        return empty_cache(self.model.layer_types[kind], rows, tokens, self._dtype)
+        return self._of_caching_part(
+            kind, lambda module, part: module.empty_cache(part, rows, tokens, self._dtype)
+        )
 
     def cache_axes(self, kind: str) -> Any:
         """Return the logical axes of `empty_cache`, one tuple per array."""
-        return cache_axes(self.model.layer_types[kind])
+        return self._of_caching_part(kind, lambda module, part: module.cache_axes(part))
+
+    def _of_caching_part(self, kind: str, read: Callable[[Any, Part], Any]) -> Any:
+        """Return `read(module, part)` of the part that caches earlier tokens; None without one."""
+        parts = (branch.part for branch in self.model.layer_types[kind].branches)
+        values = (read(_MODULES[type(part)], part) for part in parts)
+        return next((value for value in values if value is not None), None)
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
         """Return the empty caches of all layers, in network order.
@@ -544,13 +533,17 @@ class Decoder:
         `piece` is the maximum number of tokens that are appended at once. If it is set, the cache
         of a windowed layer holds only these tokens and the window of the first of them.
         """
-        found = []
+        caches = []
         for number, kind in enumerate(self.model.layers):
-            name, places = cache_window(self.model.layer_types[kind]), tokens
-            if piece and name and (size := int(self.model.values[name][number])):
+            # The name of the per-layer value that limits the cache.
+            window = self._of_caching_part(
+                kind, lambda module, part: module.cache_window(part) or None
+            )
+            places = tokens
+            if piece and window and (size := int(self.model.values[window][number])):
                 places = min(tokens, size - 1 + piece)
-            found.append(self.empty_cache(kind, rows, places))
-        return found
+            caches.append(self.empty_cache(kind, rows, places))
+        return caches
 
     def decode_layer(
         self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
@@ -589,6 +582,7 @@ def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, 
 def _summed_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
 ) -> Float[Array, ""]:
+    """Return the summed cross entropy of unmasked targets."""
     scores = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return -(picked * mask).sum()
@@ -599,6 +593,7 @@ def _split(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
 
 
 def _merge_module(split: tuple[Any, Any], params: Params) -> Any:
+    """Return the module with the given parameters."""
     graph, state = split
     nnx.replace_by_pure_dict(state := jax.tree.map(lambda leaf: leaf, state), params)
     return nnx.merge(graph, state)

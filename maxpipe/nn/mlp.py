@@ -56,16 +56,12 @@ def _compute_gate(
     function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None
 ) -> Array:
     if isinstance(function, mlp.ClampedSilu):
-        found = _clamped_silu(function, gate, up)
+        gate = jnp.minimum(gate, function.limit)
+        up = jnp.clip(up, -function.limit, function.limit)
+        hidden = gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
     else:
-        found = _FUNCTIONS[function](gate) * up
-    return found if weights is None else found * weights[..., None]
-
-
-def _clamped_silu(function: mlp.ClampedSilu, gate: Array, up: Array) -> Array:
-    gate = jnp.minimum(gate, function.limit)
-    up = jnp.clip(up, -function.limit, function.limit)
-    return gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
+        hidden = _FUNCTIONS[function](gate) * up
+    return hidden if weights is None else hidden * weights[..., None]
 
 
 def _gated_activation_forward(
@@ -166,7 +162,7 @@ def _quantized_gated_mlp_backward(
     """
     del prefix
     x, largest, gate, up, weights = saved
-    of_gate, of_up, of_down = (each.weight for each in weights)
+    of_gate, of_up, of_down = (residual.weight for residual in weights)
     barrier = jax.lax.optimization_barrier
 
     def inside(d_hidden: Array, gate: Array, up: Array) -> tuple[Array, ...]:
@@ -177,7 +173,7 @@ def _quantized_gated_mlp_backward(
     d_hidden = low.input_grad(theirs, of_down, 1).compute().astype(x.dtype)
     d_hidden = constrain(d_hidden, (None, None, "mlp"), rules)
     made = d_hidden, gate, up
-    made, most = barrier((made, [compute_max_abs(each, (2,)) for each in inside(*made)]))
+    made, most = barrier((made, [compute_max_abs(array, (2,)) for array in inside(*made)]))
     again = inside(*made)
     hidden, d_gate, d_up = barrier(
         [
@@ -196,7 +192,9 @@ def _quantized_gated_mlp_backward(
         partial(quantized_matmul.weight_grad, x, d_up, low, into=True, most=largest),
         partial(quantized_matmul.weight_grad, hidden, cotangent, low, into=False),
     ]
-    d_weights = (each.gradient(make, x.dtype) for each, make in zip(weights, makes, strict=True))
+    d_weights = (
+        residual.gradient(make, x.dtype) for residual, make in zip(weights, makes, strict=True)
+    )
     return d_x[0] + d_x[1], None, tuple(d_weights)
 
 
@@ -216,5 +214,5 @@ class GatedMLP(SpecModule):
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Apply the MLP, `[B, T, D] -> [B, T, D]`."""
-        how = self.part.function, context.split(self.rules)
-        return Output(gated_mlp(x, self, *how, largest=context.max_abs))
+        split = context.split(self.rules)
+        return Output(gated_mlp(x, self, self.part.function, split, largest=context.max_abs))

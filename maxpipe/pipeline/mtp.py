@@ -251,7 +251,11 @@ class MtpLossHeads:
 
         start = mark_varying((empty[1:], d_head, found))
         cotangents, d_head, found = lax.fori_loop(0, trips, scored, start)
-        seeds = self._own_seeds()
+        # All stages compute the same losses of layers, and only stage 0 may propagate them.
+        is_first = axis_index(STAGE) == 0
+        seeds = {
+            name: mark_varying(jnp.where(is_first, seed, 0)) for name, seed in self.seeds.items()
+        }
 
         def backward(turn: Array, state: Any) -> Any:
             d_output, d_embedded, gradients = state
@@ -274,13 +278,6 @@ class MtpLossHeads:
         if table is not None:
             table = self.embedding.accumulate_parts(table, inputs["tokens"], d_embedded)
         return d_hidden + d_input.astype(d_hidden.dtype), d_head, MtpTotals(found, gradients, table)
-
-    def _own_seeds(self) -> dict[str, Array]:
-        """Return the cotangents of the layers' losses on stage 0 and zeros on the other stages. All
-        stages compute the same losses, and only one stage may propagate them.
-        """
-        counts = axis_index(STAGE) == 0
-        return {name: mark_varying(jnp.where(counts, seed, 0)) for name, seed in self.seeds.items()}
 
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array

@@ -7,9 +7,8 @@ run where all stages execute the same code: between slots, never inside a slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Container
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,15 +24,12 @@ from maxpipe.parallel.collectives import (
     sum_over,
 )
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.pipeline import mtp
-from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns, MtpLossHeads
-from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.loss_slot import LossSlot, OutputReader
+from maxpipe.pipeline.mtp import MtpLossHeads, merge_reports
+from maxpipe.pipeline.network import PipelinePlan
 from maxpipe.pipeline.prologue import Embedding, PrologueLayers
-from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import (
-    Idle,
     LayerSlots,
     Reports,
     SlotRow,
@@ -45,7 +41,6 @@ from maxpipe.pipeline.slots import (
 )
 from maxpipe.pipeline.tick_loop import Buffers, Gradients, TickRow, TickTable, run_weight_windows
 from maxpipe.pipeline.weights import (
-    GatherMode,
     LayerWeights,
     select_trainable,
     sum_gradient,
@@ -54,9 +49,6 @@ from maxpipe.pipeline.weights import (
 from maxpipe.schedule.table import Schedule
 
 Tree = Any
-OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
-"""(loss head, final norm, this stage's head columns, the last layer's output, microbatch) ->
-arrays `[B, ...]`."""
 
 
 class StepProgram:
@@ -87,54 +79,61 @@ class StepProgram:
         )
         self.plan, self.schedule, self.network = plan, schedule, plan.network
         self.stage = axis_index(STAGE)
+        # Reshape this device's sequences `[M * B, ...]` to microbatches `[M, B, ...]`.
         self.batch = jax.tree.map(
-            partial(_split_microbatches, schedule.num_microbatches), mark_varying(batch)
+            lambda leaf: leaf.reshape(schedule.num_microbatches, -1, *leaf.shape[1:]),
+            mark_varying(batch),
         )
         # If the prefetch window can hold all chunks, chunks are never evicted, so weights are
         # gathered once per step.
         self.uses_weight_window = (
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
         )
-        self._prepare_embedding_and_head(params)
         key = None if key is None else mark_varying(key)
-        self.mtp = self._build_mtp(params["ahead"], key) if plan.has_mtp(schedule) else None
+        self.embedding = Embedding(plan.weight_shardings["embedding"], self.network.embed_scale)
+        self.table = self.embedding.prepare(params["embedding"], self.network.compute_dtype)
+        self.is_tied = "head" not in params
+        self.loss_slot = self._build_loss_slot(params, key)
         self._prepare_layers(params["layers"], key)
         self.prologue = (
             self._build_prologue(params["outside"], key) if "outside" in params else None
         )
 
-    def _prepare_embedding_and_head(self, params: Tree) -> None:
-        divisions, dtype = self.plan.weight_shardings, self.network.compute_dtype
-        table, of_table = params["embedding"], divisions["embedding"]
-        self.embedding = Embedding(of_table, self.network.embed_scale)
-        self.table = self.embedding.prepare(table, dtype)
-        self.final_norm = jax.tree.map(
+    def _build_loss_slot(self, params: Tree, key: jax.Array | None) -> LossSlot:
+        plan, network = self.plan, self.network
+        shardings, dtype = plan.weight_shardings, network.compute_dtype
+        final_norm = jax.tree.map(
             lambda leaf: mark_varying(leaf.astype(dtype)), params["final_norm"]
         )
-        self.tied = "head" not in params
-        head, of_head = (
-            (table.T, of_table.transposed) if self.tied else (params["head"], divisions["head"])
-        )
-        # Add a stacked dim of size 1.
-        self.head_weights = LayerWeights(self.plan.prologue_gather_mode, of_head, dtype)
-        self.head = self.head_weights.prepare(head[None])
-        last_stage = self.schedule.ring.last_stage
-        network = self.network
-        self.loss_head = LossHead(
-            network.norm,
-            last_stage,
-            network.vocab_size,
-            network.objective,
-            network.logit_scale,
-            network.final_logit_softcapping,
-            network.loss_block_tokens,
-            network.num_sources,
+        if self.is_tied:
+            head, sharding = params["embedding"].T, shardings["embedding"].transposed
+        else:
+            head, sharding = params["head"], shardings["head"]
+        weights = LayerWeights(plan.prologue_gather_mode, sharding, dtype)
+        return LossSlot(
+            LossHead(
+                network.norm,
+                self.schedule.ring.last_stage,
+                network.vocab_size,
+                network.objective,
+                network.logit_scale,
+                network.final_logit_softcapping,
+                network.loss_block_tokens,
+                network.num_sources,
+            ),
+            final_norm,
+            plan.trainable["final_norm"],
+            weights,
+            weights.prepare(head[None]),  # a stack of one layer
+            self.batch,
+            self._build_mtp(params["ahead"], key) if plan.has_mtp(self.schedule) else None,
+            self.scale,
         )
 
     def _build_mtp(self, params: Tree, key: jax.Array | None) -> MtpLossHeads:
         plan, network = self.plan, self.network
-        divisions = _unstacked_shardings(plan.weight_shardings["ahead"], num_stacked=1)
-        weights = LayerWeights(plan.prologue_gather_mode, divisions, network.compute_dtype)
+        shardings = _unstacked_shardings(plan.weight_shardings["ahead"], num_stacked=1)
+        weights = LayerWeights(plan.prologue_gather_mode, shardings, network.compute_dtype)
         assert network.mtp is not None
         return MtpLossHeads(
             network.mtp,
@@ -202,14 +201,6 @@ class StepProgram:
             for kind, weights in self.weights.items()
         }
 
-    def _empty_gradient_window(self, num_chunks: int) -> Tree:
-        return {
-            kind: weights.empty_gradient_window(
-                self.local_weights[kind], num_chunks * self.slots.max_layers_per_chunk(kind)
-            )
-            for kind, weights in self.weights.items()
-        }
-
     def _activation(self) -> jax.Array:
         """Return an uninitialized activation `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
@@ -221,7 +212,7 @@ class StepProgram:
 
     def buffers(self) -> Buffers:
         """Return empty buffers with the sizes that the schedule declares."""
-        empty, schedule = self._activation(), self.schedule
+        empty, schedule, mtp = self._activation(), self.schedule, self.loss_slot.mtp
         stash: Tree = []
         deferred: Tree = []
         gradients, reports, sums, visits = None, None, None, schedule.weight_window
@@ -230,7 +221,13 @@ class StepProgram:
             if schedule.mixed:
                 deferred = self.slots.empty_deferred(self.layer_vjps, schedule.num_deferred)
             if self.uses_weight_window:
-                sums = self._empty_gradient_window(visits.num_gradient_slots)
+                sums = {
+                    kind: weights.empty_gradient_window(
+                        self.local_weights[kind],
+                        visits.num_gradient_slots * self.slots.max_layers_per_chunk(kind),
+                    )
+                    for kind, weights in self.weights.items()
+                }
             reports = self.slots.empty_reports(self.layer_vjps)
             wide = partial(jnp.zeros_like, dtype=jnp.float32)
             gradients = Gradients(
@@ -239,12 +236,10 @@ class StepProgram:
                     kind: weights.zeros(self.local_weights[kind])
                     for kind, weights in self.weights.items()
                 },
-                jax.tree.map(
-                    wide, select_trainable(self.final_norm, self.plan.trainable["final_norm"])
-                ),
-                self.head_weights.zeros(self.head),
+                jax.tree.map(wide, self.loss_slot.trainable_norm(self.loss_slot.final_norm)),
+                self.loss_slot.head_weights.zeros(self.loss_slot.local_head),
                 self.prologue and self.prologue.zeros(),
-                self.mtp and self.mtp.zeros(),
+                mtp and mtp.zeros(),
             )
         return Buffers(
             inbox=empty_slots(schedule.num_inbox, empty),
@@ -259,8 +254,9 @@ class StepProgram:
             gradients=mark_varying(gradients),
             reports=reports,
             loss=mark_varying(jnp.zeros(self.network.sums_shape)),
-            rows=self._empty_outputs(empty),
-            ahead=self.mtp and self.mtp.empty_results(empty, self._first_inputs()),
+            rows=self.reader
+            and self.loss_slot.empty_outputs(self.reader, schedule.num_microbatches, empty),
+            ahead=mtp and mtp.empty_results(empty, self._first_inputs()),
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
@@ -297,9 +293,9 @@ class StepProgram:
             sent["B"], carry = self._backward_slot(carry, row)
             carry = self._embed_grad(carry, row, sent["B"])
         elif self.reader is not None:
-            carry = carry._replace(rows=self._read_outputs(carry, row, output, self.reader))
+            carry = self.loss_slot.read_outputs(carry, row, output, self.reader)
         else:
-            carry = carry._replace(loss=self._loss(carry, row, output))
+            carry = self.loss_slot.loss(carry, row, output)
         carry = self._receive(carry, row, travelling, "FB" if delayed else "F")
         carry = self._receive(carry, row, self._local_messages(sent), "FB")
         return carry._replace(sent={port: sent[port] for port in carry.sent})
@@ -344,7 +340,7 @@ class StepProgram:
         }
 
     def _receive(
-        self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: str
+        self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: Container[str]
     ) -> Buffers:
         """Write the messages from these ports to the inbox."""
         inbox = carry.inbox
@@ -375,7 +371,6 @@ class StepProgram:
         return x, carry._replace(stash=stash, reports=reports)
 
     def _backward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """Compute the gradients of a chunk's input and weights."""
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.BACKWARD):
@@ -405,7 +400,6 @@ class StepProgram:
         return d_input, carry._replace(deferred=deferred)
 
     def _weight_grad_slot(self, carry: Buffers, row: TickRow) -> Buffers:
-        """Compute the gradients of a chunk's weights from the deferred arrays."""
         work = self._work(row.weight)
         with jax.named_scope(scopes.WEIGHT_GRAD):
             totals = self.slots.weight_grad(
@@ -443,7 +437,6 @@ class StepProgram:
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
 
     def _embed_grad(self, carry: Buffers, row: TickRow, d_input: jax.Array) -> Buffers:
-        """Accumulate the gradients of the embedding and the prologue."""
         gradients = carry.gradients
         assert gradients is not None
         if self.prologue is not None:
@@ -471,85 +464,11 @@ class StepProgram:
             )
         return carry._replace(gradients=gradients._replace(embedding=embedding))
 
-    def _loss(self, carry: Buffers, row: TickRow, output: jax.Array) -> jax.Array:
-        def work(loss: jax.Array) -> jax.Array:
-            return loss + self.loss_head.loss(*self._head_inputs(row.loss, output))
-
-        with jax.named_scope(scopes.HEAD):
-            return lax.cond(row.loss >= 0, work, lambda loss: loss, carry.loss)
-
-    def _read_outputs(
-        self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
-    ) -> Tree:
-        """Write the reader's output for the leaving microbatch to the per-sequence arrays."""
-
-        def work(rows: Tree) -> Tree:
-            found = reader(self.loss_head, *self._head_inputs(row.loss, output))
-            return jax.tree.map(lambda whole, own: write_slot(whole, row.loss, own), rows, found)
-
-        with jax.named_scope(scopes.HEAD):
-            return lax.cond(row.loss >= 0, work, lambda rows: rows, carry.rows)
-
-    def _empty_outputs(self, empty: jax.Array) -> Tree:
-        if (reader := self.reader) is None:
-            return None
-        like = jax.eval_shape(
-            lambda: reader(self.loss_head, *self._head_inputs(jnp.int32(0), empty))
-        )
-        return jax.tree.map(lambda leaf: empty_slots(self.schedule.num_microbatches, leaf), like)
-
-    def _head_inputs(
-        self, number: jax.Array, output: jax.Array
-    ) -> tuple[Tree, Any, jax.Array, Tree]:
-        inputs = select_microbatch(self.batch, number)
-        head = self.head_weights.layer(self.head, 0)
-        return self.final_norm, head, output, inputs
-
     def _loss_and_grad(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
         """Add the loss of the leaving microbatch and write its cotangent to the inbox."""
-        gradients, scale = carry.gradients, self.scale
-        assert gradients is not None and scale is not None
-
-        def work(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
-            given = self._head_inputs(row.loss, output)
-            add = None
-            if self.mtp is not None and sums is not None:
-                trips = jnp.where(row.loss >= 0, self.mtp.num_heads, 0)
-                add = partial(self.mtp.add, given[-1], scale, trips, sums)
-            found, sums = self.loss_head.loss_and_grad(*given, scale, add)
-            # The gradients of frozen parameters are unused, so XLA does not compute them.
-            norm = jax.tree.map(
-                jnp.add, norm, select_trainable(found.norm, self.plan.trainable["final_norm"])
-            )
-            head = self.head_weights.accumulate(head, 0, found.head)
-            return found.output, loss + found.sums, norm, head, sums
-
-        def rest(loss: jax.Array, norm: Tree, head: jax.Array, sums: mtp.MtpTotals | None):
-            return jnp.zeros_like(output), loss, norm, head, sums
-
-        sums = self._mtp_totals(carry, gradients)
-        with jax.named_scope(scopes.HEAD):
-            cotangent, loss, norm, head, sums = lax.cond(
-                row.loss >= 0, work, rest, carry.loss, gradients.final_norm, gradients.head, sums
-            )
-        if sums is not None:
-            carry = carry._replace(ahead=sums.results)
-            gradients = gradients._replace(mtp=sums.gradients)
-            if sums.embedding is not None:
-                gradients = gradients._replace(embedding=sums.embedding)
-        place = next(i for i, way in enumerate(self.schedule.arrivals) if way.port == "loss")
-        return carry._replace(
-            loss=loss,
-            gradients=gradients._replace(final_norm=norm, head=head),
-            inbox=write_slot(carry.inbox, row.arrivals[place], cotangent),
-        )
-
-    def _mtp_totals(self, carry: Buffers, gradients: Gradients) -> mtp.MtpTotals | None:
-        if self.mtp is None:
-            return None
-        assert carry.ahead is not None
-        table = gradients.embedding if self.mtp.reads_embedding else None
-        return mtp.MtpTotals(carry.ahead, gradients.mtp, table)
+        cotangent, carry = self.loss_slot.loss_and_grad(carry, row, output)
+        ports = [arrival.port for arrival in self.schedule.arrivals]
+        return self._receive(carry, row, {ports.index("loss"): cotangent}, ("loss",))
 
     # The full step.
 
@@ -580,14 +499,14 @@ class StepProgram:
         found = {"layers": layers, "final_norm": final_norm}
         if self.prologue is not None:
             found["outside"] = self.prologue.finish(gradients.prologue)
-        if self.mtp is not None:
-            found["ahead"] = self.mtp.finish(gradients.mtp)
+        if self.loss_slot.mtp is not None:
+            found["ahead"] = self.loss_slot.mtp.finish(gradients.mtp)
         if gradients.embedding is not None:
             found["embedding"] = self.embedding.finish(gradients.embedding)
         if gradients.head is not None:
-            head = self.head_weights.finish(gradients.head)[0]
-            name = "embedding" if self.tied else "head"
-            found[name] = found[name] + head.T if self.tied else head
+            head = self.loss_slot.head_weights.finish(gradients.head)[0]
+            name = "embedding" if self.is_tied else "head"
+            found[name] = found[name] + head.T if self.is_tied else head
         return jax.tree.map(zero1_shard, select_trainable(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
@@ -612,7 +531,7 @@ class StepProgram:
             )
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
-        found = mtp.merge_reports(Reports(losses, statistics), carry.ahead)
+        found = merge_reports(Reports(losses, statistics), carry.ahead)
         return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
@@ -624,82 +543,3 @@ class StepProgram:
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
     """Return the shardings without the `num_stacked` leading dims, for the weights of one layer."""
     return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
-
-
-def _split_microbatches(num_microbatches: int, rows: jax.Array) -> jax.Array:
-    """Reshape this device's sequences `[M * B, ...]` to microbatches `[M, B, ...]`."""
-    return rows.reshape(num_microbatches, -1, *rows.shape[1:])
-
-
-@dataclass(frozen=True)
-class Network:
-    """Functions and constants of a stack of layers between an embedding and a loss head.
-
-    Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
-    Without `head`, the embedding table is the head. Prologue layers are in `outside {type: ...}`,
-    stacked `[layers, ...]`. MTP heads are in `ahead`, stacked `[heads, ...]`.
-    """
-
-    layers: dict[str, LayerFn]
-    """Layer function of each layer type."""
-    norm: Callable[[Tree, jax.Array], jax.Array]
-    """Norm before the loss head."""
-    vocab_size: int
-    compute_dtype: jnp.dtype
-    loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
-    embed_scale: float = 1.0
-    """Factor applied to the embeddings."""
-    logit_scale: float = 1.0
-    """Factor applied to the logits."""
-    final_logit_softcapping: float = 0.0
-    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
-    loss_block_tokens: int = 0
-    """Number of tokens per device whose logits are in memory at once. 0: all tokens of a
-    microbatch."""
-    mtp: MtpFns | None = None
-    """MTP heads, computed in training only."""
-    num_sources: int = 0
-    """Number of data sources with separate losses. `source_ids` in the batch contains the source of
-    each sequence (-1 for none). 0: all sequences have one source."""
-
-    objective: Objective = field(default_factory=CrossEntropy)
-    """Objective that training minimizes."""
-
-    @property
-    def sums_shape(self) -> tuple[int, ...]:
-        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several sources."""
-        sources = (self.num_sources,) if self.num_sources else ()
-        return (1 + len(self.objective.report_names), *sources)
-
-    @property
-    def has_mtp_layers(self) -> bool:
-        """Whether the MTP heads are layers, which also return losses and statistics."""
-        return isinstance(self.mtp, MtpLayerFns)
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Execution plan of a network on a ring of stages."""
-
-    network: Network
-    layout: LayerLayout
-    weight_gather: GatherMode
-    remat_policy: RematPolicy
-    idle: Idle
-    weight_shardings: Tree
-    """The `WeightSharding` of each parameter."""
-
-    @cached_property
-    def trainable(self) -> Tree:
-        """Whether each parameter has a gradient."""
-        return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
-
-    @property
-    def prologue_gather_mode(self) -> GatherMode:
-        """Gather mode of weights outside the ring, which are not in the prefetch window."""
-        return "step" if self.weight_gather == "visit" else self.weight_gather
-
-    def has_mtp(self, schedule: Schedule) -> bool:
-        """Whether a step with this schedule computes MTP heads."""
-        return schedule.trains and self.network.mtp is not None

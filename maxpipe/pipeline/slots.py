@@ -336,7 +336,6 @@ class LayerSlots:
         return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
-        """Return the inputs of a layer other than its weights and activations."""
         return LayerConstants(work.inputs, work.first + step, self.key, work.seeds)
 
     def _add_reports(
@@ -443,9 +442,8 @@ class LayerSlots:
         bases = self._stack_offsets(jnp.zeros_like(work.row.stash))
         with jax.named_scope(scopes.RECOMPUTE):
             x = read_slot(stash[0], work.row.stash)
-            return self._forward_layers_and_save(pieces, held, work, x, scratch, bases, None)[
-                1
-            ], bases
+            _, saved, _ = self._forward_layers_and_save(pieces, held, work, x, scratch, bases, None)
+        return saved, bases
 
     def backward(
         self,
@@ -457,10 +455,8 @@ class LayerSlots:
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
         """Return the gradient of a chunk's input and the updated totals."""
-        (kept, kept_bases), bases = (
-            self._saved_activations(pieces, held, work, stash),
-            self._stack_offsets(work.chunk),
-        )
+        kept, kept_bases = self._saved_activations(pieces, held, work, stash)
+        bases = self._stack_offsets(work.chunk)
         of_totals = self._stack_offsets(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -484,10 +480,8 @@ class LayerSlots:
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
         """Return the gradient of a chunk's input, and the deferred arrays including this chunk."""
-        (kept, kept_bases), bases = (
-            self._saved_activations(pieces, held, work, stash),
-            self._stack_offsets(work.chunk),
-        )
+        kept, kept_bases = self._saved_activations(pieces, held, work, stash)
+        bases = self._stack_offsets(work.chunk)
         of_deferred = self._stack_offsets(work.row.deferred)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -506,10 +500,8 @@ class LayerSlots:
         self, pieces: dict[str, LayerVJP], work: SlotWork, deferred: Tree, totals: Tree
     ) -> Tree:
         """Add a chunk's weight gradients, computed from the deferred arrays, to the totals."""
-        of_deferred, of_totals = (
-            self._stack_offsets(work.row.deferred),
-            self._stack_offsets(work.gradient),
-        )
+        of_deferred = self._stack_offsets(work.row.deferred)
+        of_totals = self._stack_offsets(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
             later = read_slots(
