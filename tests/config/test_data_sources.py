@@ -50,4 +50,4 @@ def test_lists_and_templates_are_read(source: str, tmp_path: Path) -> None:
 
 
 def test_a_list_as_one_path_names_the_key() -> None:
-    assert "Set data.paths to the list" in said("data.source=jsonl", "data.path=[a,b]")
+    assert "data.paths" in said("data.source=jsonl", "data.path=[a,b]")

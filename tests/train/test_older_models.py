@@ -96,7 +96,7 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
         check_model(OLD, *wanted("model.llama.rope_factor=4"))
     (problem,) = caught.value.problems
     assert problem.where == "command line: model.llama.rope_factor" and problem.value == "4.0"
-    assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_fa" in problem.action
+    assert problem.rule.startswith("must be 8.0") and "model.llama.rope_fa" in problem.action
 
 
 def test_heads_ahead_stay_and_their_weight_may_change() -> None:
