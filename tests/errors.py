@@ -65,8 +65,8 @@ def raises(
     value: object = None,
     names: Sequence[object] = (),
     suggests: str | Sequence[str] = (),
-) -> Iterator[None]:
+) -> Iterator[pytest.ExceptionInfo[MaxpipeError]]:
     """Check that the block raises this type, and thus its exit code, with such a problem."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     assert_error(caught.value, key, value, names, suggests)
