@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "maxpipe"
 
@@ -240,10 +238,10 @@ def test_the_root_is_small():
     assert len(files) <= MAX_ROOT_FILES, f"put some into a folder: {', '.join(sorted(files))}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_forbidden_imports(module: str):
+def test_forbidden_imports():
     wrong = [
         f"{_where(module, line)}: {who} never imports {whom}: {why}"
+        for module in MODULES
         for imported, line in sorted(set(_imports(module)))
         for who, whom, why in [*FORBIDDEN, ("maxpipe", "maxpipe.cli", "it is the outermost level")]
         if _within(module, who) and _within(imported, whom) and module != "maxpipe.__main__"
@@ -252,28 +250,30 @@ def test_forbidden_imports(module: str):
 
 
 def test_no_import_cycles():
-    done: set[str] = set()
+    visited: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, "cycle: " + " -> ".join([*path, module])
-        if module not in done:
+        if module not in visited:
             for imported, _ in _imports(module, with_types=False):
                 if imported in sources() and imported != module:
                     visit(imported, (*path, module))
-            done.add(module)
+            visited.add(module)
 
     for module in MODULES:
         visit(module, ())
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_components_take_their_own_config_section(module: str):
-    if any(_within(module, name) for name in ROOT_CONFIG):
-        return
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.ImportFrom) and _resolve(module, node) == "maxpipe.config.schema":
-            names = [alias.name for alias in node.names]
-            assert "Config" not in names, f"{_where(module, node.lineno)}: takes the whole config"
+def test_components_take_their_own_config_section():
+    wrong = [
+        f"{_where(module, node.lineno)}: takes the whole config"
+        for module in MODULES
+        if not any(_within(module, name) for name in ROOT_CONFIG)
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom) and _resolve(module, node) == "maxpipe.config.schema"
+        if "Config" in [alias.name for alias in node.names]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def _run_python(code: str) -> str:
@@ -308,24 +308,33 @@ def test_importing_the_package_imports_nothing_else():
 # --- size, names, words ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_ceilings(module: str):
-    lines = len(sources()[module].read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_FILE_LINES, f"{module} has {lines} lines: split it"
-    for node in ast.walk(tree(module)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert lines <= MAX_FUNCTION_LINES, (
-                f"{_where(module, node.lineno)}: {node.name} has {lines} lines: split it"
-            )
+def test_files_and_functions_are_short():
+    long = []
+    for module in MODULES:
+        lines = len(sources()[module].read_text(encoding="utf-8").splitlines())
+        if lines > MAX_FILE_LINES:
+            long.append(f"{module} has {lines} lines: split it")
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    where = _where(module, node.lineno)
+                    long.append(f"{where}: {node.name} has {lines} lines: split it")
+    assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_public_names_have_docstrings(module: str):
-    summary = (ast.get_docstring(tree(module)) or "").partition("\n")[0]
-    assert summary.endswith("."), f"{module}: the first docstring line is one sentence: {summary!r}"
+def test_docstring_of_a_module_begins_with_a_sentence():
+    summaries = {
+        module: (ast.get_docstring(tree(module)) or "").partition("\n")[0] for module in MODULES
+    }
+    wrong = [f"{name}: {line!r}" for name, line in summaries.items() if not line.endswith(".")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_have_docstrings():
     missing = [
         f"{_where(module, node.lineno)}: {node.name} has no docstring"
+        for module in MODULES
         for node in tree(module).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and not node.name.startswith("_")

@@ -188,7 +188,7 @@ def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
-    assert "must be a tokenizer.json file" in refused(lambda: open_tokenizer(config))
+    assert "tokenizer.json" in refused(lambda: open_tokenizer(config))
 
 
 SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]
@@ -492,9 +492,7 @@ def test_hostile_yaml_as_measured_hardware(
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
     hardware.known_hardware.cache_clear()
     try:
-        assert "is not a valid file of `maxpipe plan --calibrate`" in refused(
-            hardware.known_hardware
-        )
+        assert "`maxpipe plan --calibrate`" in refused(hardware.known_hardware)
     finally:
         hardware.known_hardware.cache_clear()
 

@@ -22,6 +22,7 @@ from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError
 from tests.bucket import Bucket
 from tests.checkpoint.cases import abstract, put, tree
+from tests.errors import raises
 from tests.waiting import wait_until
 
 Capture = pytest.CaptureFixture[str]
@@ -234,7 +235,10 @@ def test_heart_beats_and_a_start_hears_it(empty: Bucket):
         held.check()
     name = f"runs/a/{FILE}"
     threading.Timer(1.2, lambda: empty.put(name, empty.objects[name])).start()
-    with pytest.raises(StorageError, match="on host other"), RunLock(run_dir, beat_seconds=0.1):
+    with (
+        raises(StorageError, "gs://bucket/runs/a", names=["host other"], suggests="run.name"),
+        RunLock(run_dir, beat_seconds=0.1),
+    ):
         pass
 
 
@@ -243,7 +247,7 @@ def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(empty: Bucket):
         name = f"runs/a/{FILE}"
         empty.put(name, json.dumps(json.loads(empty.objects[name]) | {"token": "b"}).encode())
         after = empty.generation
-        with pytest.raises(StorageError, match="lock of another run"):
+        with raises(StorageError, "gs://bucket/runs/a/lock.json", names=["150 s"]):
             slept.check()
         time.sleep(0.3)
         assert empty.generation == after, "its heart beats for another one"

@@ -243,7 +243,7 @@ def test_prune_stays_in_the_folder_that_was_named(
     lead(copy, other)
     for dry in ([], ["--dry-run"]):
         said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
-        assert f"are in {other / CHECKPOINTS_FOLDER}" in said and "add --elsewhere" in said
+        assert f"are in {other / CHECKPOINTS_FOLDER}" in said and "--elsewhere" in said
     assert sorted(os.listdir(other / CHECKPOINTS_FOLDER)) == ["3", "6"]
     run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
     assert os.listdir(other / CHECKPOINTS_FOLDER) == ["6"]

@@ -264,14 +264,14 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
     _, rule, action = run(capsys, "best", saved, code=2)
     assert "no saved step was evaluated" in rule
-    assert "eval.every=0 evaluates only the last step" in action
+    assert "eval.every=0" in action
     assert "no saved step was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
 
 
 def test_a_step_that_was_found_damaged_is_said_to_be(six: Path, capsys: Capture):
     (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
     _, rule, action = run(capsys, "verify", f"{six}@5", code=2)
-    assert "renamed to 5.corrupt" in rule and f"{six}@6" in action
+    assert "5.corrupt" in rule and f"{six}@6" in action
 
 
 def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: Capture):

@@ -19,6 +19,7 @@ import pytest
 from maxpipe.checkpoint import lock as module
 from maxpipe.checkpoint.lock import FILE, STALE_SECONDS, RunLock
 from maxpipe.errors import StorageError
+from tests.errors import raises
 from tests.waiting import wait_until
 
 
@@ -50,7 +51,7 @@ def test_second_run_is_refused_with_names(tmp_path: Path):
         content = held.path.read_text()
         assert json.loads(content)["pid"] == os.getpid() and not held.note
         with (
-            pytest.raises(StorageError, match="is in use by another run") as refused,
+            raises(StorageError, tmp_path, suggests="run.name") as refused,
             RunLock(tmp_path),
         ):
             pass
@@ -109,7 +110,7 @@ def test_start_is_refused_when_another_host_gives_a_sign(tmp_path: Path):
     path = leave_behind(tmp_path, age=20, host="other")
     threading.Timer(0.2, os.utime, [path]).start()
     with (
-        pytest.raises(StorageError, match="on host other.*0 s ago"),
+        raises(StorageError, tmp_path, names=["host other", "0 s ago"], suggests="run.name"),
         RunLock(tmp_path, beat_seconds=0.02),
     ):
         pass
@@ -129,7 +130,7 @@ def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(tmp_path: Path):
         rewrite(slept.path, host="other")
         os.utime(slept.path, (0, 0))
         with RunLock(tmp_path) as other:
-            with pytest.raises(StorageError, match="lock of another run"):
+            with raises(StorageError, "lock.json", names=["150 s"]):
                 slept.check()
             slept.__exit__()
             other.check()
@@ -141,7 +142,7 @@ def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(tmp_path: Path):
 def test_unreadable_lock_is_void_after_silence_only(content: str, tmp_path: Path):
     (tmp_path / FILE).write_text(content)
     threading.Timer(0.1, os.utime, [tmp_path / FILE]).start()
-    with pytest.raises(StorageError, match="is in use"), RunLock(tmp_path, beat_seconds=0.02):
+    with raises(StorageError, tmp_path, suggests="run.name"), RunLock(tmp_path, beat_seconds=0.02):
         pass
     os.utime(tmp_path / FILE, (0, 0))
     with RunLock(tmp_path) as held:
@@ -167,7 +168,7 @@ def test_a_holder_whose_clock_is_ahead_lives(tmp_path: Path):
     path = leave_behind(tmp_path, age=-1e6, host="other")
     threading.Timer(0.2, silence, [path, -1e6 - 30]).start()
     with (
-        pytest.raises(StorageError, match="is in use"),
+        raises(StorageError, tmp_path, suggests="run.name"),
         RunLock(tmp_path, beat_seconds=0.02, stale_seconds=5.0),
     ):
         pass
@@ -189,7 +190,7 @@ def test_a_clock_that_jumps_while_a_start_waits_kills_no_run(
 
     monkeypatch.setattr(module, "_heartbeat_stamp", ahead)
     with (
-        pytest.raises(StorageError, match="is in use"),
+        raises(StorageError, tmp_path, suggests="run.name"),
         RunLock(tmp_path, beat_seconds=0.02, stale_seconds=30.0),
     ):
         pass
@@ -210,7 +211,7 @@ def test_a_start_that_was_stopped_looks_before_it_counts(
     real = time.monotonic
     monkeypatch.setattr(module.time, "sleep", sleep)
     monkeypatch.setattr(module.time, "monotonic", lambda: real() + slept)
-    with pytest.raises(StorageError, match="is in use"), RunLock(tmp_path):
+    with raises(StorageError, tmp_path, suggests="run.name"), RunLock(tmp_path):
         pass
     assert slept > 0
 
@@ -235,7 +236,7 @@ def test_a_heart_beats_where_times_cannot_be_set(
         assert held.check_held() and json.loads(held.path.read_text())["pid"] == os.getpid()
         monkeypatch.setattr(module, "_is_on_this_host", lambda holder: False)
         with (
-            pytest.raises(StorageError, match="is in use"),
+            raises(StorageError, tmp_path, suggests="run.name"),
             RunLock(tmp_path, beat_seconds=0.02, stale_seconds=20.0),
         ):
             pass
@@ -425,7 +426,10 @@ def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path: Path):
 
 def test_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "run").write_text("in the way")
-    with pytest.raises(StorageError, match="cannot be written"), RunLock(tmp_path / "run"):
+    with (
+        raises(StorageError, "lock.json", names=[tmp_path / "run"], suggests="run.dir"),
+        RunLock(tmp_path / "run"),
+    ):
         pass
 
 
@@ -442,7 +446,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fault("L7")
 def test_freeing_space_needs_no_lock_where_none_can_be_written(tmp_path: Path, full_disk: None):
-    with pytest.raises(StorageError, match="No space left"), RunLock(tmp_path):
+    with raises(StorageError, "lock.json", suggests="run.dir"), RunLock(tmp_path):
         pass
     with RunLock(tmp_path, to_free=True):
         assert not list(tmp_path.iterdir())

@@ -210,7 +210,7 @@ def test_other_shape_than_saved(copy: Path):
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
         checkpoints.restore_newest(wanted)
     assert "params.embedding is 30 x 8 in the checkpoint, not 30 x 16" in str(refused.value)
-    assert "optimizer.nu.embedding is only in the checkpoint" in str(refused.value)
+    assert "optimizer.nu.embedding" in str(refused.value)
     assert names(copy) == ["3", "6"]
 
 

@@ -58,7 +58,7 @@ def test_commands_follow_the_config(run_dir: Path, tmp_path: Path, capsys: Any):
     assert main(["checkpoints", "diff", f"{run_dir}@3", f"{tmp_path}/saved/a@3"]) == 0
     assert capsys.readouterr().out.endswith("same\n")
     assert main(["checkpoints", "prune", str(run_dir), "--keep", "1"]) == 2
-    assert "add --elsewhere" in capsys.readouterr().err
+    assert "--elsewhere" in capsys.readouterr().err
     assert main(["checkpoints", "prune", str(run_dir), "--keep", "1", "--elsewhere"]) == 0
     assert os.listdir(kept) == ["6"] and os.listdir(kept.parent) == [CHECKPOINTS_FOLDER]
 

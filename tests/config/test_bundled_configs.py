@@ -79,8 +79,8 @@ def test_show_prints_the_file(capsys: Capture):
         told(capsys, "configs", "show", "llama3-8b") == bundled_configs.configs()["llama3-8b"].text
     )
     err = told(capsys, "configs", "show", "x", code=2)
-    assert err.startswith("command line: x\n") and "quickstart, deepseek-v2," in err
-    assert "Did you mean llama3-8b?" in told(capsys, "configs", "show", "llama3_8b", code=2)
+    assert err.startswith("command line: x\n") and "deepseek-v2" in err
+    assert "llama3-8b" in told(capsys, "configs", "show", "llama3_8b", code=2)
 
 
 def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
@@ -103,7 +103,7 @@ def test_copies_have_the_name_that_is_given(here: Path, capsys: Capture):
     assert (here / "mine.yaml").read_text() == (here / "folder/tiny.yml").read_text()
     assert load(["mine.yaml", "train.steps=1"]).config.run.name == "mine"
     err = told(capsys, "configs", "copy", "tiny", "mine", code=2)
-    assert "must end in .yml or .yaml" in err and "Write mine.yml." in err
+    assert "must end in .yml or .yaml" in err and "mine.yml" in err
     told(capsys, "configs", "copy", "tiny", "x" * 300 + ".yml", code=74)
     told(capsys, "configs", "copy", "tiny", "a\nb.yml", code=2)
     assert "cannot be written" in told(capsys, "configs", "copy", "tiny", "no/a.yml", code=74)

@@ -32,7 +32,9 @@ def said(*given: str) -> str:
         ("data.max_decompressed_bytes=0", "data.max_decompressed_bytes", "1"),
     ],
 )
-def test_what_cannot_be_read_is_refused(given: str, key: str, words: str) -> None:
+def test_data_keys_that_name_no_readable_source_are_refused(
+    given: str, key: str, words: str
+) -> None:
     message = said(*given.split())
     assert key in message and words in message
 
@@ -50,4 +52,4 @@ def test_lists_and_templates_are_read(source: str, tmp_path: Path) -> None:
 
 
 def test_a_list_as_one_path_names_the_key() -> None:
-    assert "Set data.paths to the list" in said("data.source=jsonl", "data.path=[a,b]")
+    assert "data.paths" in said("data.source=jsonl", "data.path=[a,b]")

@@ -12,6 +12,7 @@ from maxpipe.config.keys import KEYS, flatten, sections_of
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.errors import ConfigError
+from tests.errors import assert_error
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -149,23 +150,23 @@ def test_large_integers_are_exact():
         "[1]",
     ],
 )
-def test_what_is_no_integer(text: str):
+def test_values_that_are_not_integers_are_refused(text: str):
     message = only_problem(*VALID, f"train.steps={text}")
-    assert "must be an integer" in message
+    assert_error(message, "train.steps")
     assert len(message) < 300
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (str(2**63), "from -2**63 to 2**63 - 1."),
-        (f"-{'9' * 6000}", "from -2**63 to 2**63 - 1."),
-        ("1e19", "from -2**63 to 2**63 - 1."),
-        ("1e16", "without decimal point or exponent"),
+        (str(2**63), "2**63 - 1"),
+        (f"-{'9' * 6000}", "-2**63"),
+        ("1e19", "2**63 - 1"),
+        ("1e16", "exponent"),
     ],
 )
-def test_what_is_too_large_an_integer(text: str, rule: str):
-    assert f"must be an integer {rule}" in only_problem(*VALID, f"train.tokens={text}")
+def test_integers_beyond_64_bits_are_refused(text: str, rule: str):
+    assert_error(only_problem(*VALID, f"train.tokens={text}"), "train.tokens", names=[rule])
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
@@ -177,8 +178,8 @@ def test_numbers(text: str, value: float, write: Write):
 
 
 @pytest.mark.parametrize("text", ["nan", ".inf", "-inf", "true", "a", "", "१"])
-def test_what_is_no_number(text: str):
-    assert "must be a finite number" in only_problem(*VALID, f"optim.beta1={text}")
+def test_values_that_are_not_finite_numbers_are_refused(text: str):
+    assert_error(only_problem(*VALID, f"optim.beta1={text}"), "optim.beta1")
 
 
 @pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
@@ -187,8 +188,9 @@ def test_true_or_false(text: str, value: bool):
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", ""])
-def test_what_is_neither_true_nor_false(text: str):
-    assert "must be true or false" in only_problem(*VALID, f"log.tensorboard={text}")
+def test_values_that_are_not_booleans_are_refused(text: str):
+    message = only_problem(*VALID, f"log.tensorboard={text}")
+    assert_error(message, "log.tensorboard", names=["true", "false"])
 
 
 # --- mistakes ------------------------------------------------------------------------

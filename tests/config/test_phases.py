@@ -18,7 +18,7 @@ def test_steps_are_numbers_shares_and_the_rest() -> None:
     assert last == LRPhase(75, "linear", 0.1, 0.0)
 
 
-def test_restarts_begin_again() -> None:
+def test_a_repeated_phase_starts_from_its_first_rate() -> None:
     wanted = [LRPhase(20, "cosine", 1.0, 0.1)] * 3
     assert parse_phases(["3 x 20% cosine 1 -> 0.1"], 100) == wanted
 
@@ -40,7 +40,7 @@ def test_restarts_begin_again() -> None:
         ("2 x rest linear 1", "rest"),
     ],
 )
-def test_what_cannot_be_read_is_explained(text: str, rule: str) -> None:
+def test_phases_that_cannot_be_parsed_are_explained(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
         parse_phases([text], 100)
     with pytest.raises(ConfigError, match=rule) as caught:

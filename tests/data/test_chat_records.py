@@ -24,6 +24,7 @@ from maxpipe.generate.prompts import read_conversations
 from tests.data.conversations import CHATML, Listed, said, write_records
 from tests.data.model_templates import GPT_OSS, QWEN2, QWEN3
 from tests.data.test_conversations import conversations, records_of, trained_text
+from tests.errors import raises
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
@@ -217,7 +218,13 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
     records = records_of([said(("user", q), ("assistant", a)) for q, a in turns])
     path = write_records(tmp_path / "a.jsonl", records)
     if policy == "error":
-        with pytest.raises(ConfigError, match=r"2 conversations, the first at .*a.jsonl:2"):
+        with raises(
+            ConfigError,
+            "data.long_conversations",
+            "error",
+            names=["2 conversations", "a.jsonl:2"],
+            suggests=["train.sequence_length", "data.long_conversations=truncate"],
+        ):
             opened(path, tmp_path, 20, long_conversations=policy)
         return
     found = opened(path, tmp_path, 20, long_conversations=policy)

@@ -29,6 +29,7 @@ from maxpipe.data.formats.disk_cache import lock_file
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
+from tests.errors import raises
 
 zstandard = pytest.importorskip("zstandard")
 
@@ -125,7 +126,7 @@ def test_an_unpacked_copy_is_made_once_and_found_again(
     assert source(file, tmp_path)[0] == "c" and first[1] == "b"
     # What was damaged there is not used.
     (folder / "lines.jsonl").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="must not change"):
+    with raises(ConfigError, "data.path", names=["lines.jsonl", "27 bytes", "1 bytes"]):
         first[1]
 
 
@@ -135,10 +136,10 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     source(file, tmp_path)
     [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
     (folder / "lines.jsonl").write_bytes(b"x")
-    with pytest.raises(StorageError, match="Delete this folder"):
+    with raises(StorageError, tmp_path / ".index", names=["a.jsonl.gz"]):
         source(file, tmp_path)
     (folder / "starts.npy").write_bytes(b"no array")
-    with pytest.raises(StorageError, match="Delete this folder"):
+    with raises(StorageError, tmp_path / ".index", names=["a.jsonl.gz"]):
         source(file, tmp_path)
 
 
@@ -250,12 +251,12 @@ def test_a_bomb_stops_at_its_bound(
     message = refusal(lambda: source(file, tmp_path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert f"{file}:2\n" in message and "16777216 bytes when the file is unpacked" in message
+    assert f"{file}:2\n" in message and "16777216" in message
     assert peak < 1 << 27
     file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
     few = {"max_decompressed_bytes": 1 << 24}
     message = refusal(lambda: source(file, tmp_path, **few))
-    assert str(file) in message and "at most 16777216 bytes when unpacked" in message
+    assert str(file) in message and "16777216" in message
     assert "data.max_decompressed_bytes" in message
     assert not list((tmp_path / ".index").glob("unpacked-*[!k]"))
 
@@ -279,7 +280,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device", str(tmp_path / "x"))
 
     monkeypatch.setattr(lines, "_save", full)
-    with pytest.raises(StorageError, match="No space left on device"):
+    with raises(StorageError, tmp_path / "x", suggests=["a.jsonl.gz", "data.path"]):
         source(file, tmp_path)
     assert not list((tmp_path / ".index").glob("*partial*"))
 
@@ -333,7 +334,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
     file.write_bytes(b'\n{"text": "a"}\n\n')
     os.truncate(file, 1 << 42)
     message = refusal(lambda: source(file, tmp_path))
-    assert f"{file}:4\n" in message and "longer than 16777216 bytes;" in message
+    assert f"{file}:4\n" in message and "16777216" in message
     # Blanks are no line.
     file.write_bytes(b'{"text": "a"}\n' + b" " * (1 << 25))
     assert len(source(file, tmp_path)) == 1
@@ -347,7 +348,7 @@ def test_a_record_beyond_the_bound_is_not_read(
     file.write_bytes(json_lines(["a", "b" * 1000, "c"]))
     found = source(file)
     message = refusal(lambda: found[1])
-    assert f"{file}:2 = 1014 bytes\n" in message and "at most 1000 bytes" in message
+    assert f"{file}:2 = 1014 bytes\n" in message and "1000" in message
     assert found[2] == "c"
 
 

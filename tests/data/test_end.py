@@ -22,6 +22,7 @@ from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas
 from maxpipe.errors import ConfigError
 from maxpipe.train.data_end import check_enough_data, last_step
 from tests.data.test_mixture import LENGTH, NAMES, RAMPS, folders, taken
+from tests.errors import raises
 
 assert folders  # a fixture
 
@@ -288,9 +289,9 @@ def test_too_little_data_is_refused(mixed: bool, folders: dict[str, str]) -> Non
         check_enough_data(loader, steps - 1, 2)
 
 
-def test_the_key() -> None:
+def test_data_end_accepts_three_values() -> None:
     assert load(["quickstart", "data.end=stop"]).config.data.end == "stop"
-    with pytest.raises(ConfigError, match="must be one of repeat, stop, fail"):
+    with raises(ConfigError, "data.end", "never", names=["repeat", "stop", "fail"]):
         load(["quickstart", "data.end=never"])
 
 

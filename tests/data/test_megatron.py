@@ -20,6 +20,7 @@ from maxpipe.data.prepared.megatron import MegatronDocuments
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.diagnosis import doctor
 from maxpipe.errors import ConfigError, StorageError
+from tests.errors import raises
 
 TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
@@ -198,13 +199,13 @@ def test_ids_without_a_row(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="0 files match"):
+    with raises(ConfigError, "data.path", names=[tmp_path / "a"], suggests="data.path"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", DOCUMENTS).with_suffix(".bin").unlink()
-    with pytest.raises(ConfigError, match="must be a pair of files"):
+    with raises(ConfigError, "data.path", names=["a.bin", "a.idx"]):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", [])
-    with pytest.raises(ConfigError, match="must contain documents"):
+    with raises(ConfigError, "data.path", names=["1 index"]):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
 
 
@@ -251,5 +252,5 @@ def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a", [[[256, 5, 257]], [[]], [[]]])
     data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)
     for seed in range(4):
-        with pytest.raises(ConfigError, match="document of two tokens or more"):
+        with raises(ConfigError, "data.path", names=["split validation"]):
             build_loaders(data, TokenizerConfig(), seed=seed, batch_size=2, sequence_length=8)

@@ -367,7 +367,7 @@ def test_stages_as_texts() -> None:
     assert other == ({"code": 1.0}, 5, "tokens")
 
 
-def test_explained() -> None:
+def test_keys_of_a_mixture_are_explained() -> None:
     assert "number" in explain("data.mixture.web.weight")
     assert "data.mixture.NAME" in explain("data.mixture")
     assert "weight" in explain("data.mixture.web")

@@ -198,4 +198,4 @@ def test_a_set_is_shown_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([*command, "--split", "mine"]) == 0
     assert "one document" in capsys.readouterr().out
     assert main([*command, "--split", "mines"]) == 2
-    assert "--split mine." in capsys.readouterr().err
+    assert "--split mine" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
+from tests.errors import raises
 
 TEXT = "def add(a, b):\n    return a + b  # é 語 <|endoftext|> </s>"
 UTF8 = st.text(st.characters(exclude_categories=["Cs"]))
@@ -136,7 +137,7 @@ def test_file_mistakes(tmp_path: Path) -> None:
         assert "tokenizer.kind=bytes" in problem.action
     bad = tmp_path / "tokenizer.json"
     bad.write_text("{}")
-    with pytest.raises(ConfigError, match=r"must be a tokenizer\.json file"):
+    with raises(ConfigError, "tokenizer.path", suggests=["tokenizer.path", "tokenizer.json"]):
         open_tokenizer(TokenizerConfig(kind="huggingface", path=str(bad)))
 
 
@@ -168,7 +169,7 @@ def test_a_tokenizer_that_panics_is_a_mistake(byte_level_file: Path, tmp_path: P
     path.write_text(json.dumps(content))
     tokenizer = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(path)))
     for act in (lambda: tokenizer.encode("a text"), lambda: tokenizer.count(["a text"])):
-        with pytest.raises(ConfigError, match="must be a tokenizer that works on every text"):
+        with raises(ConfigError, "tokenizer.path", suggests="tokenizer.path"):
             act()
 
 
@@ -179,5 +180,5 @@ def test_numbers_of_tokens_do_not_fill_the_memory(byte_level_file: Path, tmp_pat
     content["model"]["vocab"]["<|endoftext|>"] = 2**32 - 1
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="must be a tokenizer.json file"):
+    with raises(ConfigError, "tokenizer.path", names=[4294967295, 67108864]):
         open_tokenizer(TokenizerConfig(kind="huggingface", path=str(path)))

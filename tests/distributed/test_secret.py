@@ -28,7 +28,7 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
     assert protocol.secret_from_environment({protocol.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
     for text in ("", "short", "x" * 2000):
         said = refused({protocol.VARIABLE: text})
-        assert "must have 32 to 1024 characters" in said and "openssl rand -hex 32" in said
+        assert "32 to 1024" in said and "openssl rand -hex 32" in said
         assert not text or text not in said
 
 
@@ -52,7 +52,7 @@ def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.Mon
     for text in ("", "short", "x" * 5000):
         path.write_text(text)
         said = refused(named)
-        assert "must have 32 to 1024 bytes" in said and "openssl rand -hex 32 > FILE" in said
+        assert "32 to 1024" in said and "openssl rand -hex 32 > FILE" in said
     me = os.geteuid()
     path.write_text(GOOD)
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
@@ -105,7 +105,7 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
     rule = "the file mode is 666"
     with pytest.raises(ConfigError, match=rule) as caught, protocol.publish_secret(tmp_path, 1):
         pass
-    assert "set MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
+    assert "MAXPIPE_RUN_SECRET" in str(caught.value) and not list(tmp_path.iterdir())
     protocol.secret_path(tmp_path, 1).write_text(GOOD)
     protocol.secret_path(tmp_path, 1).chmod(0o644)
     with pytest.raises(ConfigError, match="the file mode is 644"):

@@ -23,6 +23,7 @@ from maxpipe.generate.completions import (
     encode_prompts,
 )
 from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Refill
+from tests.errors import raises
 
 BYTES = ByteTokenizer()
 GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"
@@ -112,7 +113,7 @@ def test_an_interrupt_keeps_what_there_is() -> None:
 
 
 def test_numbers_that_are_not_finite_end_it() -> None:
-    with pytest.raises(DivergenceError, match="prompt 1: token 1 has the log-probability nan"):
+    with raises(DivergenceError, "prompt 1: token 1", suggests="model.compute_dtype=float32"):
         completed(Script(b"a", logprob=float("nan")), ["x"], GenerationLimits(5, 99))
 
 
@@ -128,14 +129,14 @@ def test_a_prompt_must_leave_room() -> None:
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
 def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+    with raises(ConfigError, "prompt 2", suggests="`iconv -t UTF-8`") as caught:
         encode_prompts(["ok", "\udcff"], tokenizer, 99)
     assert caught.value.problems[0].where == "prompt 2"
 
 
 def test_what_is_said_must_be_text() -> None:
     said = [ChatInput([{"role": "user", "content": text}]) for text in ("ok", "\ud800")]
-    with pytest.raises(ConfigError, match="must be UTF-8") as caught:
+    with raises(ConfigError, "prompt 2", suggests="`iconv -t UTF-8`") as caught:
         encode_chats(said, FOLDER, 999)
     assert caught.value.problems[0].where == "prompt 2"
 
@@ -145,5 +146,5 @@ def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path)
     shutil.copytree(GOLDEN, tmp_path / "folder")
     (tmp_path / "folder" / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))
-    with pytest.raises(ConfigError, match="none for prompt 1"):
+    with raises(ConfigError, "chat_template.jinja", names=["prompt 1"], suggests="--chat"):
         encode_chats([ChatInput([{"role": "user", "content": "Hi"}])], tokenizer, 99)

@@ -162,7 +162,7 @@ def test_long_text_takes_no_time():
 def test_error_messages(capsys: Capture):
     assert main(["train", *TINY, f"model.num_layers={TOKEN}", f"--{TOKEN}", f"{TOKEN}.yml"]) == 2
     err = capsys.readouterr().err
-    assert TOKEN not in err and "command line: model.num_layers = <redacted>" in err
+    assert TOKEN not in err and "model.num_layers = <redacted>" in err
     assert "--<redacted>" in err and "<redacted>.yml" in err
     # Known by its name alone.
     assert main(["train", *TINY, "data.api_key=hunter22", "api_key=hunter22"]) == 2

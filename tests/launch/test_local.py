@@ -226,7 +226,7 @@ def test_a_secret_that_was_given_is_passed_on(
     assert launch(says, says) == 0 and capsys.readouterr().out == "40\n"
     monkeypatch.setenv("MAXPIPE_RUN_SECRET", "short")
     assert launch(says, says) == 2
-    assert "must have 32 to 1024 characters, but has 5" in capsys.readouterr().err
+    assert "32 to 1024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def given() -> tuple[dict[str, Any], jax.Array]:
     return params, x.at[..., 0].set(1.0)
 
 
-def test_it_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
+def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
     params, x = given
     wanted, pull = jax.vjp(token_by_token, params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)

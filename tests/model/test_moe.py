@@ -328,7 +328,7 @@ def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool)
     assert_close(found.losses["entropy"], entropy)
 
 
-def test_what_experts_with_room_compute_is_counted() -> None:
+def test_flops_of_experts_with_capacity() -> None:
     own = MoeConfig(num_experts=6, top_k=2, capacity_factor=1.5, num_shared_experts=2)
     model = describe(replace(CONFIG, own=own))
     part = model.layer_types["experts"].parts["experts"]

@@ -106,7 +106,7 @@ def test_losses_are_those_of_trl(
     np.testing.assert_allclose(reports["nats_rejected"], -PAIRS[:, 1] / PAIRS[:, 5], **near)
 
 
-def test_by_hand() -> None:
+def test_losses_equal_values_computed_by_hand() -> None:
     """Of the first pair: the chosen response gained 0.5 nats, the rejected one lost 0.75."""
     pair = PAIRS[:1]
     [dpo], _ = called(Dpo(2, False), pair)

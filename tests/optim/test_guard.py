@@ -84,7 +84,7 @@ def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -
     assert float(state.recent.max()) < 3
 
 
-def test_what_is_remembered_survives_a_checkpoint_bit_for_bit() -> None:
+def test_guard_state_survives_a_checkpoint_bit_for_bit() -> None:
     _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
     facts = json.loads(json.dumps(state.to_json()))
     again = init_guard_state(SPIKES, facts)

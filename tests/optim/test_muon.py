@@ -31,7 +31,7 @@ def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: f
     assert values.max() < 1.25 < muon.MAX_SINGULAR_VALUE and (shape[0] > 3 or values.min() > 0.6)
 
 
-def test_zeros_stay() -> None:
+def test_zero_momentum_gives_a_zero_update() -> None:
     assert not np.asarray(muon.orthogonalize(jnp.zeros((3, 5)))).any()
 
 

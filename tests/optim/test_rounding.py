@@ -38,7 +38,7 @@ def test_the_mean_of_many_draws_is_the_number() -> None:
     assert (np.ptp(found[:, ~exact], axis=0) > 0).all()
 
 
-def test_what_is_not_finite_stays() -> None:
+def test_non_finite_values_are_unchanged_by_stochastic_rounding() -> None:
     x = jnp.asarray([np.inf, -np.inf, np.nan, np.finfo("f4").max], "f4")
     found = np.asarray(round_stochastically(x, jnp.full(4, 2**32 - 1, jnp.uint32)), "f4")
     assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2])

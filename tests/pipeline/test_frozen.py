@@ -164,7 +164,7 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     assert (whole - part) * rows * tokens / sizes.mesh.stages == product
 
 
-def test_less_is_predicted() -> None:
+def test_frozen_parameters_reduce_predicted_memory() -> None:
     for model, mesh, pipeline in PLANS:
         config = config_of(model, mesh, pipeline)
         whole = replace(config, model=replace(config.model, frozen=[]))

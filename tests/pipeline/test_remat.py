@@ -137,7 +137,7 @@ def test_two_pullbacks_would_cost_half_as_much_again() -> None:
     assert twice > 1.3 * whole
 
 
-def test_what_is_kept() -> None:
+def test_saved_activations_of_each_mode() -> None:
     row = (ROWS, TOKENS, CONFIG.d_model)
     assert [leaf.shape for leaf in pieces_of(RematPolicy("full")).saved] == [row]
     some = pieces_of(RematPolicy("names", ("gate", "up"))).saved

@@ -47,6 +47,6 @@ def test_a_long_step_is_drawn_with_fewer_microbatches() -> None:
 
 
 @pytest.mark.parametrize(("name", "start"), [("plan.svg", b"<svg"), ("plan.png", b"\x89PNG")])
-def test_files(name: str, start: bytes, tmp_path: Path) -> None:
+def test_drawings_are_written_to_files(name: str, start: bytes, tmp_path: Path) -> None:
     write(found(schedule="zb_v", remat="names"), V5P, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

@@ -284,7 +284,7 @@ def load_with(config: Config, overrides: list[str]) -> Config:
     return config
 
 
-def test_nothing_fits() -> None:
+def test_a_search_without_a_layout_that_fits_is_an_error() -> None:
     with pytest.raises(ConfigError, match="found no layout that fits"):
         best_layouts(config_of(), parse_topology("v5e:1x1"), {})
 

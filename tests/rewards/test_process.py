@@ -13,6 +13,7 @@ import pytest
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.errors import ConfigError
 from maxpipe.rewards.process import RewardFunction
+from tests.errors import raises
 
 Opened = Callable[..., RewardFunction]
 
@@ -48,7 +49,7 @@ def test_a_function_is_given_completion_and_record(opened: Opened) -> None:
     assert rewards.compute("", {"more": True}, "line 2") == 1
 
 
-def test_it_may_import_what_is_beside_it(opened: Opened, tmp_path: Path) -> None:
+def test_a_reward_file_imports_modules_of_its_folder(opened: Opened, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORTH = 4")
     rewards = opened("import beside; return beside.WORTH")
     assert rewards.compute("", {}, "line 1") == 4
@@ -69,7 +70,7 @@ def test_it_may_import_what_is_beside_it(opened: Opened, tmp_path: Path) -> None
         ("import time; time.sleep(60)", "it exceeded the time limit"),
     ],
 )
-def test_what_a_function_does_wrong_is_said(opened: Opened, body: str, words: str) -> None:
+def test_mistakes_of_a_reward_function_are_explained(opened: Opened, body: str, words: str) -> None:
     start = time.monotonic()
     text = refused(opened(body))
     assert f"for prompts.jsonl, line 3 and the completion '7' {words}." in text
@@ -93,10 +94,10 @@ def test_a_function_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("reward = 3")
     config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
-    with pytest.raises(ConfigError, match="it has no function reward"):
+    with raises(ConfigError, "grpo.reward_file", names=["mine.py:reward", "AttributeError"]):
         RewardFunction(config).compute("", {}, "line 1")
     config = GrpoConfig(reward_file=f"{tmp_path / 'other.py'}:reward", allow_code=True)
-    with pytest.raises(ConfigError, match="No such file"):
+    with raises(ConfigError, "grpo.reward_file", names=["other.py:reward"]):
         RewardFunction(config).fingerprint()
 
 
@@ -110,7 +111,7 @@ def test_built_in_rewards_run_there_too() -> None:
     """A pattern may take for ever."""
     rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
-    with pytest.raises(ConfigError, match=r"grpo\.reward = regex[\s\S]*it exceeded the time limit"):
+    with raises(ConfigError, "grpo.reward", "regex", names=["1 seconds", "line 2"]):
         rewards.compute("a" * 60, {"pattern": "(a+)+$b"}, "line 2")
     rewards.close()
 

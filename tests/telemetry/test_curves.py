@@ -72,7 +72,7 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
         (["one", "--out", "no/a.svg"], 74, "cannot be written"),
     ],
 )
-def test_what_cannot_be_drawn_is_explained(
+def test_curves_that_cannot_be_drawn_are_explained(
     arguments: list[str], code: int, words: str, runs: Path, capsys: Capture
 ) -> None:
     assert main(["curves", *arguments]) == code

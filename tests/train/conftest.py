@@ -7,12 +7,13 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import FAST_COMPILE
+from tests.train.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +51,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny.yml"
 
 
+def environment_of_command() -> dict[str, str]:
+    """Variables of a process that runs the command: modules load and steps compile faster."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+    }
+    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
+    return environment | FAST_COMPILE
+
+
 @pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
     """`start(*arguments)`: the command in a process, with both its outputs in one pipe.
@@ -58,34 +70,36 @@ def start() -> Callable[..., subprocess.Popen[str]]:
     """
 
     def popen(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
-        }
-        # Half the time to load modules, and to compile the step.
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
-        environment |= FAST_COMPILE
         first = {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"} if modules else {}
         return subprocess.Popen(
             [sys.executable, "-m", "maxpipe", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | first,
+            env=environment_of_command() | first,
         )
 
     return popen
 
 
 @pytest.fixture(scope="session")
-def run(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., str]:
+def fork_server() -> Iterator[ForkServer]:
+    """The process that runs the commands of `run`."""
+    server = ForkServer.start(environment_of_command())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """`run(*arguments, code=0)`: the output of the command, which must exit with `code`."""
+    path = tmp_path_factory.mktemp("output") / "output.txt"
 
     def run_to_end(*arguments: object, code: int = 0) -> str:
-        process = start(*arguments)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == code, output
+        words = [*map(str, arguments)]
+        exit_code = fork_server.run(words, environment_of_command(), path, seconds=240)
+        output = path.read_text(encoding="utf-8")
+        assert exit_code == code, output
         return output
 
     return run_to_end

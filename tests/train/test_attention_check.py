@@ -161,6 +161,7 @@ backends.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 """
 
 
+@pytest.mark.long
 def test_a_run_with_a_wrong_backend_does_not_start(
     tiny: Path, tmp_path: Path, start: Start
 ) -> None:

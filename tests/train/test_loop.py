@@ -432,6 +432,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output
 
 
+@pytest.mark.long
 @pytest.mark.fault("F24")
 def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
     """A copy of the files is the same data; a copy with one other byte is not."""
@@ -453,6 +454,7 @@ def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
     assert "warning: data: the content of 7.txt was" in output
 
 
+@pytest.mark.long
 @pytest.mark.fault("F16")
 def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
     changes = ("optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25")

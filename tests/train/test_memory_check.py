@@ -245,6 +245,7 @@ sys.meta_path.insert(0, Finder())
 """Memory is short as soon as everything is compiled."""
 
 
+@pytest.mark.long
 def test_memory_that_went_during_set_up_stops_the_run(
     tiny: Path, start: Start, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_the_same_under_another_layout(
                 assert found[step][tag] == pytest.approx(value, rel=SAME), (step, tag)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
     output = run("eval", whole, "eval.batches=4")

@@ -21,6 +21,7 @@ from maxpipe.io.typed_json import legacy_value
 from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
+from tests.errors import raises
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
@@ -96,12 +97,12 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
         check_model(OLD, *wanted("model.llama.rope_factor=4"))
     (problem,) = caught.value.problems
     assert problem.where == "command line: model.llama.rope_factor" and problem.value == "4.0"
-    assert problem.rule.startswith("must be 8.0") and "Set model.llama.rope_fa" in problem.action
+    assert problem.rule.startswith("must be 8.0") and "model.llama.rope_fa" in problem.action
 
 
 def test_heads_ahead_stay_and_their_weight_may_change() -> None:
     check_model(OLD, *wanted("model.mtp_loss_weight=0.1"))
-    with pytest.raises(ConfigError, match=r"model\.mtp_heads = 2\n  must be 0, the value"):
+    with raises(ConfigError, "model.mtp_heads", 2, names=[0], suggests="model.mtp_heads=0"):
         check_model(OLD, *wanted("model.mtp_heads=2"))
 
 
@@ -113,14 +114,14 @@ def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
         "model.mtp_heads"
     ]
     with_heads = OLD | {"mtp_heads": 1}
-    with pytest.raises(ConfigError, match=r"model\.mtp_kind = layer\n  must be projection"):
+    with raises(ConfigError, "model.mtp_kind", "layer", suggests="model.mtp_kind=projection"):
         check_model(with_heads, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
 
 
 def test_another_family_is_refused() -> None:
     sizes = [each for each in SIZES if "rope_scaling" not in each]
     config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])
-    with pytest.raises(ConfigError, match="model.family = gemma3\n  must be llama"):
+    with raises(ConfigError, "model.family", "gemma3", suggests="model.family=llama"):
         check_model(OLD, to_dict(config.config)["model"], config.origins)
 
 
@@ -147,9 +148,9 @@ def test_a_key_that_did_not_exist_has_the_meaning_of_then() -> None:
     model["llama"] |= {"new": 3, "changed": 0.0}
     check_model(OLD, model, origins)
     model["llama"] |= {"new": 4}
-    with pytest.raises(ConfigError, match=r"model\.llama\.new = 4\n  must be 3, the value"):
+    with raises(ConfigError, "model.llama.new", 4, suggests="model.llama.new=3"):
         check_model(OLD, model, origins)
     # The default of today is not what the checkpoint's run did.
     model["llama"] |= {"new": 3, "changed": 0.5}
-    with pytest.raises(ConfigError, match=r"model\.llama\.changed = 0\.5\n  must be 0\.0, the"):
+    with raises(ConfigError, "model.llama.changed", 0.5, suggests="model.llama.changed=0.0"):
         check_model(OLD, model, origins)

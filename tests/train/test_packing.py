@@ -47,13 +47,8 @@ def keys_of(kind: str, here: Path) -> list[str]:
     return [*found, f"data.chat_template={here / 'chat.jinja'}"]
 
 
-@pytest.mark.parametrize(
-    "packing",
-    [
-        each if each == "best_fit" else pytest.param(each, marks=pytest.mark.long)
-        for each in PACKINGS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_sources_of_each_kind_train(
     packing: Packing, tiny: Path, here: Path, run: Run, tmp_path: Path
 ) -> None:

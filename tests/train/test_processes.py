@@ -112,6 +112,7 @@ def test_fsdp_may_lie_across_processes(
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=SAME)
 
 
+@pytest.mark.long
 @pytest.mark.fault("D7")
 def test_one_process_resumes_what_two_have_saved(
     run: Run, arguments: tuple[object, ...], together: Path, tmp_path: Path
@@ -169,6 +170,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
     assert saved_digest(tmp_path / "run") == saved_digest(together)
 
 
+@pytest.mark.long
 @pytest.mark.fault("F10")
 def test_process_that_fails_alone_ends_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path

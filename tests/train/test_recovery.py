@@ -73,6 +73,7 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
     assert saved_digest(copy) == saved_digest(unbroken)
 
 
+@pytest.mark.long
 def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_run(
     copy: Path, tiny: Path, run: Run
 ):
@@ -106,6 +107,7 @@ def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
     assert not (copy / "lock.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.fault("F15", "F2")
 def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
     copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
@@ -137,7 +139,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     where, rule, action = second.splitlines()[-3:]
     assert where == f"{copy}: is in use by another run"
     assert f"process {process.pid}," in rule and "last heartbeat" in rule
-    assert "set run.name to a new name" in action
+    assert "run.name" in action
     assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save was over before the kill"
     output = run(*arguments)
     assert "16.orbax-checkpoint-tmp was removed" in output
@@ -176,6 +178,7 @@ def unmount(folder: Path) -> None:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.fault("F5")
 def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run):
     """A tmpfs of 600 KiB, where one may be mounted."""

@@ -65,6 +65,7 @@ def test_each_set_has_a_curve(
     assert "--split digits." in run("eval", f"{tmp_path}/run", "--split", "digit", *sets, code=2)
 
 
+@pytest.mark.long
 def test_without_documents_held_out_the_whole_is_all_sets(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
