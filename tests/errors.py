@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 
 from maxpipe.errors import ConfigError, MaxpipeError, Problem
+
+_Error = TypeVar("_Error", bound=MaxpipeError)
 
 
 def parse_problems(error: BaseException | str) -> list[Problem]:
@@ -60,12 +63,12 @@ def assert_error(
 
 @contextmanager
 def raises(
-    kind: type[MaxpipeError],
+    kind: type[_Error],
     key: object = "",
     value: object = None,
     names: Sequence[object] = (),
     suggests: str | Sequence[str] = (),
-) -> Iterator[pytest.ExceptionInfo[MaxpipeError]]:
+) -> Iterator[pytest.ExceptionInfo[_Error]]:
     """Check that the block raises this type, and thus its exit code, with such a problem."""
     with pytest.raises(kind) as caught:
         yield caught
