@@ -37,7 +37,7 @@ CHECKED = (
     "maxpipe.pipeline.prologue",
     "maxpipe.optim.guard",
     "maxpipe.optim",
-    "maxpipe.step.statistics",
+    "maxpipe.step.step",
     "maxpipe.step.step",
 )
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,7 +14,6 @@ JOURNEYS = {
     "train step": [
         "step.build",
         "step.step",
-        "step.state_layout",
         "step.state",
         "pipeline.program",
         "pipeline.engine",

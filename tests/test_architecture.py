@@ -100,7 +100,7 @@ ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.step.build",
     "maxpipe.data.datasets",
-    "maxpipe.train.required_files",
+    "maxpipe.train.session",
     "maxpipe.train.session",
     "maxpipe.train.loop",
     "maxpipe.step.build",

@@ -24,6 +24,7 @@ from maxpipe.models.huggingface import (
     HuggingFace,
     Kept,
     Ours,
+    Period,
     Rotary,
     Theirs,
     Twice,
@@ -32,7 +33,6 @@ from maxpipe.models.huggingface import (
     an_object,
     written,
 )
-from maxpipe.models.huggingface_tables import Period
 from maxpipe.models.registry import FAMILIES
 
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, moe
+from maxpipe.models import family, huggingface, moe
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
@@ -215,7 +215,7 @@ _YARN = (
     Key("original_max_position_embeddings", "deepseek.original_max_position_embeddings"),
     Key("mscale", "deepseek.mscale", 0.0),
     Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
-    *huggingface_tables.YARN,
+    *huggingface.YARN,
 )
 
 
@@ -226,7 +226,7 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
         _HeadSizes(),
         Key("v_head_dim", "deepseek.v_head_dim", 128),
         Key("kv_lora_rank", "deepseek.kv_lora_rank", 512),
-        huggingface_tables.OrNone("q_lora_rank", "deepseek.q_lora_rank", 1536),
+        huggingface.OrNone("q_lora_rank", "deepseek.q_lora_rank", 1536),
         Rotary(
             "rope_theta",
             10000.0,
@@ -248,9 +248,9 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
 _LAYER = "model.layers.{layer}."
 _ATTENTION, _SHARED = f"{_LAYER}self_attn.", f"{_LAYER}mlp.shared_experts."
 _TENSORS = (
-    *huggingface_tables.ENDS,
-    *huggingface_tables.NORMED,
-    *huggingface_tables.norms(experts_norm="post_attention_layernorm"),
+    *huggingface.ENDS,
+    *huggingface.NORMED,
+    *huggingface.norms(experts_norm="post_attention_layernorm"),
     Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
     Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
     Tensor("attention.query_norm", f"{_ATTENTION}q_a_layernorm.weight", "r -> r"),
@@ -259,11 +259,9 @@ _TENSORS = (
     Tensor("attention.rope_key", f"{_ATTENTION}kv_a_proj_with_mqa.weight", "d h -> h d"),
     Tensor("attention.key_value_norm", f"{_ATTENTION}kv_a_layernorm.weight", "r -> r"),
     Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
-    huggingface_tables.ATTENTION[-1],
-    *huggingface_tables.MLP,
-    *huggingface_tables.experts(
-        "mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"
-    ),
+    huggingface.ATTENTION[-1],
+    *huggingface.MLP,
+    *huggingface.experts("mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"),
     Tensor("experts.router_bias", f"{_LAYER}mlp.gate.e_score_correction_bias", "e -> e"),
     Tensor("experts.shared_gate", f"{_SHARED}gate_proj.weight", "d f -> f d"),
     Tensor("experts.shared_up", f"{_SHARED}up_proj.weight", "d f -> f d"),
@@ -275,7 +273,7 @@ _V2 = HuggingFace(
     "deepseek_v2",
     keys=(
         *_keys(
-            *huggingface_tables.sizes(mlp=11008, vocab=102400),
+            *huggingface.sizes(mlp=11008, vocab=102400),
             dense=0,
             shared=2,
             width=1407,
@@ -304,7 +302,7 @@ _V3 = HuggingFace(
     "deepseek_v3",
     keys=(
         *_keys(
-            *huggingface_tables.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
+            *huggingface.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
             dense=3,
             shared=1,
             width=2048,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
@@ -65,7 +65,7 @@ _HUGGINGFACE = HuggingFace(
     "Gemma2ForCausalLM",
     "gemma2",
     keys=(
-        *huggingface_tables.sizes(
+        *huggingface.sizes(
             layers=26,
             width=2304,
             heads=8,
@@ -83,12 +83,10 @@ _HUGGINGFACE = HuggingFace(
             "head_dim",
             is_integer=True,
         ),
-        huggingface_tables.OrNone("attn_logit_softcapping", "gemma2.attn_logit_softcapping", 50.0),
-        huggingface_tables.OrNone(
-            "final_logit_softcapping", "gemma2.final_logit_softcapping", 30.0
-        ),
+        huggingface.OrNone("attn_logit_softcapping", "gemma2.attn_logit_softcapping", 50.0),
+        huggingface.OrNone("final_logit_softcapping", "gemma2.final_logit_softcapping", 30.0),
         rope_config.row("gemma2", 8192),
-        huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
+        huggingface.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Kept("hidden_act"),
         Fixed("attention_bias", (False,), False),
@@ -98,10 +96,10 @@ _HUGGINGFACE = HuggingFace(
         Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),
     ),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.SANDWICH,
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.MLP,
+        *huggingface.ENDS,
+        *huggingface.SANDWICH,
+        *huggingface.ATTENTION,
+        *huggingface.MLP,
     ),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables
+from maxpipe.models import family, huggingface
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
@@ -68,14 +68,14 @@ def describe(config: ModelConfig) -> Model:
     )
 
 
-_GLOBAL, _LOCAL = huggingface_tables.FULL, huggingface_tables.WINDOWED
+_GLOBAL, _LOCAL = huggingface.FULL, huggingface.WINDOWED
 
 
 _HUGGINGFACE = HuggingFace(
     "Gemma3ForCausalLM",
     "gemma3_text",
     keys=(
-        *huggingface_tables.sizes(
+        *huggingface.sizes(
             layers=26,
             width=2304,
             heads=8,
@@ -86,7 +86,7 @@ _HUGGINGFACE = HuggingFace(
             tied=True,
         ),
         Key("sliding_window", "gemma3.sliding_window", 4096),
-        huggingface_tables.Period(
+        huggingface.Period(
             "gemma3.sliding_window_pattern",
             _LOCAL,
             6,
@@ -126,11 +126,11 @@ _HUGGINGFACE = HuggingFace(
         Twice("hidden_activation", "hidden_act", is_read=False, default="gelu_pytorch_tanh"),
     ),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.SANDWICH,
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.HEAD_NORMS,
-        *huggingface_tables.MLP,
+        *huggingface.ENDS,
+        *huggingface.SANDWICH,
+        *huggingface.ATTENTION,
+        *huggingface.HEAD_NORMS,
+        *huggingface.MLP,
     ),
     containers=(
         Whole(

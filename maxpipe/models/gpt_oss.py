@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, moe_base
+from maxpipe.models import family, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
@@ -66,7 +66,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 _YARN = (
     Key("factor", "gpt_oss.rope_factor"),
     Key("original_max_position_embeddings", "gpt_oss.original_max_position_embeddings"),
-    *huggingface_tables.YARN,
+    *huggingface.YARN,
     Fixed("truncate", (False,), True),
 )
 _ABSENT = {
@@ -80,7 +80,7 @@ _HUGGINGFACE = HuggingFace(
     "GptOssForCausalLM",
     "gpt_oss",
     keys=(
-        *huggingface_tables.sizes(
+        *huggingface.sizes(
             layers=36,
             width=2880,
             heads=64,
@@ -104,25 +104,25 @@ _HUGGINGFACE = HuggingFace(
             select_type=lambda ours: "default" if ours["gpt_oss.rope_factor"] == 1 else "yarn",
             defaults=_ABSENT,
         ),
-        huggingface_tables.LayerTypes((huggingface_tables.WINDOWED, huggingface_tables.FULL)),
+        huggingface.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
         Kept("initial_context_length"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (True,), True),
-        *huggingface_tables.BALANCED,
+        *huggingface.BALANCED,
     ),
     duplicate_keys=(
         Twice("num_experts", "num_local_experts"),
         Twice("num_experts_per_tok", "experts_per_token", is_read=False, default=4),
     ),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.norms(
+        *huggingface.ENDS,
+        *huggingface.norms(
             attention_norm="input_layernorm", experts_norm="post_attention_layernorm"
         ),
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.BIASES,
-        *huggingface_tables.SINKS,
-        *huggingface_tables.JOINED_EXPERTS,
+        *huggingface.ATTENTION,
+        *huggingface.BIASES,
+        *huggingface.SINKS,
+        *huggingface.JOINED_EXPERTS,
     ),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Ours, Theirs
@@ -72,7 +72,7 @@ _HUGGINGFACE = HuggingFace(
     "GraniteForCausalLM",
     "granite",
     keys=(
-        *huggingface_tables.sizes(mlp=11008),
+        *huggingface.sizes(mlp=11008),
         Key("embedding_multiplier", "granite.embedding_multiplier", 1.0),
         _Scores(),
         Key("residual_multiplier", "granite.residual_multiplier", 1.0),
@@ -82,7 +82,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
     ),
-    tensors=huggingface_tables.LLAMA,
+    tensors=huggingface.LLAMA,
 )
 
 

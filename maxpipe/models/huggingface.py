@@ -2,7 +2,7 @@
 
 A family has one table of keys and one table of tensors. An import reads both tables from left to
 right, and an export from right to left. The code that applies the tables is in
-`maxpipe.huggingface`.
+`maxpipe.huggingface`. Several families share rows of the tables.
 """
 
 from __future__ import annotations
@@ -336,3 +336,371 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
                 value = {**before, **value}  # merges entries of different layer types
             params[name] = value
     return params
+
+
+def sizes(
+    *,
+    layers: int = 32,
+    width: int = 4096,
+    heads: int = 32,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    mlp: int,
+    vocab: int = 32000,
+    epsilon: float = 1e-6,
+    tied: bool = False,
+) -> tuple[Row, ...]:
+    """Return rows for the keys that nearly all models have, with the defaults of one transformers
+    class.
+
+    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the number of
+    heads.
+    """
+    return (
+        Key("num_hidden_layers", "num_layers", layers),
+        Key("hidden_size", "d_model", width),
+        Key("num_attention_heads", "num_heads", heads),
+        Key("num_key_value_heads", "num_kv_heads", kv_heads or (lambda ours: ours["num_heads"])),
+        Key(
+            "head_dim",
+            "head_dim",
+            head_dim or (lambda ours: ours["d_model"] // max(ours["num_heads"], 1)),
+        ),
+        Key("intermediate_size", "d_mlp", mlp),
+        Key("vocab_size", "vocab_size", vocab),
+        Key("rms_norm_eps", "norm_epsilon", epsilon),
+        Key("tie_word_embeddings", "tied_embeddings", tied),
+        Unquantised(),
+        *KEPT,
+    )
+
+
+KEPT = tuple(
+    Kept(name)
+    for name in (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"),
+        *("attention_dropout", "initializer_range", "use_cache", "pretraining_tp"),
+    )
+)
+"""Keys that do not change logits."""
+
+BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
+"""Expert keys that affect only training and differ in meaning from our keys."""
+
+
+@dataclass(frozen=True)
+class OrNone:
+    """A number that is disabled by null in `config.json` and by 0 in our config."""
+
+    theirs: str
+    ours: str
+    default: float
+    """Value that transformers uses if `config.json` lacks the key."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs,)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Return the number, or 0 for null."""
+        return {self.ours: theirs.get(self.theirs, self.default) or 0}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return the number, or null for 0."""
+        return {self.theirs: ours[self.ours] or None}
+
+
+@dataclass(frozen=True)
+class Unquantised:
+    """`quantization_config`, which must be absent."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("quantization_config",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Check that the weights are not quantized."""
+        said = theirs.get("quantization_config")
+        if said is None:
+            return {}
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        action = "Use a folder with unquantized weights."
+        if isinstance(method, str) and method in _DEQUANTISED:
+            packages, code = _DEQUANTISED[method]
+            action = (
+                f"Dequantize them with transformers, torch{packages}: python -c 'from transformers "
+                f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
+                "then import NEW."
+            )
+        by = f" by {method}" if isinstance(method, str) else ""
+        rule = f"must be null: the folder's weights are quantized{by}."
+        raise Unlike("quantization_config", said, rule, action)
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return nothing, because the mere presence of the key has a meaning."""
+        return {}
+
+
+_LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
+
+
+def _loaded_by(config: str) -> str:
+    """Return the code that dequantizes weights during loading."""
+    return (
+        f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
+    )
+
+
+_DEQUANTISED = {
+    "mxfp4": (" and accelerate", _loaded_by("Mxfp4Config")),
+    "fp8": (" and accelerate", _loaded_by("FineGrainedFP8Config")),
+    "compressed-tensors": (
+        ", accelerate and compressed-tensors",
+        _loaded_by("CompressedTensorsConfig"),
+    ),
+    "bitsandbytes": (
+        ", accelerate and bitsandbytes",
+        f'{_LOADED}).dequantize().save_pretrained("NEW"',
+    ),
+}
+"""Packages and code that write a bfloat16 folder, keyed by quantization method. No such code exists
+for GPTQ and AWQ."""
+
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+"""Names of layer types in transformers."""
+
+
+@dataclass(frozen=True)
+class LayerTypes:
+    """`layer_types`, which is determined by the family."""
+
+    types: tuple[str, ...]
+    """Layer types of the first layers. The sequence repeats for the following layers."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("layer_types",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Check that the layer types match the family."""
+        said = theirs.get("layer_types")
+        if said is not None and said != (wanted := self._of(ours)):
+            names = " and ".join(map(repr, self.types))
+            rule = f"must name {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
+            raise Unlike("layer_types", said, rule)
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return the type of each layer."""
+        return {"layer_types": self._of(ours)}
+
+    def _of(self, ours: Ours) -> list[str]:
+        count = ours["num_layers"]
+        return [self.types[number % len(self.types)] for number in range(count)]
+
+
+@dataclass(frozen=True)
+class NoWindow:
+    """Keys for sliding windows in some layers, which are not supported."""
+
+    first: int | None
+    """Default index of the first layer with a window. None means that all layers have a window."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return one key; `Kept` rows handle the other keys."""
+        return ("use_sliding_window",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Check that no layer uses a window."""
+        window = theirs.get("sliding_window", 4096)
+        if not theirs.get("use_sliding_window") or window is None:
+            return {}
+        first = 0
+        if self.first is not None:
+            if theirs.get("layer_types") is not None:
+                return {}
+            said = theirs.get("max_window_layers")
+            first = self.first if said is None else said
+        if first < ours["num_layers"]:
+            rule = f"must be false: sliding-window layers ({window} tokens) are not supported."
+            raise Unlike("use_sliding_window", theirs["use_sliding_window"], rule)
+        return {}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return the key that disables windows."""
+        return {"use_sliding_window": False}
+
+
+RAMP = (
+    Fixed("beta_fast", (32, 32.0), 32),
+    Fixed("beta_slow", (1, 1.0), 1),
+)
+"""Boundaries of the YaRN ramp."""
+
+
+@dataclass(frozen=True)
+class Period:
+    """`layer_types` in which every n-th layer attends to all tokens, and a key that holds n."""
+
+    ours: str
+    others: str
+    """Type of the other layers."""
+    default: int
+    """Value of n if `config.json` has neither key."""
+    theirs: str
+    also: tuple[str, ...] = ()
+    """Further names of the key that holds n."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all keys."""
+        return ("layer_types", self.theirs, *self.also)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Return the period of global layers, from the list of layer types."""
+        types = theirs.get("layer_types")
+        if types is None:
+            period = theirs.get(self.theirs)
+            return {self.ours: self.default if period is None else period}
+        count = ours["num_layers"]
+        if isinstance(types, list) and len(types) == count:
+            # A period beyond the last layer means that no layer attends to all tokens.
+            first = types.index(FULL) + 1 if FULL in types else max(count + 1, self.default)
+            if types == self._types(count, first):
+                return {self.ours: first}
+        rule = f"must name {count} layers, where every n-th is {FULL!r} and the others are "
+        raise Unlike("layer_types", types, f"{rule}{self.others!r}.")
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return both keys."""
+        period = ours[self.ours]
+        return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
+
+    def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
+        """Return the key whose period contradicts `layer_types`, and the value of the key, or
+        None.
+        """
+        types = theirs.get("layer_types")
+        if not isinstance(types, list):
+            return None
+        for name in (self.theirs, *self.also):
+            period = theirs.get(name)
+            if type(period) is int and period > 0 and self._types(len(types), period) != types:
+                return name, period
+        return None
+
+    def _types(self, count: int, period: int) -> list[str]:
+        return [self.others if number % period else FULL for number in range(1, count + 1)]
+
+
+YARN = (Fixed("attention_factor", (None,)), *RAMP)
+"""YaRN parameters other than factor and original length."""
+
+ENDS = (
+    Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
+    Tensor("final_norm.scale", "model.norm.weight", "d -> d"),
+    Tensor("head", "lm_head.weight", "d v -> v d"),
+)
+
+_LAYER = "model.layers.{layer}."
+
+ATTENTION = (
+    Tensor("attention.query", _LAYER + "self_attn.q_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.key", _LAYER + "self_attn.k_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.value", _LAYER + "self_attn.v_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.out", _LAYER + "self_attn.o_proj.weight", "n h d -> d (n h)"),
+)
+
+BIASES = tuple(
+    Tensor(f"attention.{ours}_bias", f"{_LAYER}self_attn.{theirs}_proj.bias", "n h -> (n h)")
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"))
+)
+
+SINKS = (
+    Tensor("attention.out_bias", _LAYER + "self_attn.o_proj.bias", "d -> d"),
+    Tensor("attention.sinks", _LAYER + "self_attn.sinks", "n -> n"),
+)
+"""Biases and sinks in addition to `BIASES`."""
+
+JOINT_NORMS = (
+    Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
+    Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
+)
+"""Norms that normalize all heads of a token together."""
+
+HEAD_NORMS = (
+    Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
+    Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "h -> h"),
+)
+
+FUSED = (
+    Tensor("attention.query", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.key", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    Tensor("attention.value", _LAYER + "self_attn.qkv_proj.weight", "d n h -> (n h) d"),
+    ATTENTION[-1],
+    Tensor("mlp.gate", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
+    Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
+    Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
+)
+"""Rows for attention and an MLP with fused projections."""
+
+MLP = (
+    Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
+    Tensor("mlp.up", _LAYER + "mlp.up_proj.weight", "d f -> f d"),
+    Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
+)
+
+
+def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
+    """Return the rows for a router and for experts with one tensor per expert. `prefix` is the
+    prefix of the tensor names within a layer.
+    """
+    below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
+    return (
+        Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
+        Tensor("experts.gate", f"{each}{gate}.weight", "d expert f -> f d"),
+        Tensor("experts.up", f"{each}{up}.weight", "d expert f -> f d"),
+        Tensor("experts.down", f"{each}{down}.weight", "expert f d -> d f"),
+    )
+
+
+JOINED_EXPERTS = (
+    Tensor("experts.router", _LAYER + "mlp.router.weight", "d e -> e d"),
+    Tensor("experts.logit_bias", _LAYER + "mlp.router.bias", "e -> e"),
+    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
+    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
+    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
+    Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
+)
+"""Router and experts with biases. Each tensor holds one projection of all experts."""
+
+
+def norms(**names: str) -> tuple[Tensor, ...]:
+    """Return the rows for a layer's norm scales. `names` maps part names to tensor names."""
+    return tuple(
+        Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
+    )
+
+
+NORMED = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+"""Norms before attention and MLP."""
+
+SANDWICH = norms(
+    attention_norm="input_layernorm",
+    attention_after_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_after_norm="post_feedforward_layernorm",
+)
+"""Norms before and after attention and MLP."""
+
+LLAMA = (
+    *ENDS,
+    *NORMED,
+    *ATTENTION,
+    *MLP,
+)
+"""All tensors of Llama, which other families share."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
@@ -57,13 +57,13 @@ _HUGGINGFACE = HuggingFace(
     "LlamaForCausalLM",
     "llama",
     keys=(
-        *huggingface_tables.sizes(mlp=11008),
+        *huggingface.sizes(mlp=11008),
         rope_config.row("llama", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Fixed("mlp_bias", (False,), False),
     ),
-    tensors=huggingface_tables.LLAMA,
+    tensors=huggingface.LLAMA,
 )
 
 FAMILY = Family(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
@@ -46,12 +46,12 @@ _HUGGINGFACE = HuggingFace(
     "MistralForCausalLM",
     "mistral",
     keys=(
-        *huggingface_tables.sizes(kv_heads=8, mlp=14336),
-        huggingface_tables.OrNone("sliding_window", "mistral.sliding_window", 4096),
+        *huggingface.sizes(kv_heads=8, mlp=14336),
+        huggingface.OrNone("sliding_window", "mistral.sliding_window", 4096),
         rope_config.row("mistral", 131072),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
-    tensors=huggingface_tables.LLAMA,
+    tensors=huggingface.LLAMA,
 )
 
 

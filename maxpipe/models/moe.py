@@ -8,7 +8,7 @@ from typing import Literal
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, moe_base, rope_config
+from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
@@ -141,7 +141,7 @@ _MIXTRAL = HuggingFace(
     "MixtralForCausalLM",
     "mixtral",
     keys=(
-        *huggingface_tables.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
+        *huggingface.sizes(kv_heads=8, mlp=14336, epsilon=1e-5),
         Key("intermediate_size", "moe.d_expert", 14336, zero_means="d_mlp"),
         Key("num_local_experts", "moe.num_experts", 8, also="num_experts"),
         Key("num_experts_per_tok", "moe.top_k", 2),
@@ -155,18 +155,16 @@ _MIXTRAL = HuggingFace(
         rope_config.row("moe", 131072, 1e6),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("sliding_window", (None,)),
-        *huggingface_tables.BALANCED,
+        *huggingface.BALANCED,
     ),
     duplicate_keys=(Twice("num_experts", "num_local_experts"),),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.norms(
+        *huggingface.ENDS,
+        *huggingface.norms(
             attention_norm="input_layernorm", experts_norm="post_attention_layernorm"
         ),
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.experts(
-            "block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"
-        ),
+        *huggingface.ATTENTION,
+        *huggingface.experts("block_sparse_moe", router="gate", gate="w1", up="w3", down="w2"),
     ),
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace
@@ -36,20 +36,20 @@ _HUGGINGFACE = HuggingFace(
     "Olmo2ForCausalLM",
     "olmo2",
     keys=(
-        *huggingface_tables.sizes(mlp=11008, vocab=50304, epsilon=1e-5),
+        *huggingface.sizes(mlp=11008, vocab=50304, epsilon=1e-5),
         rope_config.row("olmo2", 2048),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     ),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.norms(
+        *huggingface.ENDS,
+        *huggingface.norms(
             attention_after_norm="post_attention_layernorm",
             mlp_after_norm="post_feedforward_layernorm",
         ),
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.JOINT_NORMS,
-        *huggingface_tables.MLP,
+        *huggingface.ATTENTION,
+        *huggingface.JOINT_NORMS,
+        *huggingface.MLP,
     ),
 )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Ours, Rotary, Theirs, Unlike
@@ -135,8 +135,8 @@ _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
     "phi3",
     keys=(
-        *huggingface_tables.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
-        huggingface_tables.OrNone("sliding_window", "phi3.sliding_window", 0),
+        *huggingface.sizes(width=3072, mlp=8192, vocab=32064, epsilon=1e-5),
+        huggingface.OrNone("sliding_window", "phi3.sliding_window", 0),
         _Turned(),
         Rotary(
             "rope_theta",
@@ -162,7 +162,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("attention_bias", (False,), False),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
-    tensors=(*huggingface_tables.ENDS, *huggingface_tables.NORMED, *huggingface_tables.FUSED),
+    tensors=(*huggingface.ENDS, *huggingface.NORMED, *huggingface.FUSED),
 )
 
 

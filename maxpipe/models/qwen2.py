@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
@@ -36,15 +36,15 @@ _HUGGINGFACE = HuggingFace(
     "Qwen2ForCausalLM",
     "qwen2",
     keys=(
-        *huggingface_tables.sizes(kv_heads=32, mlp=22016, vocab=151936),
+        *huggingface.sizes(kv_heads=32, mlp=22016, vocab=151936),
         rope_config.row("qwen2", 32768),
-        huggingface_tables.LayerTypes((huggingface_tables.FULL,)),
-        huggingface_tables.NoWindow(28),
+        huggingface.LayerTypes((huggingface.FULL,)),
+        huggingface.NoWindow(28),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
     ),
-    tensors=(*huggingface_tables.LLAMA, *huggingface_tables.BIASES),
+    tensors=(*huggingface.LLAMA, *huggingface.BIASES),
 )
 
 

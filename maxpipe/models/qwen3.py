@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import family, huggingface_tables, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
@@ -36,16 +36,16 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3ForCausalLM",
     "qwen3",
     keys=(
-        *huggingface_tables.sizes(kv_heads=32, head_dim=128, mlp=22016, vocab=151936),
+        *huggingface.sizes(kv_heads=32, head_dim=128, mlp=22016, vocab=151936),
         rope_config.row("qwen3", 32768),
-        huggingface_tables.LayerTypes((huggingface_tables.FULL,)),
-        huggingface_tables.NoWindow(28),
+        huggingface.LayerTypes((huggingface.FULL,)),
+        huggingface.NoWindow(28),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     ),
-    tensors=(*huggingface_tables.LLAMA, *huggingface_tables.HEAD_NORMS),
+    tensors=(*huggingface.LLAMA, *huggingface.HEAD_NORMS),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, moe_base, rope_config
+from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
@@ -75,7 +75,7 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     keys=(
-        *huggingface_tables.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
+        *huggingface.sizes(layers=24, width=2048, kv_heads=4, mlp=6144, vocab=151936),
         Key("moe_intermediate_size", "qwen3_moe.d_expert", 768, zero_means="d_mlp"),
         Key("num_experts", "qwen3_moe.num_experts", 128, also="num_local_experts"),
         Key("num_experts_per_tok", "qwen3_moe.top_k", 8),
@@ -83,19 +83,19 @@ _HUGGINGFACE = HuggingFace(
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
         Key("norm_topk_prob", "qwen3_moe.norm_topk_prob", False),
         rope_config.row("qwen3_moe", 32768),
-        huggingface_tables.NoWindow(None),
+        huggingface.NoWindow(None),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
-        *huggingface_tables.BALANCED,
+        *huggingface.BALANCED,
     ),
     duplicate_keys=(Twice("num_local_experts", "num_experts"),),
     tensors=(
-        *huggingface_tables.LLAMA,
-        *huggingface_tables.HEAD_NORMS,
-        *huggingface_tables.norms(experts_norm="post_attention_layernorm"),
-        *huggingface_tables.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        *huggingface.LLAMA,
+        *huggingface.HEAD_NORMS,
+        *huggingface.norms(experts_norm="post_attention_layernorm"),
+        *huggingface.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
     ),
 )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface_tables, moe_base
+from maxpipe.models import family, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
@@ -206,10 +206,10 @@ _HUGGINGFACE = HuggingFace(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     keys=(
-        *huggingface_tables.sizes(
+        *huggingface.sizes(
             layers=48, width=2048, heads=16, kv_heads=2, head_dim=256, mlp=5632, vocab=151936
         ),
-        huggingface_tables.Period(
+        huggingface.Period(
             "qwen3_next.full_attention_interval", "linear_attention", 4, "full_attention_interval"
         ),
         Key("linear_num_key_heads", "qwen3_next.linear_num_key_heads", 16),
@@ -235,7 +235,7 @@ _HUGGINGFACE = HuggingFace(
                         "original_max_position_embeddings",
                         "qwen3_next.original_max_position_embeddings",
                     ),
-                    *huggingface_tables.YARN,
+                    *huggingface.YARN,
                 ),
             },
             unscaled={},
@@ -246,19 +246,19 @@ _HUGGINGFACE = HuggingFace(
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         Kept("use_sliding_window"),
-        *huggingface_tables.BALANCED,
+        *huggingface.BALANCED,
     ),
     tensors=(
-        *huggingface_tables.ENDS,
-        *huggingface_tables.norms(
+        *huggingface.ENDS,
+        *huggingface.norms(
             delta_norm="input_layernorm",
             attention_norm="input_layernorm",
             experts_norm="post_attention_layernorm",
         ),
         *_DELTA_TENSORS,
-        *huggingface_tables.ATTENTION,
-        *huggingface_tables.HEAD_NORMS,
-        *huggingface_tables.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
+        *huggingface.ATTENTION,
+        *huggingface.HEAD_NORMS,
+        *huggingface.experts("mlp", "gate", "gate_proj", "up_proj", "down_proj"),
         *_SHARED_EXPERT,
     ),
     duplicate_keys=(Twice("num_experts", "num_local_experts", is_read=False, default=512),),

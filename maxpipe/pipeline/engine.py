@@ -29,8 +29,7 @@ from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
 from maxpipe.pipeline.loss_slot import OutputReader
 from maxpipe.pipeline.mtp import MTP
-from maxpipe.pipeline.network import Network, PipelinePlan
-from maxpipe.pipeline.program import StepProgram
+from maxpipe.pipeline.program import Network, PipelinePlan, StepProgram
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.tick_loop import TickTable

@@ -7,8 +7,9 @@ run where all stages execute the same code: between slots, never inside a slot.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from functools import partial
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,12 +25,15 @@ from maxpipe.parallel.collectives import (
     sum_over,
 )
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
+from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.loss_slot import LossSlot, OutputReader
-from maxpipe.pipeline.mtp import MtpLossHeads, merge_reports
-from maxpipe.pipeline.network import PipelinePlan
+from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns, MtpLossHeads, merge_reports
+from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.prologue import Embedding, PrologueLayers
+from maxpipe.pipeline.remat import LayerFn, RematPolicy
 from maxpipe.pipeline.slots import (
+    Idle,
     LayerSlots,
     Reports,
     SlotRow,
@@ -41,6 +45,7 @@ from maxpipe.pipeline.slots import (
 )
 from maxpipe.pipeline.tick_loop import Buffers, Gradients, TickRow, TickTable, run_weight_windows
 from maxpipe.pipeline.weights import (
+    GatherMode,
     LayerWeights,
     select_trainable,
     sum_gradient,
@@ -543,3 +548,77 @@ class StepProgram:
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
     """Return the shardings without the `num_stacked` leading dims, for the weights of one layer."""
     return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Functions and constants of a stack of layers between an embedding and a loss head.
+
+    Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
+    Without `head`, the embedding table is the head. Prologue layers are in `outside {type: ...}`,
+    stacked `[layers, ...]`. MTP heads are in `ahead`, stacked `[heads, ...]`.
+    """
+
+    layers: dict[str, LayerFn]
+    """Layer function of each layer type."""
+    norm: Callable[[Tree, jax.Array], jax.Array]
+    """Norm before the loss head."""
+    vocab_size: int
+    compute_dtype: jnp.dtype
+    loss_weights: dict[str, float] = field(default_factory=dict)
+    """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
+    embed_scale: float = 1.0
+    """Factor applied to the embeddings."""
+    logit_scale: float = 1.0
+    """Factor applied to the logits."""
+    final_logit_softcapping: float = 0.0
+    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
+    loss_block_tokens: int = 0
+    """Number of tokens per device whose logits are in memory at once. 0: all tokens of a
+    microbatch."""
+    mtp: MtpFns | None = None
+    """MTP heads, computed in training only."""
+    num_sources: int = 0
+    """Number of data sources with separate losses. `source_ids` in the batch contains the source of
+    each sequence (-1 for none). 0: all sequences have one source."""
+
+    objective: Objective = field(default_factory=CrossEntropy)
+    """Objective that training minimizes."""
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several sources."""
+        sources = (self.num_sources,) if self.num_sources else ()
+        return (1 + len(self.objective.report_names), *sources)
+
+    @property
+    def has_mtp_layers(self) -> bool:
+        """Whether the MTP heads are layers, which also return losses and statistics."""
+        return isinstance(self.mtp, MtpLayerFns)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Execution plan of a network on a ring of stages."""
+
+    network: Network
+    layout: LayerLayout
+    weight_gather: GatherMode
+    remat_policy: RematPolicy
+    idle: Idle
+    weight_shardings: Tree
+    """The `WeightSharding` of each parameter."""
+
+    @cached_property
+    def trainable(self) -> Tree:
+        """Whether each parameter has a gradient."""
+        return jax.tree.map(lambda sharding: sharding.trainable, self.weight_shardings)
+
+    @property
+    def prologue_gather_mode(self) -> GatherMode:
+        """Gather mode of weights outside the ring, which are not in the prefetch window."""
+        return "step" if self.weight_gather == "visit" else self.weight_gather
+
+    def has_mtp(self, schedule: Schedule) -> bool:
+        """Whether a step with this schedule computes MTP heads."""
+        return schedule.trains and self.network.mtp is not None

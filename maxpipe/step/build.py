@@ -55,8 +55,8 @@ from maxpipe.parallel.sharding import AxisRules, local_sequences, make_global_ba
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
-from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers

@@ -24,7 +24,7 @@ from maxpipe.models.spec import Matmul
 from maxpipe.nn.attention.interface import KVCache
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.experts import Experts
-from maxpipe.step.statistics import compute_layer_metrics
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import keeping
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 

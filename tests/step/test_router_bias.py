@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.spec import Follows
-from maxpipe.step.statistics import balance_step
+from maxpipe.step.step import balance_step
 from tests.cases import Case, batch_of, keeping, steps_of
 
 RATE = 0.03

@@ -14,7 +14,7 @@ import pytest
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import FAMILIES, describe, summaries
 from maxpipe.models.spec import Kind, Model, Summary
-from maxpipe.step.statistics import compute_layer_metrics
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import MODEL
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.moe import MoeConfig
-from maxpipe.step.statistics import compute_layer_metrics
+from maxpipe.step.step import compute_layer_metrics
 from tests.cases import TOLERANCE, Case, batch_of, steps_of
 
 OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)

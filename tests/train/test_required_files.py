@@ -9,7 +9,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config import bundled_configs
 from maxpipe.config.load import load
-from maxpipe.train.required_files import missing_files
+from maxpipe.train.session import missing_files
 
 TUNED = [name for name, each in bundled_configs.configs().items() if each.kind == "sft"]
 BASE = ["tiny", "train.steps=1"]
