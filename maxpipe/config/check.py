@@ -19,16 +19,17 @@ from collections.abc import Collection, Iterator, Mapping
 # Imported to register their rules.
 import maxpipe.config.data_rules
 import maxpipe.config.eval_rules
+import maxpipe.config.item_rules
 import maxpipe.config.model_rules
 import maxpipe.config.pipeline_rules
 import maxpipe.config.posttrain_rules  # noqa: F401
 from maxpipe.config import training_schedule
-from maxpipe.config.keys import FAMILY, KEYS, family_section
+from maxpipe.config.item_reader import EXAMPLES
+from maxpipe.config.keys import FAMILY, ITEM, KEYS, family_section
 from maxpipe.config.mesh_rules import replication_warnings
-from maxpipe.config.param_patterns import parse_param_values
 from maxpipe.config.rules import BOUNDS, RULES, Bound, folder_name, format_value, rule, value_of
 from maxpipe.config.schema import Config, TrainConfig
-from maxpipe.config.training_schedule import EXAMPLE, BatchRamp, parse_phases
+from maxpipe.config.training_schedule import BatchRamp, resolve_phases
 from maxpipe.errors import Problem, RuleViolation
 from maxpipe.io import redact
 from maxpipe.io.files import url_scheme
@@ -48,7 +49,8 @@ def is_override(argument: str) -> bool:
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
     """Return the beginning of an error message: the key, and the file or option that sets it."""
-    origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
+    origin = origins.get(key) or origins.get(key.partition("[")[0])
+    origin = origin or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
 
 
@@ -101,26 +103,26 @@ def find_warnings(config: Config) -> Iterator[Problem]:
 
 
 def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
-    texts, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
-    for phase in parse_phases(texts, steps):
+    phases, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
+    for phase in resolve_phases(phases, steps):
         late += end >= steps
         end += phase.steps
     if late and steps:
         yield Problem(
             "optim.lr_phases",
-            f"[{', '.join(texts)}]",
+            format_value(phases),
             f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
             f"{pluralize(late, 'phase')}.",
-            "Shorten the earlier phases, for example with percentages such as '10%'.",
+            "Shorten the earlier phases, for example with `percent` in place of `steps`.",
         )
 
 
 def _decays_past_zero(config: Config) -> Iterator[Problem]:
     optim = config.optim
     decays = [("weight_decay", optim.weight_decay)]
-    decays += [("weight_decays", decay) for _, decay in parse_param_values(optim.weight_decays)]
+    decays += [("weight_decays", item.weight_decay) for item in optim.weight_decays]
     key, decay = max(decays, key=operator.itemgetter(1))
-    rates = [1.0, *(rate for _, rate in parse_param_values(optim.lr_multipliers))]
+    rates = [1.0, *(item.multiplier for item in optim.lr_multipliers)]
     if (taken := optim.learning_rate * max(rates) * decay) > 1:
         yield Problem(
             f"optim.{key}",
@@ -183,31 +185,6 @@ _ROUNDS_TO_ONE = 1 - 2.0**-25
 """Smallest value that is rounded to 1 in float32."""
 
 
-@rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
-def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
-    try:
-        BatchRamp.from_config(config.train)
-    except ValueError as error:
-        yield RuleViolation(
-            "train.batch_ramp", str(error), f'Set "train.batch_ramp={_example_ramp(config)}".'
-        )
-
-
-def _example_ramp(config: Config) -> str:
-    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps.
-    Return `[]` if there is none.
-    """
-    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
-    if steps := total_steps(plain.train):
-        microbatch = max(1, plain.train.batch_size // max(1, plain.pipeline.microbatches))
-        rows = max(microbatch, plain.train.batch_size // 2 // microbatch * microbatch)
-        stages = [f"{rows} for {max(1, steps // 10)} steps"]
-        train = dataclasses.replace(plain.train, batch_ramp=stages)
-        if not check(dataclasses.replace(plain, train=train), {}):
-            return str(stages)
-    return "[]"
-
-
 @rule(*_LENGTH)
 def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
     found, steps = BatchRamp.from_config(config.train), total_steps(config.train)
@@ -260,27 +237,21 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
 
 
 @rule("optim.lr_phases", "optim.warmup_steps", *_LENGTH)
-def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
-    texts, steps = config.optim.lr_phases, total_steps(config.train)
-    if not texts:
-        return
-    try:
-        found = parse_phases(texts, steps)
-    except ValueError as error:
-        yield RuleViolation("optim.lr_phases", str(error), f'Set "optim.lr_phases={EXAMPLE}".')
-        return
-    if config.optim.warmup_steps:
+def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
+    steps, warmup = total_steps(config.train), config.optim.warmup_steps
+    phases = resolve_phases(config.optim.lr_phases, steps)
+    if phases and warmup:
         yield RuleViolation(
             "optim.warmup_steps",
             "must be 0 with optim.lr_phases, which include the warm-up.",
-            f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
-            "first phase.",
+            "Set optim.warmup_steps=0, and write the first phase as "
+            f"`{{steps: {warmup}, shape: linear, from: 0, to: 1}}`.",
         )
-    if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
+    if phases and steps and all(phase.start == phase.end == 0 for phase in phases if phase.steps):
         yield RuleViolation(
             "optim.lr_phases",
             "must have a learning rate above 0 in some phase: otherwise nothing is learned.",
-            f'Set "optim.lr_phases={EXAMPLE}".',
+            f'Set "optim.lr_phases={EXAMPLES["optim.lr_phases"]}".',
         )
 
 
@@ -294,7 +265,8 @@ def _add_range_rule(bound: Bound) -> None:
 
 
 for _bound in BOUNDS.values():
-    _add_range_rule(_bound)
+    if ITEM not in _bound.key:
+        _add_range_rule(_bound)
 
 
 MAX_NAME = 200

@@ -18,7 +18,6 @@ from maxpipe.config.data_sources import (
     section_of,
     split_template,
 )
-from maxpipe.config.data_sources import parse_mixture_stages as mixture_stages
 from maxpipe.config.foreign_keys import list_action
 from maxpipe.config.rules import BOUNDS, BYTES_VOCABULARY, did_you_mean, rule, value_of
 from maxpipe.config.schema import Config
@@ -259,19 +258,13 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(key, "requires data.mixture.", f"Set {key}=1.")
         return
     name = sorted(data.mixture)[0]
-    example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
-    try:
-        stages = mixture_stages(data.mixture_stages)
-    except ValueError as error:
-        yield RuleViolation(key, str(error), example)
-        return
-    for other in dict.fromkeys(name for stage in stages for name in stage.weights):
-        if other not in data.mixture:
+    known = ", ".join(sorted(data.mixture))
+    for number, stage in enumerate(data.mixture_stages):
+        for other in (name for name in stage.weights if name not in data.mixture):
             guess = did_you_mean(other, data.mixture)
-            action = f"Did you mean {guess}?" if guess else example
-            known = ", ".join(sorted(data.mixture))
-            rule = f"contains {other}, which is not in data.mixture ({known})."
-            yield RuleViolation(key, rule, action)
+            action = f"Did you mean {guess}?" if guess else f"Write `{name}: 1`."
+            rule = f"is not the weight of a source in data.mixture ({known})."
+            yield RuleViolation(f"{key}[{number}].weights.{other}", rule, action)
 
 
 @rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from maxpipe.config.former_items import upgrade_mixture_stages
+from maxpipe.config.items import MixtureStageConfig
 from maxpipe.io.typed_json import legacy_value, renamed_from
 
 Packing = Literal["auto", "cut", "first_fit", "best_fit", "pad"]
@@ -165,11 +167,12 @@ class DataConfig(SourceConfig):
     mixture_temperature: float = 1.0
     """Sampling temperature of the mixture. Weights are raised to the power of 1 / temperature, so
     values above 1 make the shares more equal."""
-    mixture_stages: list[str] = dataclasses.field(default_factory=list)
-    """Stages with different mixture weights at the start of the run, with one text per stage. The
-    form is `NAME WEIGHT NAME WEIGHT ... for N steps` or `... for N tokens`, such as `web 0.9 code
-    0.1 for 1000 steps`. A source that a stage does not list has weight 0 in that stage. After the
-    last stage, the weights in `data.mixture` apply."""
+    mixture_stages: list[MixtureStageConfig] = dataclasses.field(
+        default_factory=list, metadata=renamed_from(values=upgrade_mixture_stages)
+    )
+    """Stages with different mixture weights at the start of the run, such as `[{weights: {web: 0.9,
+    code: 0.1}, steps: 1000}]`. A source that a stage does not list has weight 0 in that stage.
+    After the last stage, the weights in `data.mixture` apply."""
     end: Literal["repeat", "stop", "fail"] = "repeat"
     """Behavior when the documents are exhausted before the end of the run. `repeat` reads them
     again in a new order, any number of times. `stop` ends the run with an evaluation and a

@@ -1,6 +1,6 @@
 """Helpers for the section `data`: sources, paths, templates and mixture weights.
 
-This module also parses `data.mixture_stages`. It does not import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -9,76 +9,28 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from maxpipe.config.data_schema import DataConfig, SourceConfig
+from maxpipe.config.items import MixtureStageConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.training_schedule import BatchRamp
-from maxpipe.config.yaml_values import NAME_FORM
 from maxpipe.errors import ConfigError
 
-FORM = "NAME WEIGHT NAME WEIGHT ... for N steps, or ... for N tokens"
-_TEXT = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
-
-class MixtureStage(NamedTuple):
-    """A stage of the run with separate mixture weights."""
-
-    weights: dict[str, float]
-    """Weights, keyed by source name. Sources that are not listed have weight 0."""
-    length: int
-    unit: Literal["steps", "tokens"]
-
-
-def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
-    """Parse the texts of `data.mixture_stages`.
-
-    Raises:
-        ValueError: a text cannot be parsed; the message describes the valid form.
-    """
-    return [_stage(text) for text in texts]
-
-
-def _stage(text: str) -> MixtureStage:
-    if (match := _TEXT.fullmatch(text.strip())) is None:
-        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
-    words = match[1].split()
-    weights: dict[str, float] = {}
-    for name, weight in zip(words[::2], words[1::2], strict=False):
-        if name in weights:
-            raise ValueError(f"must list a source once per stage; {text!r} has {name} twice.")
-        weights[name] = _weight(weight, text)
-    if len(words) % 2 or not all(map(NAME_FORM.fullmatch, weights)):
-        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
-    count = int(match[2].replace("_", ""))
-    if not count or not any(weights.values()):
-        rule = "must have stages with a length and a weight above 0"
-        raise ValueError(f"{rule}; {text!r} does not.")
-    return MixtureStage(weights, count, match[3])  # type: ignore[arg-type]
-
-
-def _weight(text: str, stage: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise ValueError(f"must have weights of at least 0; {stage!r} has {text}.")
-    return value
-
-
-def stage_ends(found: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
+def stage_ends(
+    stages: Sequence[MixtureStageConfig], ramp: BatchRamp, sequence_length: int
+) -> list[int]:
     """Return the number of sequences before the end of each stage. Each stage ends with a complete
     batch.
     """
     batch, edges = 0, []
-    for stage in found:
-        if stage.unit == "steps":
-            batch += stage.length
+    for stage in stages:
+        if stage.steps is not None:
+            batch += stage.steps
         else:
-            batch = ramp.num_batches(
-                ramp.sequences_before(batch) - (-stage.length // sequence_length)
-            )
+            sequences = -(-(stage.tokens or 0) // sequence_length)
+            batch = ramp.num_batches(ramp.sequences_before(batch) + sequences)
         edges.append(ramp.sequences_before(batch))
     return edges
 

@@ -76,8 +76,8 @@ ABSENT_KEY = {
     "per_device_batch_size_start per_device_batch_size_increment global_rampup_samples "
     "enable_rampup_batch_size": (
         "the batch grows in stages of steps or tokens.",
-        "Set train.batch_ramp to the stages, such as \"train.batch_ramp=['16 for 1000 steps', '32 "
-        "for 50000000 tokens']\"; train.batch_size applies after the last stage.",
+        'Set train.batch_ramp to the stages, such as "train.batch_ramp=[{batch_size: 16, steps: '
+        '1000}]"; train.batch_size applies after the last stage.',
     ),
     "wandb wandb_project wandb_run_name wandb_entity use_wandb weights_and_biases enable_wandb "
     "wandb_project_name metrics_enable_wandb wandb_*": (

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from maxpipe.config.keys import KEYS
-from maxpipe.config.param_patterns import parse_param_values
 from maxpipe.config.rules import axis_keys, axis_size, did_you_mean, rule
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
@@ -59,21 +58,16 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
 def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
     model, names = describe(config.model), ", ".join(declared(describe(config.model)))
     for field in ("lr_multipliers", "weight_decays"):
-        key, texts = f"optim.{field}", getattr(config.optim, field)
-        try:
-            pairs = parse_param_values(texts)
-        except ValueError as error:
-            yield RuleViolation(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[].")
-            continue
-        unknown = without_match(model, [pattern for pattern, _ in pairs])
-        for wrong in unknown[:_MAX_FINDINGS]:
-            guess = did_you_mean(wrong, suggestions(model))
-            named = ((guess if name == wrong else name, number) for name, number in pairs)
-            kept = [f"{name} {number:g}" for name, number in named if name and name not in unknown]
-            rule = f"contains {wrong!r}, which matches no parameter: {names}."
-            yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
+        key, items = f"optim.{field}", getattr(config.optim, field)
+        unknown = without_match(model, [item.pattern for item in items])
+        wrong = [number for number, item in enumerate(items) if item.pattern in unknown]
+        for number in wrong[:_MAX_FINDINGS]:
+            guess = did_you_mean(items[number].pattern, suggestions(model))
+            action = f"Did you mean `pattern: {guess}`?" if guess else "Leave this item out."
+            rule = f"matches no parameter: {names}."
+            yield RuleViolation(f"{key}[{number}].pattern", rule, action)
         if field == "lr_multipliers" and trained(model):
-            rates = chosen(model, pairs)
+            rates = chosen(model, [(item.pattern, item.multiplier) for item in items])
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "sets the learning rate of all trained parameters to 0: nothing is learned."
                 action = f"Set {key}=[] to use the same learning rate for all parameters."

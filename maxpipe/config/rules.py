@@ -14,9 +14,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from maxpipe.config.keys import NAMED_SECTIONS, declared_key, default_of, sections_of, split_key
+from maxpipe.config.keys import (
+    ITEM,
+    ITEM_SECTIONS,
+    NAMED_SECTIONS,
+    declared_key,
+    default_of,
+    plain_value,
+    sections_of,
+    split_key,
+)
 from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
+from maxpipe.io.formatting import format_nested
 from maxpipe.models.config import LARGEST, SMALLEST, Bound
 from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
@@ -25,8 +35,15 @@ from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a full key, or of one entry of a mapping.
 
-    For keys of other model families, return the default.
+    For keys of other model families, return the default. Items of lists are dicts.
     """
+    outer, _, index = key.partition("[")
+    if index and f"{outer}{ITEM}" in ITEM_SECTIONS:
+        number, _, names = index.partition("]")
+        value = plain_value(value_of(config, outer))[int(number)]
+        for name in names.split(".")[1:]:
+            value = value[name]
+        return value
     if (outer := declared_key(key).rpartition(".")[0]) in NAMED_SECTIONS:
         section, name, each, inner = key.split(".")
         assert outer.startswith(f"{section}.{name}.")
@@ -136,8 +153,8 @@ def format_value(value: object) -> str:
         return ""  # the key already names the section
     if isinstance(value, bool):
         text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(str, value))}]"
+    elif isinstance(value, list | dict):
+        text = format_nested(plain_value(value))
     elif value == "":
         text = "''"
     else:
@@ -188,6 +205,19 @@ _RANGES = (
         "the last token has no target, and positions are int32",
     ),
     Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
+    Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "a step lists its sequences"),
+    Bound("train.batch_ramp[].steps", 100, 1, MAX_STEPS),
+    Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
+    Bound("optim.lr_phases[].steps", 100, 0, 10**9),
+    Bound("optim.lr_phases[].percent", 10, 0, 1000),
+    Bound("optim.lr_phases[].from", 1, 0, 1),
+    Bound("optim.lr_phases[].to", 0.1, 0, 1),
+    Bound("optim.lr_phases[].times", 3, 1, 99),
+    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
+    Bound("data.mixture_stages[].steps", 1000, 1, 10**18),
+    Bound("data.mixture_stages[].tokens", 1000000, 1, 10**18),
     Bound("adapter.rank", 16, 0, why="0 trains all parameters"),
     Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "devices compute in float32"),
     Bound("adapter.dropout", 0.1, 0, 1, _SHARE_LEFT, high_is_inside=False),

@@ -13,6 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from maxpipe.config.data_schema import DataConfig
+from maxpipe.config.former_items import (
+    upgrade_batch_ramp,
+    upgrade_lr_multipliers,
+    upgrade_lr_phases,
+    upgrade_weight_decays,
+)
+from maxpipe.config.items import (
+    BatchRampStageConfig,
+    LRMultiplierConfig,
+    LRPhaseConfig,
+    WeightDecayConfig,
+)
 from maxpipe.config.tuning_schema import DistillConfig, GrpoConfig, PreferenceConfig
 from maxpipe.io.typed_json import legacy_value, renamed_from
 from maxpipe.models.config import AdapterConfig, ModelConfig
@@ -180,12 +192,14 @@ class TrainConfig:
     0."""
     batch_size: int = 8
     """Number of sequences per step, summed over all devices."""
-    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Batch size warm-up: stages with smaller batches at the start of the run, such as `['16 for
-    1000 steps', '32 for 50000000 tokens']`. Batch sizes must increase up to `train.batch_size`.
-    Token counts are rounded up to complete steps. No data is skipped between stages. The microbatch
-    size is constant, so smaller batches have fewer microbatches. When a run resumes, the completed
-    part of the ramp must not change."""
+    batch_ramp: list[BatchRampStageConfig] = field(
+        default_factory=list, hash=False, metadata=renamed_from(values=upgrade_batch_ramp)
+    )  # a list has no hash
+    """Batch size warm-up: stages with smaller batches at the start of the run, such as
+    `[{batch_size: 16, steps: 1000}, {batch_size: 32, tokens: 50000000}]`. Batch sizes must increase
+    up to `train.batch_size`. No data is skipped between stages. The microbatch size is constant, so
+    smaller batches have fewer microbatches. When a run resumes, the completed part of the ramp must
+    not change."""
     sequence_length: int = 1024
     """Number of tokens per sequence."""
 
@@ -212,15 +226,15 @@ class OptimConfig:
     decay) is constant, followed by a linear decay in the last `optim.decay_fraction` of the run."""
     warmup_steps: int = 0
     """Number of steps in which the learning rate increases from 0 to its peak."""
-    lr_phases: list[str] = field(
-        default_factory=list, hash=False, metadata=renamed_from("phases")
-    )  # a list has no hash
-    """Phases of the learning-rate schedule, such as `['10% linear 0 -> 1', '3 x 20% cosine 1 ->
-    0.1', 'rest linear 0']`. Replaces `optim.schedule`, `optim.decay_fraction` and
-    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. The length
-    of a phase is a number of steps, a percentage of the run, or `rest`; the prefix `3 x` repeats a
-    phase. The shape of a phase is `linear` or `cosine`, between two fractions of the peak. A phase
-    without `FROM ->` starts at the final value of the previous phase."""
+    lr_phases: list[LRPhaseConfig] = field(
+        default_factory=list,
+        hash=False,  # a list has no hash
+        metadata=renamed_from("phases", values=upgrade_lr_phases),
+    )
+    """Phases of the learning-rate schedule, such as `[{percent: 10, shape: linear, from: 0, to: 1},
+    {shape: cosine, to: 0.1}]`. Replaces `optim.schedule`, `optim.decay_fraction` and
+    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. After the
+    last phase, the learning rate is constant."""
     decay_fraction: float = 0.2
     """Fraction of the run in which `wsd` decays the learning rate, at the end of the run. Ignored
     unless `optim.schedule` is `wsd`."""
@@ -239,16 +253,20 @@ class OptimConfig:
     """Constant added to the square root of the second moment. Ignored by `lion` and `adafactor`."""
     weight_decay: float = 0.1
     """Decoupled weight decay. It does not apply to normalization scales and biases."""
-    lr_multipliers: list[str] = field(
-        default_factory=list, hash=False, metadata=renamed_from("rate_factors")
+    lr_multipliers: list[LRMultiplierConfig] = field(
+        default_factory=list,
+        hash=False,
+        metadata=renamed_from("rate_factors", values=upgrade_lr_multipliers),
     )
-    """Learning-rate multipliers of selected parameters, such as `['embedding 0.1', '*.router 0']`.
-    Each entry is a name pattern, as in `model.frozen`, and a factor. If several patterns match a
-    parameter, the last one applies."""
-    weight_decays: list[str] = field(default_factory=list, hash=False)
-    """Weight decay of selected parameters, such as `['embedding 0', '*norm* 0.01']`. Entries have
-    the same form as in `optim.lr_multipliers`. Overrides `optim.weight_decay`, and also applies to
-    normalization scales and biases."""
+    """Learning-rate multipliers of selected parameters, such as `[{pattern: embedding, multiplier:
+    0.1}, {pattern: '*.router', multiplier: 0}]`. If several patterns match a parameter, the last
+    one applies."""
+    weight_decays: list[WeightDecayConfig] = field(
+        default_factory=list, hash=False, metadata=renamed_from(values=upgrade_weight_decays)
+    )
+    """Weight decay of selected parameters, such as `[{pattern: embedding, weight_decay: 0}]`.
+    Overrides `optim.weight_decay`, and also applies to normalization scales and biases. If several
+    patterns match a parameter, the last one applies."""
     clip_norm: float = 1.0
     """Maximum gradient norm, computed over the parameters of all stages. 0 disables clipping."""
     ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))

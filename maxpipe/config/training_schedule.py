@@ -1,19 +1,16 @@
 """Batch-size ramp (`train.batch_ramp`) and learning-rate phases (`optim.lr_phases`).
 
-Both keys are lists of texts, one per stage or phase. This module does not import jax.
+Both keys are lists of items, one per stage or phase. This module does not import jax.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from maxpipe.config.items import BatchRampStageConfig, LRPhaseConfig
 from maxpipe.config.schema import TrainConfig
-
-FORM = "BATCH_SIZE for N steps, or BATCH_SIZE for N tokens"
-_TEXT = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
 
 
 class RampStage(NamedTuple):
@@ -36,12 +33,11 @@ class BatchRamp(NamedTuple):
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> BatchRamp:
-        """Return the ramp of a config.
-
-        Raises:
-            ValueError: a stage cannot be parsed; the message describes the valid form.
-        """
-        stages = (_stage(text, train.sequence_length) for text in train.batch_ramp)
+        """Return the ramp of a config."""
+        stages = (
+            RampStage(stage.batch_size, _stage_steps(stage, train.sequence_length))
+            for stage in train.batch_ramp
+        )
         return cls(tuple(stages), train.batch_size)
 
     @property
@@ -109,17 +105,10 @@ METADATA_KEYS = ("batch_size", "batch_ramp")
 """Keys of the dict that `BatchRamp.metadata` returns."""
 
 
-def _stage(text: str, sequence_length: int) -> RampStage:
-    if (match := _TEXT.fullmatch(text.strip())) is None:
-        raise ValueError(f"must have stages of the form {FORM}; {text!r} does not match.")
-    rows, count = int(match[1]), int(match[2].replace("_", ""))
-    if not rows or not count:
-        rule = "must have stages with a batch size of at least 1 and at least 1 step"
-        raise ValueError(f"{rule}; {text!r} does not.")
-    # Another rule rejects a sequence length of 0.
-    tokens = rows * max(1, sequence_length)
-    steps = count if match[3] == "steps" else -(-count // tokens)
-    return RampStage(rows, steps)
+def _stage_steps(stage: BatchRampStageConfig, sequence_length: int) -> int:
+    # Other rules reject lengths and batch sizes of 0.
+    batch_tokens = max(1, stage.batch_size) * max(1, sequence_length)
+    return stage.steps or -(-(stage.tokens or 0) // batch_tokens)
 
 
 def check_order(ramp: BatchRamp) -> str:
@@ -135,10 +124,6 @@ def check_order(ramp: BatchRamp) -> str:
     return ""
 
 
-PHASES_FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
-EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
-
-
 class LRPhase(NamedTuple):
     """Consecutive steps in which the learning rate changes from one fraction of its peak to
     another.
@@ -150,59 +135,24 @@ class LRPhase(NamedTuple):
     end: float
 
 
-_PHASES_TEXT = re.compile(
-    r"(?:(?P<times>\d{1,2})\s*x\s+)?(?P<steps>\d{1,9}|\d{1,3}(?:\.\d+)?%|rest)\s+"
-    r"(?P<shape>linear|cosine)\s+(?:(?P<start>\S+)\s*->\s*)?(?P<end>\S+)"
-)
+def resolve_phases(phases: Sequence[LRPhaseConfig], total_steps: int) -> list[LRPhase]:
+    """Return the learning-rate phases of a run with this number of steps.
 
-
-def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
-    """Parse the learning-rate phases of a run with this number of steps.
-
-    The length of a phase is a number of steps, a percentage of the run (`10%`), or `rest`; the
-    prefix `3 x` repeats a phase. Without `FROM`, a phase starts at the final value of the previous
-    phase, and the first phase starts at the peak. After the last phase, the learning rate is
-    constant.
-
-    Raises:
-        ValueError: a phase cannot be parsed, or several phases are `rest`; the message describes
-            the rule.
+    Repeated phases are listed several times. After the last phase, the learning rate is constant.
     """
-    found: list[tuple[int | None, re.Match[str], float, float]] = []
-    last = 1.0
-    for text in texts:
-        if (match := _PHASES_TEXT.fullmatch(text.strip())) is None:
-            raise ValueError(f"must have phases of the form {PHASES_FORM}; {text!r} is not one.")
-        end = _fraction(match["end"], text)
-        start = last if match["start"] is None else _fraction(match["start"], text)
-        times = int(match["times"] or 1)
-        if not times:
-            raise ValueError(f"must have phases that run at least once; {text!r} runs 0 times.")
-        for number in range(times):
-            begins = start if number == 0 or match["start"] is not None else last
-            found.append((_steps(match["steps"], total_steps), match, begins, end))
-            last = end
-    open_ended = sum(steps is None for steps, *_ in found)
-    if open_ended > 1:
-        raise ValueError(f"must have at most one phase with the length rest; {open_ended} have it.")
-    rest = max(0, total_steps - sum(steps or 0 for steps, *_ in found))
-    return [
-        LRPhase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
-        for steps, match, start, end in found
-    ]
+    listed = [phase for phase in phases for _ in range(phase.times)]
+    lengths = [_phase_steps(phase, total_steps) for phase in listed]
+    remaining = max(0, total_steps - sum(steps or 0 for steps in lengths))
+    resolved, last = list[LRPhase](), 1.0
+    for phase, steps in zip(listed, lengths, strict=True):
+        start = last if phase.from_ is None else phase.from_
+        length = remaining if steps is None else steps
+        resolved.append(LRPhase(length, phase.shape, start, phase.to))
+        last = phase.to
+    return resolved
 
 
-def _steps(text: str, total_steps: int) -> int | None:
-    if text == "rest":
-        return None
-    return round(total_steps * float(text[:-1]) / 100) if text.endswith("%") else int(text)
-
-
-def _fraction(text: str, phase: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ValueError(f"must have fractions of the peak from 0 to 1; {phase!r} has {text}.")
-    return value
+def _phase_steps(phase: LRPhaseConfig, total_steps: int) -> int | None:
+    if phase.percent is None:
+        return phase.steps
+    return round(total_steps * phase.percent / 100)

@@ -333,7 +333,7 @@ def test_every_number_has_a_range():
             f"runtime.num_processes=2 runtime.process_id=1 runtime.coordinator={host}:1234"
             for host in ("[::1]", "10.0.0.1", "a_b-c.d.", "10-0-0-1.host", 63 * "a")
         ),
-        "optim.lr_multipliers=[head 0]",
+        "optim.lr_multipliers=[{pattern:head,multiplier:0}]",
         "optim.beta1=0.9999999 optim.epsilon=1e-31",
         "run.name=a.b_c-1",
         "run.seed=4294967295",
@@ -496,7 +496,7 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
         (["optim.epsilon=1e20", "optim.clip_norm=0"], "optim.epsilon"),
         (["optim.learning_rate=1e-30"], "optim.learning_rate"),
         (["optim.weight_decay=1e4"], "optim.weight_decay"),
-        (["optim.weight_decays=['embedding 1e38']"], "optim.weight_decays"),
+        (["optim.weight_decays=[{pattern: embedding, weight_decay: 1e38}]"], "optim.weight_decays"),
     ],
 )
 def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):
@@ -541,25 +541,27 @@ def test_what_is_frozen_exists_and_something_is_trained(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("['* 0']", "nothing is learned"),
-        ("['embedding 0','* 0.0']", "nothing is learned"),
-        ("['head inf']", "PATTERN NUMBER"),
-        ("['head -1']", "PATTERN NUMBER"),
+        ("[{pattern: '*', multiplier: 0}]", "nothing is learned"),
+        (
+            "[{pattern: embedding, multiplier: 0}, {pattern: '*', multiplier: 0.0}]",
+            "nothing is learned",
+        ),
     ],
 )
-def test_rates_by_name_are_numbers_and_leave_something_to_learn(given: str, words: str) -> None:
-    assert load(["tiny", "train.steps=1", "optim.lr_multipliers=['head 0']"])
+def test_multipliers_leave_something_to_learn(given: str, words: str) -> None:
+    assert load(["tiny", "train.steps=1", "optim.lr_multipliers=[{pattern: head, multiplier: 0}]"])
     with pytest.raises(ConfigError, match=words):
         load(["tiny", "train.steps=1", f"optim.lr_multipliers={given}"])
 
 
-def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
-    given = "['hed 2','layers.* 0.5','zzz 1','layers.mlp.* 3']"
-    for action in (
-        "Set optim.lr_multipliers=['head 2', 'layers.* 0.5', 'layers.mlp.* 3'].",
-        "Set optim.lr_multipliers=['layers.* 0.5', 'layers.mlp.* 3'].",
-    ):
-        assert action in [each.action for each in problems([f"optim.lr_multipliers={given}"])]
+def test_patterns_without_a_match_are_named() -> None:
+    names = ("hed", "layers.*", "zzz")
+    given = ", ".join(f"{{pattern: '{name}', multiplier: 2}}" for name in names)
+    first, second = problems([f"optim.lr_multipliers=[{given}]"])
+    assert first.where.endswith("optim.lr_multipliers[0].pattern") and first.value == "hed"
+    assert first.action == "Did you mean `pattern: head`?"
+    assert second.where.endswith("optim.lr_multipliers[2].pattern")
+    assert second.action == "Leave this item out."
 
 
 @pytest.mark.parametrize(
@@ -600,10 +602,14 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ("['20% linear 0 -> 1', 'rest linear 0']", None),
-        ("['8 linear 0 -> 1', '100 linear 0']", None),  # is cut off
-        ("['10 linear 0 -> 1', 'rest linear 0']", "has 10 steps"),
-        ("['10 linear 0 -> 0', '3 x 7 linear 1']", "before the last 3 phases"),
+        ("[{percent: 20, shape: linear, from: 0, to: 1}, {shape: linear, to: 0}]", None),
+        # The run ends during the second phase.
+        ("[{steps: 8, shape: linear, from: 0, to: 1}, {steps: 99, shape: linear, to: 0}]", None),
+        ("[{steps: 10, shape: linear, to: 1}, {shape: linear, to: 0}]", "has 10 steps"),
+        (
+            "[{steps: 10, shape: linear, to: 0.5}, {steps: 7, shape: linear, to: 1, times: 3}]",
+            "before the last 3 phases",
+        ),
     ],
 )
 def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:
