@@ -12,7 +12,7 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import RuleViolation
 
 _LENGTHS = ("steps", "percent", "tokens")
-"""Fields that set the length of an item, of which an item may have one."""
+"""Fields that set the length of an item. An item may have one of them."""
 
 
 def _add_item_rule(key: str) -> None:
@@ -49,7 +49,6 @@ for _section in ITEM_SECTIONS:
 
 @rule("optim.lr_phases")
 def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
-    """At most one phase has the remaining steps of the run, and it runs once."""
     phases = enumerate(config.optim.lr_phases)
     is_open = [n for n, phase in phases if phase.steps is None and phase.percent is None]
     for number in is_open:
