@@ -447,16 +447,33 @@ def _last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def _item_classes() -> set[str]:
+    """Return the names of the classes whose items are the values of list keys."""
+    annotations = (
+        ast.unparse(statement.annotation)
+        for section in _section_classes()
+        for statement in section.body
+        if isinstance(statement, ast.AnnAssign)
+    )
+    return {
+        match[1] for text in annotations if (match := re.fullmatch(r"list\[(\w+Config)\]", text))
+    }
+
+
 @cache
 def _keys_read() -> set[tuple[str, str]]:
-    """Keys read outside config/: from the section by name, or in a module that names its class."""
-    read = set()
+    """Keys read outside config/: from the section by name, or in a module that names its class.
+
+    Fields of items may also be read in config/.
+    """
+    read, items = set(), _item_classes()
     for module in MODULES:
-        if _within(module, "maxpipe.config"):
-            continue
+        in_config = _within(module, "maxpipe.config")
         names = {node.id for node in ast.walk(tree(module)) if isinstance(node, ast.Name)}
         attributes = list(_reads(module))
         for section, key in config_keys():
+            if in_config and section not in items:
+                continue
             sources_of_key = {section_names()[section], f"{section_names()[section]}_config"}
             for origin, pattern in attributes:
                 if pattern.fullmatch(key) and (section in names or origin in sources_of_key):

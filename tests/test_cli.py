@@ -445,7 +445,7 @@ def test_an_explained_error_ends_without_traceback(
 
 
 def test_no_step_is_kept_that_no_run_may_load(capsys: Capture):
-    ramp = ["train.steps=9", "train.batch_size=4", "train.batch_ramp=['2 for 2 steps']"]
+    ramp = ["train.steps=9", "train.batch_size=4", "train.batch_ramp=[{batch_size: 2, steps: 2}]"]
     ramp += ["pipeline.microbatches=2"]
     assert main(["compile", TINY, *ramp, "--topology", "cpu:1", "--save", "there"]) == 2
     assert "--save, or set train.batch_ramp=[]" in capsys.readouterr().err

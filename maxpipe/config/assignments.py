@@ -21,7 +21,16 @@ from maxpipe.config.keys import (
     upgrade_setting,
 )
 from maxpipe.config.translation import MODEL, is_main_key
-from maxpipe.config.yaml_values import Raw, compose, entries, format_raw, raw_of, syntax_problem
+from maxpipe.config.yaml_values import (
+    Raw,
+    compose,
+    entries,
+    find_duplicates,
+    format_raw,
+    raw_of,
+    syntax_problem,
+    to_yaml_line,
+)
 from maxpipe.errors import Problem
 from maxpipe.io import redact
 
@@ -79,11 +88,7 @@ def _read_section(
         if is_section and isinstance(value, yaml.MappingNode):
             yield from _read_section(path, value, file, problems)
             continue
-        if isinstance(value, yaml.MappingNode):
-            # Read only to find problems, such as duplicate keys.
-            for inner, _, below in list(entries(value, file, f"{'.'.join(path)}.", problems)):
-                if isinstance(below, yaml.MappingNode):
-                    list(entries(below, file, f"{'.'.join(path)}.{inner}.", problems))
+        find_duplicates(value, file, ".".join(path), problems)
         raw = raw_of(value)
         if raw is not None or not is_section:
             yield from _split(path, raw, file, place)
@@ -197,7 +202,13 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
         new = rename_former_key(each)
         if new == each or each.origin == saved_as:
             continue
-        text = ".".join(new.path)
+        text = key = ".".join(new.path)
+        if isinstance(new.raw, list) and new.raw != each.raw:
+            items = to_yaml_line(upgrade_setting(".".join(each.path), each.raw)[1])
+            setting = f"`{new.path[-1]}: {items}`" if each.is_in_file else f'"{key}={items}"'
+            rule = f"is the form of an earlier release: {key} is a list of mappings."
+            yield each.problem(rule, f"Write {setting}.")
+            continue
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
         yield each.problem(f"was renamed to {text}.", f"Write {text} instead.")
 
@@ -220,6 +231,6 @@ def rename_former_key(assignment: Assignment) -> Assignment:
     """Return the assignment with the current name of its key."""
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
-    raw = str(value).lower() if isinstance(value, bool) else value
+    raw = str(value).lower() if isinstance(value, bool) else _as_raw(value)
     path = assignment.path if new == key else tuple(new.split("."))
     return dataclasses.replace(assignment, path=path, raw=raw)

@@ -33,7 +33,8 @@ def is_override(argument: str) -> bool:
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
     """Return the beginning of an error message: the key, and the file or option that sets it."""
-    origin = origins.get(key) or origins.get(key.rpartition(".")[0], DEFAULT)
+    origin = origins.get(key) or origins.get(key.partition("[")[0])
+    origin = origin or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
 
 

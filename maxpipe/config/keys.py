@@ -3,16 +3,20 @@
 A section is a field of `Config`, or the section of a family inside `model`, such as `model.llama`.
 A config contains the keys of one family only; these tables contain the keys of all families. A key
 may contain sections with user-defined names: `data.mixture.web.path` is declared as
-`data.mixture.NAME.path`.
+`data.mixture.NAME.path`. A key may also be a list of items with fields:
+`optim.lr_phases[0].steps` is declared as `optim.lr_phases[].steps`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from maxpipe.config.rules import ITEM, field_name
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, family_section
 from maxpipe.models.registry import FAMILIES
@@ -62,8 +66,37 @@ NAMED_KEYS: dict[str, Any] = {
 """Maps full keys in named sections, such as `data.mixture.NAME.path`, to their types."""
 
 
+def item_type(hint: Any) -> type | None:
+    """Return the dataclass of the items that a list of this type contains, if any."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
+    return inner if dataclasses.is_dataclass(inner) and isinstance(inner, type) else None
+
+
+def without_none(hint: Any) -> Any:
+    """Return the type of the value of an optional field."""
+    return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+
+
+ITEM_SECTIONS: dict[str, type] = {
+    f"{key}{ITEM}": item for key, hint in KEYS.items() if (item := item_type(hint))
+}
+"""Maps declared names of items, such as `optim.lr_phases[]`, to their dataclasses."""
+
+ITEM_KEYS: dict[str, Any] = {
+    f"{section}.{field_name(name)}": hint
+    for section, declared in ITEM_SECTIONS.items()
+    for name, hint in typing.get_type_hints(declared).items()
+}
+"""Maps fields of items, such as `optim.lr_phases[].steps`, to their types."""
+
+ALL_SECTIONS = SECTIONS | NAMED_SECTIONS | ITEM_SECTIONS
+ALL_KEYS = KEYS | NAMED_KEYS | ITEM_KEYS
+
+
 def declared_key(key: str) -> str:
-    """Return the declared form of a key or section, with `NAME` in place of a user-defined name."""
+    """Return the declared form of a key or section, without user-defined names and indices."""
+    if "[" in key:
+        return re.sub(r"\[\d+\]", ITEM, key)
     section, rest = split_key(key.split("."))
     if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED_SECTIONS:
         return key
@@ -78,7 +111,7 @@ RENAMED_KEYS: dict[str, str] = {
 }
 """Maps full keys of earlier releases to current full keys."""
 
-_RENAMED_VALUES: dict[str, dict[str, Any]] = {
+_RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
     for section, declared in (SECTIONS | NAMED_SECTIONS).items()
     for field in dataclasses.fields(declared)
@@ -93,9 +126,10 @@ def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
         is_named = declared != key
         key = f"{key.rpartition('.')[0]}.{new.rpartition('.')[2]}" if is_named else new
         declared = new
-    if not isinstance(value, str):
-        return key, value
-    return key, _RENAMED_VALUES.get(declared, {}).get(value, value)
+    values = _RENAMED_VALUES.get(declared, {})
+    if callable(values):
+        return key, values(value)
+    return key, values.get(value, value) if isinstance(value, str) else value
 
 
 def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -106,20 +140,21 @@ def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 def section_of(key: str) -> str:
     """Return the section of a full key."""
-    return key.rpartition(".")[0] if key in NAMED_KEYS else split_key(key.split("."))[0]
+    if key in NAMED_KEYS or key in ITEM_KEYS:
+        return key.rpartition(".")[0]
+    return split_key(key.split("."))[0]
 
 
 def names_in(section: str) -> list[str]:
     """Return the names of the keys in a section."""
-    keys = NAMED_KEYS if section in NAMED_SECTIONS else KEYS
-    return [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == section]
+    return [key.rpartition(".")[2] for key in ALL_KEYS if key.rpartition(".")[0] == section]
 
 
 def field_of(key: str) -> dataclasses.Field[Any]:
     """Return the dataclass field that declares this full key."""
     section, _, name = key.rpartition(".")
-    of_section: Any = SECTIONS.get(section) or NAMED_SECTIONS[section]
-    return next(field for field in dataclasses.fields(of_section) if field.name == name)
+    fields = dataclasses.fields(ALL_SECTIONS[section])
+    return next(field for field in fields if field_name(field) == name)
 
 
 def default_of(key: str) -> Any:

@@ -31,20 +31,24 @@ from maxpipe.config.assignments import (
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
+from maxpipe.config.item_reader import ItemError, read_items
 from maxpipe.config.keys import (
     KEYS,
     NAME,
     NAMED_KEYS,
     NAMED_SECTIONS,
     SECTIONS,
+    declared_key,
     is_of_another_family,
+    item_type,
     names_in,
     section_of,
     sections_of,
     split_key,
+    without_none,
 )
 from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
-from maxpipe.config.rules import BOUNDS, did_you_mean
+from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.translation import (
@@ -179,15 +183,8 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
         outer, _, inner = section.partition(".")
         below = nested.setdefault(outer, {})
         below = below.setdefault(inner, {}) if inner else below
-        below |= {name: _to_plain_value(getattr(values, name)) for name in names_in(section)}
+        below |= {name: plain_value(getattr(values, name)) for name in names_in(section)}
     return nested
-
-
-def _to_plain_value(value: Any) -> Any:
-    """Return a copy of the value in which named sections are dicts."""
-    if isinstance(value, dict):
-        return {name: _to_plain_value(each) for name, each in value.items()}
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
@@ -202,7 +199,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
         indent = "  " * len(outer)
         lines.append(f"{indent}{inner}:")
         for name in names_in(section):
-            line = f"{indent}  {name}: {to_yaml_line(_to_plain_value(getattr(values, name)))}"
+            line = f"{indent}  {name}: {to_yaml_line(plain_value(getattr(values, name)))}"
             remark = comment(f"{section}.{name}") if comment else ""
             remark = "".join(character for character in remark if character.isprintable())
             lines.append(f"{line}  # {remark}" if remark else line)
@@ -449,18 +446,30 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
             return None
         node, (name, hint), entry = *within, []
     try:
-        value = READERS.get(hint, read_unchanged)(assignment.raw)
+        if item_type(hint) is not None:
+            value = read_items(assignment.raw, f"{section}.{name}")
+        else:
+            value = READERS.get(hint, read_unchanged)(assignment.raw)
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
             raise ValueError(value)
         if entry:
             node[name][entry[0]] = value
         else:
             node[name] = value
+    except ItemError as error:
+        return _item_problem(assignment, error)
     except TooLargeError as error:
         return assignment.problem(str(error), _type_problem(assignment, hint).action)
     except (ValueError, OverflowError):
         return _type_problem(assignment, hint)
     return None
+
+
+def _item_problem(assignment: Assignment, error: ItemError) -> Problem:
+    wrong = dataclasses.replace(assignment, path=tuple(error.key.split(".")), raw=error.raw)
+    if error.rule:
+        return wrong.problem(error.rule, error.action)
+    return _type_problem(wrong, error.hint)
 
 
 def _locate_in_named_section(
@@ -520,12 +529,17 @@ _LISTS = {
 
 def type_name(hint: Any) -> str:
     """Return the name of a type, such as `integer` or `one of a, b`."""
+    hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(typing.get_args(hint))}"
     if is_mapping(hint):
         inner = typing.get_args(hint)[-1]
+        if inner is float:
+            return "mapping of names to numbers"
         what = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
         return f"mapping of names to {what}"
+    if item_type(hint) is not None:
+        return "list of mappings"
     if hint in _LISTS:
         return _LISTS[hint][0]
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
@@ -541,6 +555,8 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         action = value_action(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
+        if "[" in key:
+            action = f"Write `{assignment.path[-1]}: {choices[0]}`."
         return assignment.problem(f"must be {type_name(hint)}.", action)
     if is_mapping(hint):
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
@@ -555,12 +571,15 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     if hint is str:
         return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
     example = {int: "8", float: "0.1", bool: "true"}[hint]
-    if key in BOUNDS:
-        example = str(BOUNDS[key].example)
+    if bound := BOUNDS.get(declared_key(key)):
+        example = str(bound.example)
+    setting = f"{key}={example}"
+    if "[" in key:
+        setting = f"`{assignment.path[-1]}: {example}`"
     article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
     if hint is float and _is_too_large(assignment.raw):
         article = "a number below 1.8e308, the largest 64-bit float"
-    return assignment.problem(f"must be {article}.", f"Write a value such as {key}={example}.")
+    return assignment.problem(f"must be {article}.", f"Write a value such as {setting}.")
 
 
 def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import textwrap
 import typing
@@ -18,18 +19,22 @@ from typing import Any, Literal
 
 from maxpipe.config.foreign_keys import match_key
 from maxpipe.config.keys import (
+    ALL_KEYS,
+    ALL_SECTIONS,
+    ITEM_SECTIONS,
     KEYS,
     NAME,
-    NAMED_KEYS,
     NAMED_SECTIONS,
     SECTIONS,
     declared_key,
     default_of,
+    item_type,
     names_in,
     section_of,
+    without_none,
 )
 from maxpipe.config.load import LoadedConfig, to_yaml, type_name
-from maxpipe.config.rules import BOUNDS, did_you_mean
+from maxpipe.config.rules import BOUNDS, ITEM, did_you_mean, field_name
 from maxpipe.config.translation import MODEL
 from maxpipe.config.yaml_values import NAME_FORM
 from maxpipe.errors import ConfigError
@@ -47,14 +52,16 @@ def field_docs() -> dict[str, str]:
     key.
     """
     docs: dict[str, str] = {}
-    for section, declared in (SECTIONS | NAMED_SECTIONS).items():
+    for section, declared in ALL_SECTIONS.items():
         for each in reversed(declared.__mro__[:-1]):  # base classes also declare keys
             node = _classes(inspect.getfile(each))[each.__name__]
             docs[section] = _paragraph(ast.get_docstring(node) or "")
             for statement, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    docs[f"{section}.{statement.target.id}"] = _paragraph(_string(after))
-    known = {*SECTIONS, *KEYS, *NAMED_SECTIONS, *NAMED_KEYS}
+                    docs[f"{section}.{field_name(statement.target.id)}"] = _paragraph(
+                        _string(after)
+                    )
+    known = {*ALL_SECTIONS, *ALL_KEYS}
     return {name: doc for name, doc in docs.items() if name in known}
 
 
@@ -82,9 +89,9 @@ def explain(key: str) -> str:
     """
     if not key:
         return _list_sections()
-    if (known := declared_key(key)) in SECTIONS or known in NAMED_SECTIONS:
+    if (known := declared_key(key)) in ALL_SECTIONS:
         return _explain_section(known)
-    if known in KEYS or known in NAMED_KEYS:
+    if known in ALL_KEYS:
         return _explain_key(known)
     answer = match_key(key.split("."), KEYS)
     guess = "" if "." in key else did_you_mean(key, SECTIONS)
@@ -124,7 +131,7 @@ def _explain_section(section: str) -> str:
 def _explain_key(key: str) -> str:
     section = section_of(key)
     lines = [key, *_wrapped(field_docs()[key]), ""]
-    lines += _labelled("type", type_name({**KEYS, **NAMED_KEYS}[key]))
+    lines += _labelled("type", type_name(ALL_KEYS[key]))
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
     lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
@@ -132,6 +139,8 @@ def _explain_key(key: str) -> str:
     if f"{key}.{NAME}" in NAMED_SECTIONS:
         inner = ", ".join(names_in(f"{key}.{NAME}"))
         lines += _labelled("keys", f"{key}.{NAME}. and one of {inner}; {NAME} is user-defined")
+    if f"{key}{ITEM}" in ITEM_SECTIONS:
+        lines += ["", *_explain_section(f"{key}{ITEM}").splitlines()]
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
         lines += ["", f"  {'axis':{width}}  {'sharded over':13}  may be set to"]
@@ -171,7 +180,7 @@ def _default_text(key: str) -> str:
         return "required"
     if isinstance(value, bool):
         return f"default {str(value).lower()}"
-    return f"default {value if value != '' else 'empty'}"
+    return "default none" if value is None else f"default {value if value != '' else 'empty'}"
 
 
 def markdown() -> str:
@@ -191,11 +200,12 @@ def markdown() -> str:
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name in names_in(section):
             key = f"{section}.{name}"
-            kind = type_name({**KEYS, **NAMED_KEYS}[key])
+            kind = type_name(ALL_KEYS[key])
             if key in BOUNDS:
                 kind += f", {str(BOUNDS[key]).partition(':')[0]}"
             default = _default_text(key).removeprefix("default ")
-            cell = default if default in ("required", "empty") else f"`{default}`"
+            is_word = default in ("required", "empty") or default_of(key) is None
+            cell = default if is_word else f"`{default}`"
             lines.append(f"| `{name}` | {kind} | {cell} | {_escaped(field_docs()[key])} |")
         if f"{section}.axis_rules" == _AXIS_RULES:
             lines += ["", f"`{_AXIS_RULES}` changes this table:", ""]
@@ -209,6 +219,7 @@ def _in_order() -> list[str]:
     found = []
     for section in SECTIONS:
         found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
+        found += [name for name in ITEM_SECTIONS if section_of(name) == section]
     return found
 
 
@@ -245,18 +256,28 @@ def _section_schema(section: str) -> dict[str, Any]:
     }
 
 
+def _item_schema(section: str) -> dict[str, Any]:
+    names = names_in(section)
+    is_required = [default_of(f"{section}.{name}") is dataclasses.MISSING for name in names]
+    required = list(itertools.compress(names, is_required))
+    return {**_section_schema(section), "type": "object", "required": required}
+
+
 def _key_schema(key: str) -> dict[str, Any]:
-    result = {"description": field_docs()[key], **_type_schema({**KEYS, **NAMED_KEYS}[key])}
+    result = {"description": field_docs()[key], **_type_schema(ALL_KEYS[key])}
     if f"{key}.{NAME}" in NAMED_SECTIONS:
         result["additionalProperties"] = _section_schema(f"{key}.{NAME}")
         result["propertyNames"] = {"pattern": f"^{NAME_FORM.pattern}$"}
-    if default_of(key) is not dataclasses.MISSING:
+    if f"{key}{ITEM}" in ITEM_SECTIONS:
+        result["items"] = _item_schema(f"{key}{ITEM}")
+    if default_of(key) not in (dataclasses.MISSING, None):
         result["default"] = default_of(key)
     if key in BOUNDS:
         bound = BOUNDS[key]
-        result["minimum" if bound.low_is_inside else "exclusiveMinimum"] = bound.low
+        limits = result.get("additionalProperties", result)
+        limits["minimum" if bound.low_is_inside else "exclusiveMinimum"] = bound.low
         if bound.high != float("inf"):
-            result["maximum" if bound.high_is_inside else "exclusiveMaximum"] = bound.high
+            limits["maximum" if bound.high_is_inside else "exclusiveMaximum"] = bound.high
     if key == _SCHEDULE:
         result["anyOf"] = [{"enum": list(SCHEDULES)}, {"pattern": f"^{FILE_PREFIX}"}]
     if key == _AXIS_RULES:
@@ -265,10 +286,15 @@ def _key_schema(key: str) -> dict[str, Any]:
 
 
 def _type_schema(hint: Any) -> dict[str, Any]:
+    hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
         return {"enum": list(typing.get_args(hint))}
     if hint in (dict[str, each] for each in NAMED_SECTIONS.values()):
         return {"type": "object"}
+    if item_type(hint) is not None:
+        return {"type": "array"}
+    if hint == dict[str, float]:
+        return {"type": "object", "additionalProperties": {"type": "number"}}
     if typing.get_origin(hint) is dict:
         names = {"type": "array", "items": {"type": "string"}}
         return {"type": "object", "additionalProperties": names}

@@ -6,17 +6,19 @@ invalid. The files in `sections/` define the rules.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.files import url_scheme
+from maxpipe.io.formatting import format_nested
 from maxpipe.models.config import Bound
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
@@ -24,11 +26,49 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 
+ITEM = "[]"
+"""Index of an item in declared keys, such as `optim.lr_phases[].steps`."""
+
+_ITEM_KEY = re.compile(r"(?P<key>\w+\.\w+)\[(?P<number>\d+)\](?P<names>(\..*)?)")
+
+
+def field_name(field: dataclasses.Field[Any] | str) -> str:
+    """Return the YAML name of a field: `from_` is declared with an underscore, because `from` is a
+    keyword.
+    """
+    return (field if isinstance(field, str) else field.name).removesuffix("_")
+
+
+def plain_value(value: Any) -> Any:
+    """Return a copy of the value in which named sections and items are dicts. Fields of items that
+    have their default are omitted.
+    """
+    if isinstance(value, dict):
+        return {name: plain_value(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_plain_item(item) if is_dataclass(item) else item for item in value]
+    return dataclasses.asdict(value) if is_dataclass(value) else copy.deepcopy(value)  # type: ignore[arg-type]
+
+
+def _plain_item(item: Any) -> dict[str, Any]:
+    values = {field: getattr(item, field.name) for field in dataclasses.fields(item)}
+    return {
+        field_name(field): copy.deepcopy(value)
+        for field, value in values.items()
+        if value != field.default
+    }
+
+
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a full key, or of one entry of a mapping.
 
-    For keys of other model families, return the default.
+    For keys of other model families, return the default. Items of lists are dicts.
     """
+    if match := _ITEM_KEY.fullmatch(key):
+        value = plain_value(value_of(config, match["key"]))[int(match["number"])]
+        for name in match["names"].split(".")[1:]:
+            value = value[name]
+        return value
     section, *names = key.split(".")
     value = getattr(config, section)
     if section == "model" and len(names) == 2:
@@ -166,8 +206,8 @@ def format_value(value: object) -> str:
         return ""  # the key already names the section
     if isinstance(value, bool):
         text = str(value).lower()
-    elif isinstance(value, list):
-        text = f"[{', '.join(map(str, value))}]"
+    elif isinstance(value, list | dict):
+        text = format_nested(plain_value(value))
     elif value == "":
         text = "''"
     else:
@@ -186,10 +226,13 @@ BOUNDS: dict[str, Bound] = {}
 
 
 def add_ranges(*bounds: Bound) -> None:
-    """Register the ranges of keys, and a rule for each range."""
+    """Register the ranges of keys, and a rule for each range. `add_item_rules` adds the rules for
+    ranges of items.
+    """
     for bound in bounds:
         BOUNDS[bound.key] = bound
-        _add_range_rule(bound)
+        if ITEM not in bound.key:
+            _add_range_rule(bound)
 
 
 def _add_range_rule(bound: Bound) -> None:
@@ -199,6 +242,45 @@ def _add_range_rule(bound: Bound) -> None:
             yield RuleViolation(
                 bound.key, f"must be {bound}.", f"Set {bound.key}={format_value(bound.example)}."
             )
+
+
+EXAMPLES: dict[str, str] = {}
+"""Maps list keys whose items are mappings to valid values, for messages."""
+
+
+def add_item_rules(
+    key: str, example: str, one_of: Sequence[str] = (), at_most_one_of: Sequence[str] = ()
+) -> None:
+    """Register an example of a list key, and a rule for the ranges of the fields of its items and
+    for fields that exclude each other.
+    """
+    EXAMPLES[key] = example
+    exclusive = one_of or at_most_one_of
+
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        for number, item in enumerate(plain_value(value_of(config, key))):
+            place = f"{key}[{number}]"
+            for name, value in item.items():
+                yield from _out_of_range(f"{key}{ITEM}.{name}", f"{place}.{name}", value)
+            given = [name for name in exclusive if name in item]
+            if len(given) > 1:
+                text = f"must have either {' or '.join(exclusive)}, not both."
+                yield RuleViolation(place, text, f"Leave {given[1]} out.")
+            elif one_of and not given:
+                action = f'Add `{one_of[0]}: ...`, as in "{key}={example}".'
+                yield RuleViolation(place, f"requires {' or '.join(one_of)}.", action)
+
+
+def _out_of_range(declared: str, place: str, value: Any) -> Iterator[RuleViolation]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _out_of_range(declared, f"{place}.{name}", part)
+        if not any(value.values()):
+            yield RuleViolation(place, "must have a weight above 0.", "Set a weight to 1.")
+    elif (bound := BOUNDS.get(declared)) and not bound.holds(value):
+        name = place.rpartition(".")[2]
+        yield RuleViolation(place, f"must be {bound}.", f"Write `{name}: {bound.example:g}`.")
 
 
 def violations(config: Config, skip: Collection[str] = ()) -> Iterator[RuleViolation]:

@@ -18,6 +18,7 @@ import yaml
 from maxpipe.config.config_files import ConfigFile, broken_link, missing_file_action
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
+from maxpipe.io.formatting import format_nested
 from maxpipe.io.plain_yaml import compose
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -230,13 +231,26 @@ def raw_of(node: yaml.Node) -> Raw:
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
 
+def find_duplicates(
+    node: yaml.Node, file: str, path: str, problems: list[Problem], depth: int = 2
+) -> None:
+    """Add a problem for each duplicate key in a mapping, or in the mappings of a list."""
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            find_duplicates(item, file, f"{path}[{number}]", problems, depth)
+    elif isinstance(node, yaml.MappingNode) and depth:
+        for name, _, value in entries(node, file, f"{path}.", problems):
+            find_duplicates(value, file, f"{path}.{name}", problems, depth - 1)
+
+
 def to_yaml_line(value: Any) -> str:
     """Format a value as it appears after its key in a config file."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    flow: Any = {"default_flow_style": True, "width": math.inf, "sort_keys": False}
+    text = yaml.safe_dump(value, allow_unicode=True, **flow)
     text = text.removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():
         # YAML folds line breaks in plain text, including U+0085 and U+2028, so they are escaped.
-        text = yaml.safe_dump(value, default_style='"', default_flow_style=True, width=math.inf)
+        text = yaml.safe_dump(value, default_style='"', **flow)
     return text.removesuffix("\n")
 
 
@@ -244,6 +258,6 @@ def format_raw(raw: Raw) -> str:
     """Format a raw value as text for a message."""
     if raw is None:
         return "null"
-    text = "''" if raw == "" else raw if isinstance(raw, str) else str(raw)
+    text = "''" if raw == "" else raw if isinstance(raw, str) else format_nested(raw)
     text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -251,7 +251,7 @@ def build_mixture(
     Raises:
         ConfigError: a source has less than one sample per block, or a stage is too long.
     """
-    stages = texts.parse_mixture_stages(data.mixture_stages)
+    stages = data.mixture_stages
     weights = [{name: stage.weights.get(name, 0.0) for name in sizes} for stage in stages]
     weights.append(final_weights(data.mixture, sizes))
     quota_stages: list[QuotaStage] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def pluralize(number: int, noun: str) -> str:
@@ -61,3 +62,13 @@ def format_choices(numbers: Iterable[int]) -> str:
     if len(words) > 8:
         words = [*words[:6], "..", words[-1]]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def format_nested(value: Any) -> str:
+    """Format a value as text for a message, without quotes."""
+    if isinstance(value, dict):
+        fields = (f"{name}: {format_nested(part)}" for name, part in value.items())
+        return f"{{{', '.join(fields)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(format_nested, value))}]"
+    return str(value)

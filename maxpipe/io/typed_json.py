@@ -17,7 +17,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import (
     Annotated,
     Any,
@@ -194,13 +194,16 @@ def _child_path(where: str, name: object) -> str:
     return text if where == "it" else f"{where}.{text}"
 
 
-def renamed_from(*names: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def renamed_from(
+    *names: str, values: Mapping[str, Any] | Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
     """Return the metadata of a renamed field: its former names, and a map from former to current
     values.
 
-    A former name without a dot belonged to the same section.
+    A former name without a dot belonged to the same section. If `values` is a function, it converts
+    any value, and returns current values unchanged.
     """
-    return {"was": names, "values": dict(values or {})}
+    return {"was": names, "values": values}
 
 
 def legacy_value(value: Any) -> dict[str, Any]:

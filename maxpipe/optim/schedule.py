@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from maxpipe.config.sections.optim import OptimConfig, parse_phases
+from maxpipe.config.sections.optim import OptimConfig, resolve_phases
 
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
@@ -37,7 +37,8 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
     """Return the schedule of `lr_phases`; the step after a phase has the phase's end value."""
     peak, shapes, borders = config.learning_rate, [], []
-    for phase in parse_phases(config.lr_phases, total_steps):
+    phases = resolve_phases(config.lr_phases, total_steps)
+    for phase in phases:
         start, end = peak * phase.start, peak * phase.end
         steps = max(1, phase.steps)
         if phase.shape == "cosine" and start != end:
@@ -47,5 +48,5 @@ def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
             shapes.append(optax.linear_schedule(start, end, steps))
         last = borders[-1] if borders else 0
         borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
-    final = optax.constant_schedule(peak * parse_phases(config.lr_phases, total_steps)[-1].end)
+    final = optax.constant_schedule(peak * phases[-1].end)
     return optax.join_schedules([*shapes, final], borders)

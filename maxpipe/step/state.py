@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Key
 
 from maxpipe.config.schema import GuardConfig
-from maxpipe.config.sections.optim import OptimConfig, parse_param_values
+from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.param_names import chosen, names_in_layers
 from maxpipe.models.spec import Param
@@ -210,8 +210,8 @@ class ParamLayout:
     def trainable_params(self, optim: OptimConfig) -> dict[KeyPath, TrainableParam]:
         """Return the trainable parameters, keyed by their paths in stacked form."""
         model, layout = self.decoder.model, self.layout
-        rates = chosen(model, parse_param_values(optim.lr_multipliers))
-        decays = chosen(model, parse_param_values(optim.weight_decays))
+        rates = chosen(model, [(item.pattern, item.multiplier) for item in optim.lr_multipliers])
+        decays = chosen(model, [(item.pattern, item.weight_decay) for item in optim.weight_decays])
         specs, found = flatten(self.specs), dict[KeyPath, TrainableParam]()
 
         def add(path: KeyPath, name: str, param: Param, layers: np.ndarray | None = None) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import check, rules
-from maxpipe.config.keys import KEYS, section_of
+from maxpipe.config.keys import ITEM_KEYS, KEYS, section_of, without_none
 from maxpipe.config.load import load
-from maxpipe.config.rules import BOUNDS
+from maxpipe.config.rules import BOUNDS, ITEM
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import TrainConfig, total_steps
 from maxpipe.errors import ConfigError, Problem
@@ -268,7 +268,7 @@ def test_a_broken_rule_is_explained_and_its_action_works(overrides: str, key: st
     assert len(after) == len(found) - 1, "\n".join(map(str, after))
 
 
-@pytest.mark.parametrize("key", BOUNDS)
+@pytest.mark.parametrize("key", [key for key in BOUNDS if ITEM not in key])
 def test_a_range_is_explained_and_its_action_works(key: str):
     bound = BOUNDS[key]
     assert bound.holds(bound.example)
@@ -305,7 +305,8 @@ def test_numbers_that_float32_does_not_have_are_refused(value: str):
 
 
 def test_every_number_has_a_range():
-    ours = {key for key, hint in KEYS.items() if hint in (int, float)}
+    numbers = (int, float, dict[str, float])
+    ours = {key for key, hint in (KEYS | ITEM_KEYS).items() if without_none(hint) in numbers}
     sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in axes.MESH_AXES}
     assert ours - sizes == set(BOUNDS)
 
@@ -334,7 +335,7 @@ def test_every_number_has_a_range():
             f"runtime.num_processes=2 runtime.process_id=1 runtime.coordinator={host}:1234"
             for host in ("[::1]", "10.0.0.1", "a_b-c.d.", "10-0-0-1.host", 63 * "a")
         ),
-        "optim.lr_multipliers=[head 0]",
+        "optim.lr_multipliers=[{pattern: head, multiplier: 0}]",
         "optim.beta1=0.9999999 optim.epsilon=1e-31",
         "run.name=a.b_c-1",
         "run.seed=4294967295",
@@ -413,7 +414,7 @@ def test_rules_declare_the_keys_they_read():
     configs = [
         config
         for config in configs
-        if all(b.holds(rules.value_of(config, key)) for key, b in BOUNDS.items())
+        if all(b.holds(rules.value_of(config, key)) for key, b in BOUNDS.items() if ITEM not in key)
     ]
     for rule in rules.RULES:
         read: set[str] = set()
@@ -497,7 +498,7 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
         (["optim.epsilon=1e20", "optim.clip_norm=0"], "optim.epsilon"),
         (["optim.learning_rate=1e-30"], "optim.learning_rate"),
         (["optim.weight_decay=1e4"], "optim.weight_decay"),
-        (["optim.weight_decays=['embedding 1e38']"], "optim.weight_decays"),
+        (["optim.weight_decays=[{pattern: embedding, weight_decay: 1e38}]"], "optim.weight_decays"),
     ],
 )
 def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):
@@ -542,25 +543,27 @@ def test_frozen_patterns_match_and_leave_trained_parameters(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("['* 0']", "nothing is learned"),
-        ("['embedding 0','* 0.0']", "nothing is learned"),
-        ("['head inf']", "PATTERN NUMBER"),
-        ("['head -1']", "PATTERN NUMBER"),
+        ("[{pattern: '*', multiplier: 0}]", "nothing is learned"),
+        (
+            "[{pattern: embedding, multiplier: 0}, {pattern: '*', multiplier: 0.0}]",
+            "nothing is learned",
+        ),
     ],
 )
-def test_rates_by_name_are_numbers_and_leave_something_to_learn(given: str, words: str) -> None:
-    assert load(["tiny", "train.steps=1", "optim.lr_multipliers=['head 0']"])
+def test_multipliers_leave_something_to_learn(given: str, words: str) -> None:
+    assert load(["tiny", "train.steps=1", "optim.lr_multipliers=[{pattern: head, multiplier: 0}]"])
     with pytest.raises(ConfigError, match=words):
         load(["tiny", "train.steps=1", f"optim.lr_multipliers={given}"])
 
 
-def test_an_unknown_name_leaves_the_others_in_their_order() -> None:
-    given = "['hed 2','layers.* 0.5','zzz 1','layers.mlp.* 3']"
-    for action in (
-        "Set optim.lr_multipliers=['head 2', 'layers.* 0.5', 'layers.mlp.* 3'].",
-        "Set optim.lr_multipliers=['layers.* 0.5', 'layers.mlp.* 3'].",
-    ):
-        assert action in [each.action for each in problems([f"optim.lr_multipliers={given}"])]
+def test_patterns_without_a_match_are_named() -> None:
+    names = ("hed", "layers.*", "zzz")
+    given = ", ".join(f"{{pattern: '{name}', multiplier: 2}}" for name in names)
+    first, second = problems([f"optim.lr_multipliers=[{given}]"])
+    assert first.where.endswith("optim.lr_multipliers[0].pattern") and first.value == "hed"
+    assert first.action == "Did you mean `pattern: head`?"
+    assert second.where.endswith("optim.lr_multipliers[2].pattern")
+    assert second.action == "Leave this item out."
 
 
 @pytest.mark.parametrize(
@@ -601,10 +604,14 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        ("['20% linear 0 -> 1', 'rest linear 0']", None),
-        ("['8 linear 0 -> 1', '100 linear 0']", None),  # is cut off
-        ("['10 linear 0 -> 1', 'rest linear 0']", "has 10 steps"),
-        ("['10 linear 0 -> 0', '3 x 7 linear 1']", "before the last 3 phases"),
+        ("[{percent: 20, shape: linear, from: 0, to: 1}, {shape: linear, to: 0}]", None),
+        # The run ends during the second phase.
+        ("[{steps: 8, shape: linear, from: 0, to: 1}, {steps: 99, shape: linear, to: 0}]", None),
+        ("[{steps: 10, shape: linear, to: 1}, {shape: linear, to: 0}]", "has 10 steps"),
+        (
+            "[{steps: 10, shape: linear, to: 0.5}, {steps: 7, shape: linear, to: 1, times: 3}]",
+            "before the last 3 phases",
+        ),
     ],
 )
 def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:

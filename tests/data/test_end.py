@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.load import load
-from maxpipe.config.sections.data import DataConfig, MixedSourceConfig
+from maxpipe.config.sections.data import DataConfig, MixedSourceConfig, MixtureStageConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.corpus import compare_fingerprints
@@ -26,10 +26,13 @@ from tests.errors import raises
 
 assert folders  # a fixture
 
-CURRICULA: list[list[str]] = [
+CURRICULA = [
     [],
-    ["web 1 for 3 steps"],
-    ["web 1 code 4 for 500 tokens", "books 1 for 4 steps"],
+    [MixtureStageConfig(weights={"web": 1}, steps=3)],
+    [
+        MixtureStageConfig(weights={"web": 1, "code": 4}, tokens=500),
+        MixtureStageConfig(weights={"books": 1}, steps=4),
+    ],
 ]
 SHARES = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
@@ -185,7 +188,7 @@ def test_a_run_reads_each_source_to_its_end(
     ramp: BatchRamp,
     attempts: list[tuple[int, list[int]]],
     epochs: tuple[float, ...],
-    stages: list[str],
+    stages: list[MixtureStageConfig],
     temperature: float,
     processes: int,
 ) -> None:

@@ -244,7 +244,7 @@ def test_a_mixed_source_has_every_key_of_a_source() -> None:
 
 
 def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inputs = [*overrides(here), "data.mixture_stages=['files 3 lines 1 for 4 steps']"]
+    inputs = [*overrides(here), "data.mixture_stages=[{weights: {files: 3, lines: 1}, steps: 4}]"]
     command = ["data", "mixture", *inputs, "--step"]
     train = build_datasets(load(inputs).config, lambda: None).train
     for step in (1, 3, 5, 1_000_000):

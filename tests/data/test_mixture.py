@@ -19,8 +19,8 @@ from maxpipe.config.render import explain, json_schema
 from maxpipe.config.sections.data import (
     DataConfig,
     MixedSourceConfig,
+    MixtureStageConfig,
     mixture_shares,
-    parse_mixture_stages,
 )
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.sections.train import BatchRamp
@@ -220,8 +220,11 @@ def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
 
 
 def test_stages_follow_each_other(folders: dict[str, str]) -> None:
-    texts = ["books 1 for 10 steps", "code 1 web 1 for 1600 tokens"]
-    loader = loader_of(folders, BatchRamp((), 8), (0, 0, 1), mixture_stages=texts)
+    stages = [
+        MixtureStageConfig(weights={"books": 1}, steps=10),
+        MixtureStageConfig(weights={"code": 1, "web": 1}, tokens=1600),
+    ]
+    loader = loader_of(folders, BatchRamp((), 8), (0, 0, 1), mixture_stages=stages)
     names = [[row.source for row in loader.sequence_origins(step)] for step in range(30)]
     assert {name for step in names[:10] for name in step} == {"books"}
     # 1600 tokens are 100 rows, and 13 whole batches.
@@ -347,24 +350,14 @@ def test_config_by_names(tmp_path: Path) -> None:
         ([*WEB, *CODE, "data.mixture.web.epochs=1"], "other sources have epochs"),
         ([*WEB, "data.mixture_temperature=0"], "must be more than 0"),
         (["data.mixture_temperature=2"], "requires data.mixture"),
-        (["data.mixture_stages=['web 1 for 3 steps']"], "requires data.mixture"),
-        ([*WEB, "data.mixture_stages=['wep 1 for 3 steps']"], "Did you mean web?"),
-        ([*WEB, "data.mixture_stages=['web 1']"], "NAME WEIGHT"),
-        ([*WEB, "data.mixture_stages=['web 0 for 3 steps']"], "a weight above 0"),
-        ([*WEB, "data.mixture_stages=['web 1 web 2 for 3 steps']"], "web twice"),
-        ([*WEB, "data.mixture_stages=['web x for 3 steps']"], "weights of at least 0"),
+        (["data.mixture_stages=[{weights: {web: 1}, steps: 3}]"], "requires data.mixture"),
+        ([*WEB, "data.mixture_stages=[{weights: {wep: 1}, steps: 3}]"], "Did you mean web?"),
     ],
 )
 def test_rules(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load([*TINY, *given])
     assert said in str(caught.value)
-
-
-def test_stages_as_texts() -> None:
-    one, other = parse_mixture_stages(["web 0.9 code 0.1 for 1_000 steps", "code 1 for 5 tokens"])
-    assert one == ({"web": 0.9, "code": 0.1}, 1000, "steps")
-    assert other == ({"code": 1.0}, 5, "tokens")
 
 
 def test_keys_of_a_mixture_are_explained() -> None:
@@ -382,7 +375,7 @@ def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
 
 def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
     """Their counts would be other numbers, silently."""
-    long = f"code 1 for {10**17} steps"
+    long = MixtureStageConfig(weights={"code": 1}, steps=10**17)
     loader = loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 2)
     assert loader.stream.samples_before(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1
     with pytest.raises(ConfigError, match="must end before sequence 2305843009213693952"):

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from maxpipe.config.load import load
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.config.sections.train import BatchRamp, RampStage, TrainConfig, total_steps
+from maxpipe.config.sections.train import (
+    BatchRamp,
+    BatchRampStageConfig,
+    RampStage,
+    TrainConfig,
+    total_steps,
+)
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.errors import ConfigError
@@ -116,14 +122,17 @@ def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
 
 
 def test_length_of_a_run() -> None:
-    def steps(tokens: int, *ramp: str) -> int:
+    def steps(tokens: int, *ramp: BatchRampStageConfig) -> int:
         train = TrainConfig(tokens=tokens, batch_size=8, sequence_length=10, batch_ramp=list(ramp))
         return total_steps(train)
 
+    stage = BatchRampStageConfig
+
     assert steps(800) == 10 and steps(801) == 11
-    assert steps(800, "2 for 5 steps") == 5 + 9  # 100 of 800 in the stage
-    assert steps(800, "2 for 81 tokens", "4 for 40 tokens") == 5 + 1 + 9
-    assert steps(90, "2 for 5 steps") == 5
+    assert steps(800, stage(batch_size=2, steps=5)) == 5 + 9  # 100 of 800 in the stage
+    stages = stage(batch_size=2, tokens=81), stage(batch_size=4, tokens=40)
+    assert steps(800, *stages) == 5 + 1 + 9
+    assert steps(90, stage(batch_size=2, steps=5)) == 5
 
 
 TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.steps=100"]
@@ -132,15 +141,13 @@ TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.s
 @pytest.mark.parametrize(
     ("ramp", "more", "said"),
     [
-        ("['four']", [], "BATCH_SIZE for N steps"),
-        ("['0 for 3 steps']", [], "at least 1"),
-        ("['8 for 3 steps', '4 for 3 steps']", [], "8 is followed by 4"),
-        ("['16 for 3 steps']", [], "16 is followed by 16"),
-        ("['6 for 3 steps']", [], "multiples of 4"),
-        ("['8 for 100 steps']", [], "has 100 steps"),
-        ("['8 for 3 steps']", ["runtime.compiled_step=/tmp/x"], "train.batch_ramp"),
+        ("[{batch_size: 8, steps: 3}, {batch_size: 4, steps: 3}]", [], "8 is followed by 4"),
+        ("[{batch_size: 16, steps: 3}]", [], "16 is followed by 16"),
+        ("[{batch_size: 6, steps: 3}]", [], "multiples of 4"),
+        ("[{batch_size: 8, steps: 100}]", [], "has 100 steps"),
+        ("[{batch_size: 8, steps: 3}]", ["runtime.compiled_step=/tmp/x"], "train.batch_ramp"),
         (
-            "['4 for 3 steps']",
+            "[{batch_size: 4, steps: 3}]",
             ["pipeline.group=2", "mesh.ici_stage=2", "pipeline.repeats=2"],
             "with which pipeline.group must be 0",
         ),
@@ -154,8 +161,14 @@ def test_rules(ramp: str, more: list[str], said: str) -> None:
 
 def test_phases_are_shares_of_the_steps_with_a_ramp(tmp_path: Path) -> None:
     """A run in tokens whose ramp is in tokens: its rate ends with it."""
-    given = "train.batch_ramp=['4 for 5000 tokens']", "train.steps=0", "train.tokens=100000"
-    phases = "optim.lr_phases=['10% linear 0 -> 1', 'rest cosine 0']"
+    given = (
+        "train.batch_ramp=[{batch_size: 4, tokens: 5000}]",
+        "train.steps=0",
+        "train.tokens=100000",
+    )
+    phases = (
+        "optim.lr_phases=[{percent: 10, shape: linear, from: 0, to: 1}, {shape: cosine, to: 0}]"
+    )
     given = *given, "train.sequence_length=128"
     config = load([*TINY, *given, phases, "optim.warmup_steps=0"]).config
     assert total_steps(config.train) == 10 + -(-(100000 - 5120) // 2048)

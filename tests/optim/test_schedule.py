@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.optim import LRPhaseConfig, OptimConfig
 from maxpipe.optim.schedule import learning_rate
 
 PEAK = 0.02
@@ -86,21 +86,26 @@ def test_short_runs_have_finite_rates(schedule: str, total: int, warmup: int) ->
 
 
 def test_phases_follow_each_other() -> None:
-    texts = ["10% linear 0 -> 1", "2 x 30 cosine 1 -> 0.1", "rest linear 0.5"]
-    got = rates(100, lr_phases=texts)
+    phases = [
+        LRPhaseConfig(percent=10, shape="linear", from_=0, to=1),
+        LRPhaseConfig(steps=30, shape="cosine", from_=1, to=0.1, times=2),
+        LRPhaseConfig(shape="linear", to=0.5),
+    ]
+    got = rates(100, lr_phases=phases)
     bend = [0.1 + 0.9 * (1 + math.cos(math.pi * done / 30)) / 2 for done in range(30)]
     tail = [0.1 + 0.4 * done / 30 for done in range(30)]
     wanted = [*(done / 10 for done in range(10)), *bend, *bend, *tail, 0.5]
     np.testing.assert_allclose(got, PEAK * np.array(wanted), rtol=1e-5)
     # Behind the last phase the rate stays; phases that are longer than the run are cut off.
-    short = rates(20, lr_phases=["5 linear 0.2", "5 linear 0.2"])
+    short = rates(20, lr_phases=[LRPhaseConfig(steps=5, shape="linear", to=0.2)] * 2)
     np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
+    long = [LRPhaseConfig(steps=100, shape="cosine", to=0)]
     np.testing.assert_allclose(
-        rates(10, lr_phases=["100 cosine 0"]),
-        rates(100, lr_phases=["100 cosine 0"])[:11],
+        rates(10, lr_phases=long),
+        rates(100, lr_phases=long)[:11],
         rtol=1e-6,
     )
-    rising = rates(10, lr_phases=["rest cosine 0.5 -> 1"])
+    rising = rates(10, lr_phases=[LRPhaseConfig(shape="cosine", from_=0.5, to=1)])
     assert (np.diff(rising) > 0).all() and rising[0] == pytest.approx(0.5 * PEAK)
 
 

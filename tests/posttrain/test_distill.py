@@ -135,7 +135,7 @@ def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
         "turns", *STAGED, "distill.teacher_layout=[mesh.ici_stage=4,pipeline.microbatches=2]"
     )
     same(asked.losses("turns"), asked.losses("asked"))
-    ramp = ("train.batch_ramp=[4 for 2 steps]", "pipeline.microbatches=2")
+    ramp = ("train.batch_ramp=[{batch_size: 4, steps: 2}]", "pipeline.microbatches=2")
     asked.train("ramp", *ramp)
     asked.train("ramp-staged", *ramp, *STAGED, "distill.teacher_devices=2", LAYOUT)
     same(asked.losses("ramp-staged"), asked.losses("ramp"))

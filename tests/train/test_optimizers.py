@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.digests import leaves_by_name
-from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.config.sections.optim import LRMultiplierConfig, OptimConfig, WeightDecayConfig
 from maxpipe.huggingface.safetensors import SafetensorsReader
 from tests.cases import OPTIM, TOLERANCE, Case, keeping, steps_of
 from tests.pipeline.test_families import QWEN3_MOE
@@ -23,13 +23,20 @@ ONE = Case(layers=5)
 HERE = Case(2, 2, 2, fsdp=2, layers=5)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5)
 MOE = dataclasses.replace(QWEN3_MOE, num_experts=4)
+DECAYS = [
+    WeightDecayConfig(pattern="embedding", weight_decay=0),
+    WeightDecayConfig(pattern="*norm*", weight_decay=0.5),
+]
+MULTIPLIERS = [
+    LRMultiplierConfig(pattern="layers.attention.*", multiplier=0.5),
+    LRMultiplierConfig(pattern="head", multiplier=0.1),
+]
 KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
     "lion": ({}, {"mu"}, (ONE, HERE, ELSEWHERE)),
     "adafactor": ({}, {"nu", "rows", "columns"}, (ONE, HERE, ELSEWHERE)),
     "muon": ({}, {"mu", "nu"}, (ONE, HERE, ELSEWHERE)),
     "adamw": (
-        {"ema_decay": 0.9, "weight_decays": ["embedding 0", "*norm* 0.5"]}
-        | {"lr_multipliers": ["layers.attention.* 0.5", "head 0.1"]},
+        {"ema_decay": 0.9, "weight_decays": DECAYS, "lr_multipliers": MULTIPLIERS},
         {"mu", "nu", "average"},
         (ONE, HERE, ELSEWHERE),
     ),

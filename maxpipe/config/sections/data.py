@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.foreign_keys import list_action
-from maxpipe.config.rules import BOUNDS, add_nonempty_rule, add_ranges, did_you_mean, rule
+from maxpipe.config.former_items import upgrade_mixture_stages
+from maxpipe.config.rules import (
+    BOUNDS,
+    add_item_rules,
+    add_nonempty_rule,
+    add_ranges,
+    did_you_mean,
+    rule,
+)
 from maxpipe.config.sections.source import (
     COLUMNS,
     FILES,
@@ -21,7 +27,6 @@ from maxpipe.config.sections.source import (
     split_template,
 )
 from maxpipe.config.sections.train import BatchRamp
-from maxpipe.config.yaml_values import NAME_FORM
 from maxpipe.errors import ConfigError, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound
@@ -43,6 +48,19 @@ class MixedSourceConfig(SourceConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureStageConfig:
+    """Stage of the run with separate mixture weights. A stage has either `steps` or `tokens`."""
+
+    weights: dict[str, float]
+    """Mixture weights, keyed by the name of the source. Sources that are not listed have weight
+    0."""
+    steps: int | None = None
+    """Length of the stage in steps."""
+    tokens: int | None = None
+    """Length of the stage in tokens, rounded up to complete batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(SourceConfig):
     """Training and validation documents, mixtures, and the data loader."""
 
@@ -53,11 +71,12 @@ class DataConfig(SourceConfig):
     mixture_temperature: float = 1.0
     """Sampling temperature of the mixture. Weights are raised to the power of 1 / temperature, so
     values above 1 make the shares more equal."""
-    mixture_stages: list[str] = dataclasses.field(default_factory=list)
-    """Stages with different mixture weights at the start of the run, with one text per stage. The
-    form is `NAME WEIGHT NAME WEIGHT ... for N steps` or `... for N tokens`, such as `web 0.9 code
-    0.1 for 1000 steps`. A source that a stage does not list has weight 0 in that stage. After the
-    last stage, the weights in `data.mixture` apply."""
+    mixture_stages: list[MixtureStageConfig] = dataclasses.field(
+        default_factory=list, metadata=renamed_from(values=upgrade_mixture_stages)
+    )
+    """Stages with different mixture weights at the start of the run, such as `[{weights: {web: 0.9,
+    code: 0.1}, steps: 1000}]`. A source that a stage does not list has weight 0 in that stage.
+    After the last stage, the weights in `data.mixture` apply."""
     end: Literal["repeat", "stop", "fail"] = "repeat"
     """Behavior when the documents are exhausted before the end of the run. `repeat` reads them
     again in a new order, any number of times. `stop` ends the run with an evaluation and a
@@ -106,6 +125,14 @@ add_ranges(
     Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
     Bound("data.threads", 2, 1, 1024, "all threads belong to this process"),
+    Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
+    Bound("data.mixture_stages[].steps", 1000, 1, 10**18),
+    Bound("data.mixture_stages[].tokens", 1000000, 1, 10**18),
+)
+add_item_rules(
+    "data.mixture_stages",
+    "[{weights: {web: 0.9, code: 0.1}, steps: 1000}]",
+    one_of=("steps", "tokens"),
 )
 
 
@@ -361,19 +388,13 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(key, "requires data.mixture.", f"Set {key}=1.")
         return
     name = sorted(data.mixture)[0]
-    example = f"Set \"{key}=['{name} 1 for 1000 steps']\"."
-    try:
-        stages = parse_mixture_stages(data.mixture_stages)
-    except ValueError as error:
-        yield RuleViolation(key, str(error), example)
-        return
-    for other in dict.fromkeys(name for stage in stages for name in stage.weights):
-        if other not in data.mixture:
+    known = ", ".join(sorted(data.mixture))
+    for number, stage in enumerate(data.mixture_stages):
+        for other in (name for name in stage.weights if name not in data.mixture):
             guess = did_you_mean(other, data.mixture)
-            action = f"Did you mean {guess}?" if guess else example
-            known = ", ".join(sorted(data.mixture))
-            rule = f"contains {other}, which is not in data.mixture ({known})."
-            yield RuleViolation(key, rule, action)
+            action = f"Did you mean {guess}?" if guess else f"Write `{name}: 1`."
+            rule = f"is not the weight of a source in data.mixture ({known})."
+            yield RuleViolation(f"{key}[{number}].weights.{other}", rule, action)
 
 
 @rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
@@ -410,70 +431,19 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
             )
 
 
-MIXTURE_FORM = "NAME WEIGHT NAME WEIGHT ... for N steps, or ... for N tokens"
-
-
-_MIXTURE_STAGE = re.compile(r"(.+?)\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
-
-
-class MixtureStage(NamedTuple):
-    """A stage of the run with separate mixture weights."""
-
-    weights: dict[str, float]
-    """Weights, keyed by source name. Sources that are not listed have weight 0."""
-    length: int
-    unit: Literal["steps", "tokens"]
-
-
-def parse_mixture_stages(texts: Sequence[str]) -> list[MixtureStage]:
-    """Parse the texts of `data.mixture_stages`.
-
-    Raises:
-        ValueError: a text cannot be parsed; the message describes the valid form.
-    """
-    return [_parse_mixture_stage(text) for text in texts]
-
-
-def _parse_mixture_stage(text: str) -> MixtureStage:
-    if (match := _MIXTURE_STAGE.fullmatch(text.strip())) is None:
-        raise ValueError(f"must have stages of the form {MIXTURE_FORM}; {text!r} does not match.")
-    words = match[1].split()
-    weights: dict[str, float] = {}
-    for name, weight in zip(words[::2], words[1::2], strict=False):
-        if name in weights:
-            raise ValueError(f"must list a source once per stage; {text!r} has {name} twice.")
-        weights[name] = _weight(weight, text)
-    if len(words) % 2 or not all(map(NAME_FORM.fullmatch, weights)):
-        raise ValueError(f"must have stages of the form {MIXTURE_FORM}; {text!r} does not match.")
-    count = int(match[2].replace("_", ""))
-    if not count or not any(weights.values()):
-        rule = "must have stages with a length and a weight above 0"
-        raise ValueError(f"{rule}; {text!r} does not.")
-    return MixtureStage(weights, count, match[3])  # type: ignore[arg-type]
-
-
-def _weight(text: str, stage: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise ValueError(f"must have weights of at least 0; {stage!r} has {text}.")
-    return value
-
-
-def stage_ends(stages: Sequence[MixtureStage], ramp: BatchRamp, sequence_length: int) -> list[int]:
+def stage_ends(
+    stages: Sequence[MixtureStageConfig], ramp: BatchRamp, sequence_length: int
+) -> list[int]:
     """Return the number of sequences before the end of each stage. Each stage ends with a complete
     batch.
     """
     batch, edges = 0, []
     for stage in stages:
-        if stage.unit == "steps":
-            batch += stage.length
+        if stage.steps is not None:
+            batch += stage.steps
         else:
-            batch = ramp.num_batches(
-                ramp.sequences_before(batch) - (-stage.length // sequence_length)
-            )
+            sequences = -(-(stage.tokens or 0) // sequence_length)
+            batch = ramp.num_batches(ramp.sequences_before(batch) + sequences)
         edges.append(ramp.sequences_before(batch))
     return edges
 

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from maxpipe.config.rules import MAX_FINDINGS, add_ranges, did_you_mean, rule
+from maxpipe.config.former_items import (
+    upgrade_lr_multipliers,
+    upgrade_lr_phases,
+    upgrade_weight_decays,
+)
+from maxpipe.config.rules import (
+    EXAMPLES,
+    MAX_FINDINGS,
+    add_item_rules,
+    add_ranges,
+    did_you_mean,
+    format_value,
+    rule,
+)
 from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.config.sections.train import LENGTH_KEYS, total_steps
-from maxpipe.config.yaml_values import READERS
 from maxpipe.errors import Problem, RuleViolation
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import renamed_from
@@ -22,6 +33,47 @@ from maxpipe.models.registry import describe
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRPhaseConfig:
+    """Phase of the learning-rate schedule. Without `steps` and `percent`, a phase has the remaining
+    steps of the run.
+    """
+
+    steps: int | None = None
+    """Length of the phase in steps."""
+    percent: float | None = None
+    """Length of the phase as a percentage of the run. Set either `steps` or `percent`."""
+    shape: Literal["linear", "cosine"]
+    """Shape of the learning rate between `from` and `to`."""
+    from_: float | None = None
+    """Learning rate at the start of the phase, as a fraction of the peak. By default, a phase
+    starts at the final value of the previous phase, and the first phase starts at the peak."""
+    to: float
+    """Learning rate at the end of the phase, as a fraction of the peak."""
+    times: int = 1
+    """Number of times that the phase runs in succession."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRMultiplierConfig:
+    """Learning-rate multiplier of the parameters that a pattern matches."""
+
+    pattern: str
+    """Pattern of parameter names, as in `model.frozen`."""
+    multiplier: float
+    """Factor of the learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightDecayConfig:
+    """Weight decay of the parameters that a pattern matches."""
+
+    pattern: str
+    """Pattern of parameter names, as in `model.frozen`."""
+    weight_decay: float
+    """Decoupled weight decay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +98,15 @@ class OptimConfig:
     decay) is constant, followed by a linear decay in the last `optim.decay_fraction` of the run."""
     warmup_steps: int = 0
     """Number of steps in which the learning rate increases from 0 to its peak."""
-    lr_phases: list[str] = field(
-        default_factory=list, hash=False, metadata=renamed_from("phases")
-    )  # a list has no hash
-    """Phases of the learning-rate schedule, such as `['10% linear 0 -> 1', '3 x 20% cosine 1 ->
-    0.1', 'rest linear 0']`. Replaces `optim.schedule`, `optim.decay_fraction` and
-    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. The length
-    of a phase is a number of steps, a percentage of the run, or `rest`; the prefix `3 x` repeats a
-    phase. The shape of a phase is `linear` or `cosine`, between two fractions of the peak. A phase
-    without `FROM ->` starts at the final value of the previous phase."""
+    lr_phases: list[LRPhaseConfig] = field(
+        default_factory=list,
+        hash=False,  # a list has no hash
+        metadata=renamed_from("phases", values=upgrade_lr_phases),
+    )
+    """Phases of the learning-rate schedule, such as `[{percent: 10, shape: linear, from: 0, to: 1},
+    {shape: cosine, to: 0.1}]`. Replaces `optim.schedule`, `optim.decay_fraction` and
+    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. After the
+    last phase, the learning rate is constant."""
     decay_fraction: float = 0.2
     """Fraction of the run in which `wsd` decays the learning rate, at the end of the run. Ignored
     unless `optim.schedule` is `wsd`."""
@@ -73,16 +125,20 @@ class OptimConfig:
     """Constant added to the square root of the second moment. Ignored by `lion` and `adafactor`."""
     weight_decay: float = 0.1
     """Decoupled weight decay. It does not apply to normalization scales and biases."""
-    lr_multipliers: list[str] = field(
-        default_factory=list, hash=False, metadata=renamed_from("rate_factors")
+    lr_multipliers: list[LRMultiplierConfig] = field(
+        default_factory=list,
+        hash=False,
+        metadata=renamed_from("rate_factors", values=upgrade_lr_multipliers),
     )
-    """Learning-rate multipliers of selected parameters, such as `['embedding 0.1', '*.router 0']`.
-    Each entry is a name pattern, as in `model.frozen`, and a factor. If several patterns match a
-    parameter, the last one applies."""
-    weight_decays: list[str] = field(default_factory=list, hash=False)
-    """Weight decay of selected parameters, such as `['embedding 0', '*norm* 0.01']`. Entries have
-    the same form as in `optim.lr_multipliers`. Overrides `optim.weight_decay`, and also applies to
-    normalization scales and biases."""
+    """Learning-rate multipliers of selected parameters, such as `[{pattern: embedding, multiplier:
+    0.1}, {pattern: '*.router', multiplier: 0}]`. If several patterns match a parameter, the last
+    one applies."""
+    weight_decays: list[WeightDecayConfig] = field(
+        default_factory=list, hash=False, metadata=renamed_from(values=upgrade_weight_decays)
+    )
+    """Weight decay of selected parameters, such as `[{pattern: embedding, weight_decay: 0}]`.
+    Overrides `optim.weight_decay`, and also applies to normalization scales and biases. If several
+    patterns match a parameter, the last one applies."""
     clip_norm: float = 1.0
     """Maximum gradient norm, computed over the parameters of all stages. 0 disables clipping."""
     ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))
@@ -123,7 +179,21 @@ add_ranges(
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
     Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
     Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; devices compute in float32"),
+    Bound("optim.lr_phases[].steps", 100, 0, 10**9),
+    Bound("optim.lr_phases[].percent", 10, 0, 1000),
+    Bound("optim.lr_phases[].from", 1, 0, 1),
+    Bound("optim.lr_phases[].to", 0.1, 0, 1),
+    Bound("optim.lr_phases[].times", 3, 1, 99),
+    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
 )
+add_item_rules(
+    "optim.lr_phases",
+    "[{percent: 10, shape: linear, from: 0, to: 1}, {shape: cosine, to: 0.1}]",
+    at_most_one_of=("steps", "percent"),
+)
+add_item_rules("optim.lr_multipliers", "[{pattern: embedding, multiplier: 0.1}]")
+add_item_rules("optim.weight_decays", "[{pattern: embedding, weight_decay: 0}]")
 
 
 def optimizer_warnings(config: Config) -> Iterator[Problem]:
@@ -144,26 +214,26 @@ def optimizer_warnings(config: Config) -> Iterator[Problem]:
 
 
 def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
-    texts, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
-    for phase in parse_phases(texts, steps):
+    phases, steps, end, late = config.optim.lr_phases, total_steps(config.train), 0, 0
+    for phase in resolve_phases(phases, steps):
         late += end >= steps
         end += phase.steps
     if late and steps:
         yield Problem(
             "optim.lr_phases",
-            f"[{', '.join(texts)}]",
+            format_value(phases),
             f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
             f"{pluralize(late, 'phase')}.",
-            "Shorten the earlier phases, for example with percentages such as '10%'.",
+            "Shorten the earlier phases, for example with `percent` in place of `steps`.",
         )
 
 
 def _decays_past_zero(config: Config) -> Iterator[Problem]:
     optim = config.optim
     decays = [("weight_decay", optim.weight_decay)]
-    decays += [("weight_decays", decay) for _, decay in parse_param_values(optim.weight_decays)]
+    decays += [("weight_decays", item.weight_decay) for item in optim.weight_decays]
     key, decay = max(decays, key=operator.itemgetter(1))
-    rates = [1.0, *(rate for _, rate in parse_param_values(optim.lr_multipliers))]
+    rates = [1.0, *(item.multiplier for item in optim.lr_multipliers)]
     if (taken := optim.learning_rate * max(rates) * decay) > 1:
         yield Problem(
             f"optim.{key}",
@@ -238,28 +308,36 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(f"optim.{name}", f"{rule} to 1.", f"Set optim.{name}={usual}.")
 
 
+@rule("optim.lr_phases")
+def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
+    phases = enumerate(config.optim.lr_phases)
+    is_open = [n for n, phase in phases if phase.steps is None and phase.percent is None]
+    for number in is_open:
+        place = f"optim.lr_phases[{number}]"
+        if config.optim.lr_phases[number].times > 1:
+            text = "must be 1 if the phase has the remaining steps of the run."
+            yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave times out.")
+        elif number != is_open[-1]:
+            text = "must have a length: another phase already has the remaining steps of the run."
+            yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")
+
+
 @rule("optim.lr_phases", "optim.warmup_steps", *LENGTH_KEYS)
-def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
-    texts, steps = config.optim.lr_phases, total_steps(config.train)
-    if not texts:
-        return
-    try:
-        found = parse_phases(texts, steps)
-    except ValueError as error:
-        yield RuleViolation("optim.lr_phases", str(error), f'Set "optim.lr_phases={EXAMPLE}".')
-        return
-    if config.optim.warmup_steps:
+def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
+    steps, warmup = total_steps(config.train), config.optim.warmup_steps
+    phases = resolve_phases(config.optim.lr_phases, steps)
+    if phases and warmup:
         yield RuleViolation(
             "optim.warmup_steps",
             "must be 0 with optim.lr_phases, which include the warm-up.",
-            f"Set optim.warmup_steps=0, and '{config.optim.warmup_steps} linear 0 -> 1' as the "
-            "first phase.",
+            "Set optim.warmup_steps=0, and write the first phase as "
+            f"`{{steps: {warmup}, shape: linear, from: 0, to: 1}}`.",
         )
-    if steps and all(phase.start == phase.end == 0 for phase in found if phase.steps):
+    if phases and steps and all(phase.start == phase.end == 0 for phase in phases if phase.steps):
         yield RuleViolation(
             "optim.lr_phases",
             "must have a learning rate above 0 in some phase: otherwise nothing is learned.",
-            f'Set "optim.lr_phases={EXAMPLE}".',
+            f'Set "optim.lr_phases={EXAMPLES["optim.lr_phases"]}".',
         )
 
 
@@ -267,31 +345,20 @@ def _phases_can_be_read(config: Config) -> Iterator[RuleViolation]:
 def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
     model, names = describe(config.model), ", ".join(declared(describe(config.model)))
     for name in ("lr_multipliers", "weight_decays"):
-        key, texts = f"optim.{name}", getattr(config.optim, name)
-        try:
-            pairs = parse_param_values(texts)
-        except ValueError as error:
-            yield RuleViolation(key, str(error), f"Set {key}=['embedding 0.1'], or {key}=[].")
-            continue
-        unknown = without_match(model, [pattern for pattern, _ in pairs])
-        for wrong in unknown[:MAX_FINDINGS]:
-            guess = did_you_mean(wrong, suggestions(model))
-            fixed = ((guess if pattern == wrong else pattern, number) for pattern, number in pairs)
-            kept = [f"{p} {number:g}" for p, number in fixed if p and p not in unknown]
-            rule = f"contains {wrong!r}, which matches no parameter: {names}."
-            yield RuleViolation(key, rule, f"Set {key}=[{', '.join(map(repr, kept))}].")
+        key, items = f"optim.{name}", getattr(config.optim, name)
+        unknown = without_match(model, [item.pattern for item in items])
+        wrong = [number for number, item in enumerate(items) if item.pattern in unknown]
+        for number in wrong[:MAX_FINDINGS]:
+            guess = did_you_mean(items[number].pattern, suggestions(model))
+            action = f"Did you mean `pattern: {guess}`?" if guess else "Leave this item out."
+            rule = f"matches no parameter: {names}."
+            yield RuleViolation(f"{key}[{number}].pattern", rule, action)
         if name == "lr_multipliers" and trained(model):
-            rates = chosen(model, pairs)
+            rates = chosen(model, [(item.pattern, item.multiplier) for item in items])
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "sets the learning rate of all trained parameters to 0: nothing is learned."
                 action = f"Set {key}=[] to use the same learning rate for all parameters."
                 yield RuleViolation(key, rule, action)
-
-
-PHASES_FORM = "STEPS SHAPE TO, or STEPS SHAPE FROM -> TO"
-
-
-EXAMPLE = "['10% linear 0 -> 1', '3 x 20% cosine 1 -> 0.1', 'rest linear 0']"
 
 
 class LRPhase(NamedTuple):
@@ -305,80 +372,24 @@ class LRPhase(NamedTuple):
     end: float
 
 
-_PHASES_TEXT = re.compile(
-    r"(?:(?P<times>\d{1,2})\s*x\s+)?(?P<steps>\d{1,9}|\d{1,3}(?:\.\d+)?%|rest)\s+"
-    r"(?P<shape>linear|cosine)\s+(?:(?P<start>\S+)\s*->\s*)?(?P<end>\S+)"
-)
+def resolve_phases(phases: Sequence[LRPhaseConfig], total_steps: int) -> list[LRPhase]:
+    """Return the learning-rate phases of a run with this number of steps.
 
-
-def parse_phases(texts: Sequence[str], total_steps: int) -> list[LRPhase]:
-    """Parse the learning-rate phases of a run with this number of steps.
-
-    The length of a phase is a number of steps, a percentage of the run (`10%`), or `rest`; the
-    prefix `3 x` repeats a phase. Without `FROM`, a phase starts at the final value of the previous
-    phase, and the first phase starts at the peak. After the last phase, the learning rate is
-    constant.
-
-    Raises:
-        ValueError: a phase cannot be parsed, or several phases are `rest`; the message describes
-            the rule.
+    Repeated phases are listed several times. After the last phase, the learning rate is constant.
     """
-    found: list[tuple[int | None, re.Match[str], float, float]] = []
-    last = 1.0
-    for text in texts:
-        if (match := _PHASES_TEXT.fullmatch(text.strip())) is None:
-            raise ValueError(f"must have phases of the form {PHASES_FORM}; {text!r} is not one.")
-        end = _fraction(match["end"], text)
-        start = last if match["start"] is None else _fraction(match["start"], text)
-        times = int(match["times"] or 1)
-        if not times:
-            raise ValueError(f"must have phases that run at least once; {text!r} runs 0 times.")
-        for number in range(times):
-            begins = start if number == 0 or match["start"] is not None else last
-            found.append((_phase_steps(match["steps"], total_steps), match, begins, end))
-            last = end
-    open_ended = sum(steps is None for steps, *_ in found)
-    if open_ended > 1:
-        raise ValueError(f"must have at most one phase with the length rest; {open_ended} have it.")
-    rest = max(0, total_steps - sum(steps or 0 for steps, *_ in found))
-    return [
-        LRPhase(rest if steps is None else steps, match["shape"], start, end)  # type: ignore[arg-type]
-        for steps, match, start, end in found
-    ]
+    listed = [phase for phase in phases for _ in range(phase.times)]
+    lengths = [_phase_steps(phase, total_steps) for phase in listed]
+    remaining = max(0, total_steps - sum(steps or 0 for steps in lengths))
+    resolved, last = list[LRPhase](), 1.0
+    for phase, steps in zip(listed, lengths, strict=True):
+        start = last if phase.from_ is None else phase.from_
+        length = remaining if steps is None else steps
+        resolved.append(LRPhase(length, phase.shape, start, phase.to))
+        last = phase.to
+    return resolved
 
 
-def _phase_steps(text: str, total_steps: int) -> int | None:
-    if text == "rest":
-        return None
-    return round(total_steps * float(text[:-1]) / 100) if text.endswith("%") else int(text)
-
-
-def _fraction(text: str, phase: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ValueError(f"must have fractions of the peak from 0 to 1; {phase!r} has {text}.")
-    return value
-
-
-def parse_param_values(texts: Sequence[str]) -> list[tuple[str, float]]:
-    """Parse each text into a pair of a parameter name pattern and a number.
-
-    Raises:
-        ValueError: a text cannot be parsed; the message describes the valid form.
-    """
-    return [_parse_param_value(text) for text in texts]
-
-
-def _parse_param_value(text: str) -> tuple[str, float]:
-    pattern, _, number = text.strip().rpartition(" ")
-    try:
-        value = READERS[float](number)
-    except ValueError:
-        value = -1.0
-    if not pattern.strip() or not 0 <= value <= LARGEST:
-        rule = f"must have entries of the form PATTERN NUMBER, with a number from 0 to {LARGEST:g}"
-        raise ValueError(f"{rule}; {text!r} does not match.")
-    return pattern.strip(), value
+def _phase_steps(phase: LRPhaseConfig, total_steps: int) -> int | None:
+    if phase.percent is None:
+        return phase.steps
+    return round(total_steps * phase.percent / 100)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from maxpipe.config.rules import MAX_INT32, add_ranges, axis_keys, axis_size, rule, violations
+from maxpipe.config.former_items import upgrade_batch_ramp
+from maxpipe.config.rules import (
+    MAX_INT32,
+    add_item_rules,
+    add_ranges,
+    axis_keys,
+    axis_size,
+    rule,
+)
 from maxpipe.errors import RuleViolation
 from maxpipe.io.formatting import pluralize, round_up
+from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
@@ -20,6 +27,20 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 10**11
 """Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRampStageConfig:
+    """Consecutive steps at the start of the run that have a smaller batch size. A stage has either
+    `steps` or `tokens`.
+    """
+
+    batch_size: int
+    """Number of sequences per step, summed over all devices."""
+    steps: int | None = None
+    """Length of the stage in steps."""
+    tokens: int | None = None
+    """Length of the stage in tokens, rounded up to complete steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +62,16 @@ class TrainConfig:
     0."""
     batch_size: int = 8
     """Number of sequences per step, summed over all devices."""
-    batch_ramp: list[str] = field(default_factory=list, hash=False)  # a list has no hash
-    """Batch size warm-up: stages with smaller batches at the start of the run, such as `['16 for
-    1000 steps', '32 for 50000000 tokens']`. Batch sizes must increase up to `train.batch_size`.
-    Token counts are rounded up to complete steps. No data is skipped between stages. The microbatch
-    size is constant, so smaller batches have fewer microbatches. When a run resumes, the completed
-    part of the ramp must not change."""
+    batch_ramp: list[BatchRampStageConfig] = field(
+        default_factory=list,
+        hash=False,  # a list has no hash
+        metadata=renamed_from(values=upgrade_batch_ramp),
+    )
+    """Batch size warm-up: stages with smaller batches at the start of the run, such as
+    `[{batch_size: 16, steps: 1000}, {batch_size: 32, tokens: 50000000}]`. Batch sizes must increase
+    up to `train.batch_size`. No data is skipped between stages. The microbatch size is constant, so
+    smaller batches have fewer microbatches. When a run resumes, the completed part of the ramp must
+    not change."""
     sequence_length: int = 1024
     """Number of tokens per sequence."""
 
@@ -62,7 +87,11 @@ add_ranges(
         MAX_INT32,
         "the last token has no target, and positions are int32",
     ),
+    Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "a step lists its sequences"),
+    Bound("train.batch_ramp[].steps", 100, 1, MAX_STEPS),
+    Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
 )
+add_item_rules("train.batch_ramp", "[{batch_size: 4, steps: 100}]", one_of=("steps", "tokens"))
 
 
 def total_steps(train: TrainConfig) -> int:
@@ -80,31 +109,6 @@ LENGTH_KEYS = (
     "train.sequence_length",
 )
 """Keys that determine `total_steps`."""
-
-
-@rule("train.batch_ramp", "train.batch_size", "train.sequence_length", is_first=True)
-def _ramp_can_be_read(config: Config) -> Iterator[RuleViolation]:
-    try:
-        BatchRamp.from_config(config.train)
-    except ValueError as error:
-        yield RuleViolation(
-            "train.batch_ramp", str(error), f'Set "train.batch_ramp={_example_ramp(config)}".'
-        )
-
-
-def _example_ramp(config: Config) -> str:
-    """Return a valid ramp for this run, with half of the batch size for a tenth of the steps.
-    Return `[]` if there is none.
-    """
-    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_ramp=[]))
-    if steps := total_steps(plain.train):
-        microbatch = max(1, plain.train.batch_size // max(1, plain.pipeline.microbatches))
-        rows = max(microbatch, plain.train.batch_size // 2 // microbatch * microbatch)
-        stages = [f"{rows} for {max(1, steps // 10)} steps"]
-        train = dataclasses.replace(plain.train, batch_ramp=stages)
-        if not any(violations(dataclasses.replace(plain, train=train))):
-            return str(stages)
-    return "[]"
 
 
 @rule(*LENGTH_KEYS)
@@ -151,12 +155,6 @@ def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-RAMP_FORM = "BATCH_SIZE for N steps, or BATCH_SIZE for N tokens"
-
-
-_RAMP_STAGE = re.compile(r"(\d{1,8})\s+for\s+(\d(?:_?\d){0,17})\s+(steps|tokens)", re.ASCII)
-
-
 class RampStage(NamedTuple):
     """Consecutive steps with the same batch size."""
 
@@ -177,12 +175,11 @@ class BatchRamp(NamedTuple):
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> BatchRamp:
-        """Return the ramp of a config.
-
-        Raises:
-            ValueError: a stage cannot be parsed; the message describes the valid form.
-        """
-        stages = (_parse_ramp_stage(text, train.sequence_length) for text in train.batch_ramp)
+        """Return the ramp of a config."""
+        stages = (
+            RampStage(stage.batch_size, _stage_steps(stage, train.sequence_length))
+            for stage in train.batch_ramp
+        )
         return cls(tuple(stages), train.batch_size)
 
     @property
@@ -250,17 +247,10 @@ METADATA_KEYS = ("batch_size", "batch_ramp")
 """Keys of the dict that `BatchRamp.metadata` returns."""
 
 
-def _parse_ramp_stage(text: str, sequence_length: int) -> RampStage:
-    if (match := _RAMP_STAGE.fullmatch(text.strip())) is None:
-        raise ValueError(f"must have stages of the form {RAMP_FORM}; {text!r} does not match.")
-    rows, count = int(match[1]), int(match[2].replace("_", ""))
-    if not rows or not count:
-        rule = "must have stages with a batch size of at least 1 and at least 1 step"
-        raise ValueError(f"{rule}; {text!r} does not.")
-    # Another rule rejects a sequence length of 0.
-    tokens = rows * max(1, sequence_length)
-    steps = count if match[3] == "steps" else -(-count // tokens)
-    return RampStage(rows, steps)
+def _stage_steps(stage: BatchRampStageConfig, sequence_length: int) -> int:
+    # Other rules reject lengths and batch sizes of 0.
+    batch_tokens = max(1, stage.batch_size) * max(1, sequence_length)
+    return stage.steps or -(-(stage.tokens or 0) // batch_tokens)
 
 
 def check_order(ramp: BatchRamp) -> str:
