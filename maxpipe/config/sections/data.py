@@ -80,8 +80,9 @@ class DataConfig(SourceConfig):
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """Handling of validation documents whose text also occurs in the training documents. Such an
     overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. More than a
-    million prepared documents are compared only with `stop`, because all digests must be read."""
+    `ignore` disables the check. Documents are compared by a digest of their full text. If there are
+    more than a million prepared documents, only `stop` compares them, because all digests must be
+    read."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""

@@ -229,7 +229,7 @@ class ReplicatedWeight:
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
-    """Yield weights larger than `mesh.max_replicated_bytes`. Axes of unknown size count as 1."""
+    """Yield weights larger than `mesh.max_replicated_bytes`. Unknown axis sizes count as 1."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
     limit = config.mesh.max_replicated_bytes
@@ -253,8 +253,8 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """Yield (name, parameter, minimum number of layers per device that have the parameter), in
-    network order.
+    """Yield (name, parameter, minimum number of layers per device that have the parameter).
+    Parameters outside layers come first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():
