@@ -101,7 +101,7 @@ def _check_evaluation(
 
 
 def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems if documents have no loss mask, which `train.objective=sft` requires."""
+    """Return problems if `train.objective=sft` is set, but documents have no loss mask."""
     if config.train.objective != "sft":
         return []
     problems = []

@@ -57,7 +57,7 @@ def num_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Return the number of parameters that one token uses, which excludes unselected experts."""
+    """Return the number of parameters that one token uses, without those of unselected experts."""
     unused = sum(
         size(part.params[matmul.param]) * (1.0 - matmul.needed)
         for kind in model.all_layers
@@ -235,7 +235,7 @@ def tokens_before(windows: Iterable[int], run: int) -> int:
     """Return the number of preceding tokens that `run` consecutive tokens need from other devices.
 
     The largest window determines the result. If a layer has no window, the result is `run`.
-    `windows` has one entry per layer, which is 0 if the layer has no window.
+    `windows` has one entry per layer; an entry of 0 means no window.
     """
     sizes = [*windows] or [0]
     if 0 in sizes:

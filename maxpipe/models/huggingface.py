@@ -505,7 +505,7 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys for sliding windows in some layers, which are not supported."""
+    """Keys for sliding windows in some layers. Such windows are not supported."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""

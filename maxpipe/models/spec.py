@@ -58,7 +58,7 @@ class Param:
     """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
     override this value in `Kind.params` and `Ends.params`."""
     own_dtype: str = ""
-    """Dtype in storage and in computation, which overrides the dtypes of the config."""
+    """Dtype in storage and in computation, instead of the dtypes in the config."""
     num_contracted_dims: int = 0
     """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
     and that `model.matmul` may quantize to 8 bits."""
@@ -593,7 +593,7 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[str, ...]:
-        """Return the layer types of all layers, then those of prediction heads with layers."""
+        """Return the layer types of all layers, including those of multi-token prediction heads."""
         heads = self.ends.mtp_layers
         return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 

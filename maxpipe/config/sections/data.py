@@ -67,9 +67,9 @@ class DataConfig(SourceConfig):
     max_pairs_per_sequence: int = dataclasses.field(
         default=16, metadata=renamed_from("pairs_per_row")
     )
-    """Maximum number of pairs per sequence, which determines the number of pairs in a batch. If
-    pairs are shorter than `train.sequence_length` divided by this number, sequences are padded.
-    Ignored unless `data.chat=pairs`."""
+    """Maximum number of pairs per sequence. It determines the number of pairs in a batch. If pairs
+    are shorter than `train.sequence_length` divided by this number, sequences are padded. Ignored
+    unless `data.chat=pairs`."""
     validation_fraction: float = 0.05
     """Fraction of the documents that is reserved for evaluation. The documents are selected at
     random with `run.seed`."""

@@ -78,8 +78,8 @@ class GrpoConfig:
     """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
     DAPO uses 0.28. 0 selects `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
-    """Coefficient in the loss of the KL divergence from the reference model, which has the weights
-    at the start of the run. With 0, no reference model is kept in memory."""
+    """Coefficient in the loss of the KL divergence from the reference model, which is the model at
+    the start of the run. With 0, no reference model is kept in memory."""
     updates_per_rollout: int = 1
     """Number of training steps per rollout. The completions for all steps of a rollout are sampled
     together, with the weights before the first of these steps. Checkpoints are saved only after the

@@ -207,11 +207,11 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ReplicatedWeight:
-    """A weight that is replicated over several devices, summed over the layers of a stage."""
+    """A weight that is replicated over several devices, in all layers of a stage."""
 
     name: str
     num_bytes: int
-    """Size in bytes per device."""
+    """Size in bytes per device, summed over the layers."""
     axes: Mapping[str, int]
     """Sizes of the mesh axes over which the weight is replicated; all are larger than 1."""
     logical_axis: str

@@ -58,8 +58,8 @@ class PipelineConfig:
     the pipeline bubble smaller but send more messages."""
     group: int = 0
     """Number of consecutive microbatches that a stage runs before it switches to the next repeat. 0
-    selects the number of stages, which minimizes memory. Ignored unless `pipeline.schedule` is
-    `interleaved`."""
+    selects the number of stages, the value with the lowest memory use. Ignored unless
+    `pipeline.schedule` is `interleaved`."""
     delayed_forwarding: bool = False
     """Allow each message one extra tick, so that communication overlaps with compute. This doubles
     the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication

@@ -68,10 +68,10 @@ class SourceConfig:
     """Maximum total size in bytes of all compressed files after decompression. Compressed files are
     decompressed once, into `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
-    """Format of the conversations in records, which a chat template renders as text. `messages`: a
-    list of messages in `data.messages_field`. The messages are objects with `role` and `content`,
-    ShareGPT objects with `from` and `value`, objects with `input` and `output`, or texts with
-    alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
+    """Format of the conversations in records. A chat template renders the conversations as text.
+    `messages`: a list of messages in `data.messages_field`. The messages are objects with `role`
+    and `content`, ShareGPT objects with `from` and `value`, objects with `input` and `output`, or
+    texts with alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
     `data.response_field`, each a text or a list of messages. `pairs`, for
     `train.objective=preference`: a prompt in `data.prompt_field`, and two responses in
     `data.chosen_field` and `data.rejected_field`. Texts in these three fields are used without the

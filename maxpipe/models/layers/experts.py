@@ -175,7 +175,7 @@ class Experts(Part):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the update rule of the router bias, which decreases for experts above the mean
+        """Return the update rule of the router bias: the bias decreases for experts above the mean
         load and increases for the others.
         """
         rate = self.expert_bias_update_rate
@@ -299,8 +299,8 @@ class Experts(Part):
         return arrays + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Return the shared expert's arrays without its input and output, which other terms already
-        count.
+        """Return the shared expert's arrays without its input and output, because other terms
+        already include both.
         """
         return replace(
             held,
