@@ -46,7 +46,7 @@ class Assignment:
     raw: Raw
     origin: str
     place: str
-    """The location that messages name: the file with the line number, or the command line."""
+    """Location for messages: the file with the line number, or the command line."""
     option: str = ""
     """Original text of the option, such as `--lr=1`; empty for other assignments."""
 
@@ -109,7 +109,7 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Convert Python values to the form that a file contains."""
+    """Convert Python values to raw values, as read from a file."""
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -118,7 +118,7 @@ def _as_raw(value: Any) -> Raw:
 
 
 def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
-    """Yield the assignments of `section.key=value`."""
+    """Yield the assignments in an override, `section.key=value`."""
     key, _, text = arg.partition("=")
     section, rest = split_key(key.split("."))
     # An entry of a mapping may contain dots.
@@ -214,7 +214,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """Yield a problem for each former under whose current former one file also sets."""
+    """Yield a problem for each former key name if the same file also sets the current name."""
     first: dict[tuple[str, str], Assignment] = {}
     for each in assignments:
         key = ".".join(rename_former_key(each).path)

@@ -56,8 +56,8 @@ def folder() -> Path:
 
 @cache
 def configs() -> Mapping[str, BundledConfig]:
-    """Return the bundled configs, keyed by name: first runs, then models in order of size, then
-    fine-tuning runs.
+    """Return the bundled configs, keyed by name: runs for beginners, then models in order of size,
+    then fine-tuning runs.
     """
     runs = [BundledConfig(path.stem, "run", path) for path in sorted(folder().glob(f"*{SUFFIX}"))]
     found = {

@@ -45,8 +45,8 @@ def find_warnings(config: Config) -> Iterator[Problem]:
 
 
 LARGEST_FOR_BYTES = 4096
-"""Maximum vocabulary of a model that is trained on bytes. The limit is larger than 259 because the
-vocabulary size must be divisible by the number of shards. Vocabularies of public models have at
+"""Maximum vocabulary size of a model that is trained on bytes. The limit is larger than 259 because
+the vocabulary size must be divisible by the number of shards. Vocabularies of public models have at
 least 30,000 ids."""
 
 
@@ -102,7 +102,7 @@ def _check_evaluation(
 
 
 def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems if documents have no loss mask, which `train.objective=sft` requires."""
+    """Return problems if `train.objective=sft` is set, but documents have no loss mask."""
     if config.train.objective != "sft":
         return []
     problems = []
@@ -138,8 +138,8 @@ def _check_adapter_base(
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems with paths that the source ignores, because the run would train on different
-    text.
+    """Return a problem for each path that the source ignores, because the run would train on
+    different text.
     """
     problems = []
     for section, source_config in named_sources(config):

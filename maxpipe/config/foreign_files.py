@@ -34,7 +34,7 @@ from maxpipe.io.plain_yaml import compose
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Minimum number of keys of other trainers in a file for which the entire file is translated."""
+"""If a file has at least this number of keys of other trainers, the entire file is translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
 """Maximum number of unknown keys per file that are examined to detect another trainer's file."""
@@ -166,8 +166,8 @@ def translate_files(
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
         theirs = [each for each in unknown if each.origin == origin]
-        # Values from a published config.json have the path of that file as origin, but are in
-        # maxpipe sections.
+        # For values from a published config.json, the origin is the path of that file, but the
+        # keys are those of maxpipe.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
             found[origin] = translate_file(origin, [*mine, *theirs], context)

@@ -21,7 +21,7 @@ _PREFERRED = "model.moe."
 
 
 class NameMatch(NamedTuple):
-    """Equivalent of a name of another trainer. Either `name` or `action` is empty."""
+    """maxpipe equivalent of a name in another trainer. Either `name` or `action` is empty."""
 
     name: str = ""
     """The equivalent key."""

@@ -41,7 +41,7 @@ _MORE = {
     "mesh.ici_data": "-1 uses all devices.",
     "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Comments on values of this template, which follow the documentation from the schema."""
+"""Comments on values of this template, printed after the documentation from the schema."""
 
 
 _NAMED = (

@@ -419,9 +419,8 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 continue
             found = translate(path, raw, context)
             for key, text in found.settings:
-                if (
-                    key in values and key == found.key
-                ):  # ignores a model family that a key only implies
+                # A model family that the key only implies is ignored.
+                if key in values and key == found.key:
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 

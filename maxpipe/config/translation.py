@@ -287,9 +287,7 @@ def _per_device_batch(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
-    """Return an example of the number of sequences for one possible size of a mesh axis that is set
-    to -1.
-    """
+    """Return an example value of `key` for one possible size of the mesh axis that is set to -1."""
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -534,15 +532,13 @@ _MAIN_KEY = {
     "run": "run.name",
     "pipeline": "pipeline.schedule",
 }
-"""Maps each section to the key that is set if the section has a text as its value."""
+"""Maps each section to the key that `SECTION=TEXT` sets."""
 
 _ACCUMULATION = {normalize_name(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
 
 
 def is_main_key(section: str, text: str) -> bool:
-    """Whether a text as the value of this section sets the main key of the section, as in
-    `optim=adamw`.
-    """
+    """Whether `SECTION=TEXT` sets the main key of this section, as in `optim=adamw`."""
     return (
         section in _MAIN_KEY
         and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None

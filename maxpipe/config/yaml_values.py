@@ -22,7 +22,7 @@ from maxpipe.io.formatting import format_nested
 from maxpipe.io.plain_yaml import compose
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-"""Pattern of valid user-defined names in a config, which become parts of metric tags."""
+"""Pattern of valid user-defined names in a config. These names become parts of metric tags."""
 
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
 """A value before type conversion: scalars are texts, and None is YAML's null."""

@@ -65,7 +65,7 @@ def adaptable(kind: Kind) -> list[Key]:
 
 
 def summed(param: Param) -> int:
-    """Return the number of leading dims that the matmul contracts, or 0 if not exactly one matmul
+    """Return the number of leading dims that the matmul contracts, or 0 unless exactly one matmul
     uses the parameter.
     """
     return param.num_contracted_dims or param.linear
@@ -81,7 +81,7 @@ def names_of_adaptable(model: Model) -> list[str]:
 
 
 def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
-    """Return the matrices with an adapter as the model declares them, keyed by checkpoint name."""
+    """Return the declarations of the matrices with an adapter, keyed by checkpoint name."""
     targets = _targets(model, config)
     return {name: param for name, param in declared(model).items() if name in targets}
 
@@ -132,7 +132,7 @@ def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
 
 
 def dim_of_scales(param: Param) -> int | None:
-    """Return the dim along which the values of a matrix share scales, or None if it is not
+    """Return the dim along which the values of a matrix share scales, or None if the matrix is not
     quantized.
 
     fsdp does not shard this dim, so scales are sharded in the same way as values.

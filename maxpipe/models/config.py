@@ -92,7 +92,7 @@ class ModelConfig:
     same parameters. To freeze different parameters, start a new run with
     `checkpoint.restore=weights`."""
     own: Any = None
-    """Config section of the family. None uses the defaults of that section."""
+    """Config section of the family. None selects the defaults of that section."""
     adapter: Any = None
     """Config section `adapter`. None if the config has no adapters."""
 

@@ -36,9 +36,7 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 
 
 def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
-    """Return the parameters of a layer with the dims that matmuls use, regardless of
-    quantization.
-    """
+    """Return the parameters of a layer, with the unquantized shapes of quantized matrices."""
     held = {name: param for name, param in kind.declared.items() if name in kind.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
@@ -59,7 +57,7 @@ def num_params(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Return the number of parameters that one token uses, which excludes unselected experts."""
+    """Return the number of parameters that one token uses, without those of unselected experts."""
     unused = sum(
         size(part.params[matmul.param]) * (1.0 - matmul.needed)
         for kind in model.all_layers
@@ -115,7 +113,7 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
-    """Return the computed FLOPs of each layer's forward pass per token, in network order.
+    """Return the computed FLOPs of each layer's forward pass per token, from first to last layer.
 
     The automatic layer partition balances these costs. The costs depend only on the model, so the
     partition is the same on every device and mesh.
@@ -234,10 +232,10 @@ _KERNEL_LANES = 128
 
 
 def tokens_before(windows: Iterable[int], run: int) -> int:
-    """Return the number of preceding tokens that a run of `run` tokens needs from other devices.
+    """Return the number of preceding tokens that `run` consecutive tokens need from other devices.
 
     The largest window determines the result. If a layer has no window, the result is `run`.
-    `windows` has one entry per layer, which is 0 if the layer has no window.
+    `windows` has one entry per layer; an entry of 0 means no window.
     """
     sizes = [*windows] or [0]
     if 0 in sizes:
@@ -288,15 +286,15 @@ def packed_documents(tokens: int) -> int:
     """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
 
     The backward pass allocates gradients of the size of a full sequence for each document. More
-    documents would need too much memory. In very long sequences, even a few documents would exceed
-    it.
+    documents would need too much memory; in very long sequences, even a few would.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
 """Block size and maximum sequence length of unrolled blockwise attention. With 256 tokens on CPUs,
-it needs 0.60 to 0.85 times the processor time of plain attention (`benchmarks/attention.md`)."""
+unrolled attention needs 0.60 to 0.85 times the processor time of plain attention
+(`benchmarks/attention.md`)."""
 
 
 def unrolled_blocks(

@@ -152,7 +152,7 @@ class _HeadSizes:
 
 @dataclass(frozen=True)
 class _GroupsOfV2:
-    """Expert groups of V2, which `topk_method` enables."""
+    """Expert groups of V2, enabled by `topk_method`."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def residual_gain(config: ModelConfig) -> float:
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Return attention with the sizes of the generic config; `options` are further fields of
+    """Return attention with the sizes in the section `model`; `options` are further fields of
     `Attention`.
     """
     return Attention(
@@ -43,7 +43,7 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return the gated MLP with the width of the generic config; `options` are further fields of
+    """Return the gated MLP with the width in the section `model`; `options` are further fields of
     `GatedMLP`.
     """
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)

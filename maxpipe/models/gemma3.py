@@ -36,7 +36,7 @@ class Gemma3Config:
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor that multiplies all rotary wavelengths in global layers. 1 disables the scaling."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Value whose square root divides the attention scores. 0 uses `model.head_dim`."""
+    """Value whose square root divides the attention scores. 0 selects `model.head_dim`."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -23,7 +23,7 @@ class GraniteConfig(RopeConfig):
     embedding_multiplier: float = field(default=1.0, metadata=renamed_from("embed_scale"))
     """Factor that multiplies the embeddings."""
     attention_multiplier: float = field(default=0.0, metadata=renamed_from("score_scale"))
-    """Factor that multiplies the attention scores. 0 uses `model.head_dim ** -0.5`."""
+    """Factor that multiplies the attention scores. 0 selects `model.head_dim ** -0.5`."""
     residual_multiplier: float = field(default=1.0, metadata=renamed_from("branch_scale"))
     """Factor that multiplies the outputs of attention and MLP before they are added to the residual
     stream."""

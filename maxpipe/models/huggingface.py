@@ -62,7 +62,7 @@ class Key:
     ours: str
     default: Any = None
     """Value that transformers uses if `config.json` lacks the key, or a function that computes it
-    from our values so far."""
+    from our values of the preceding rows."""
     zero_means: str = ""
     """Another of our keys, whose value is used if this key is 0."""
     is_integer: bool = False
@@ -133,7 +133,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of our config without a counterpart, and the only value that transformers supports."""
+    """A key of our config without a counterpart in `config.json`, and the only value that
+    transformers supports.
+    """
 
     ours: str
     value: Any
@@ -282,7 +284,8 @@ class Tensor:
     """Einops pattern from our dims to theirs: `d n h -> (n h) d`. A dim that is missing on the
     right is `{expert}`."""
     interleaved: bool = False
-    """Whether the rows alternate along the tensor's last dim instead of its first dim."""
+    """Whether the rows' entries alternate along the tensor's last dim, instead of being
+    concatenated along its first dim."""
 
 
 @dataclass(frozen=True)
@@ -353,8 +356,8 @@ def sizes(
     """Return rows for the keys that nearly all models have, with the defaults of one transformers
     class.
 
-    `kv_heads` None uses the number of heads. `head_dim` None divides the width by the number of
-    heads.
+    With `kv_heads` None, the default is the number of heads. With `head_dim` None, the default is
+    the width divided by the number of heads.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -390,7 +393,7 @@ BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "rou
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number that is disabled by null in `config.json` and by 0 in our config."""
+    """A number whose value for "disabled" is null in `config.json` and 0 in our config."""
 
     theirs: str
     ours: str
@@ -502,7 +505,7 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys for sliding windows in some layers, which are not supported."""
+    """Keys for sliding windows in some layers. Such windows are not supported."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""

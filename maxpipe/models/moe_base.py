@@ -27,7 +27,7 @@ class MixtureConfig:
     """Number of experts per token. The experts with the largest router probabilities are
     selected."""
     d_expert: int = 0
-    """Hidden width of one expert. 0 uses `model.d_mlp`."""
+    """Hidden width of one expert. 0 selects `model.d_mlp`."""
     capacity_factor: float = 0.0
     """Capacity factor: the maximum number of tokens that an expert processes per sequence, as a
     multiple of an even share. A common value is 1.25. Tokens beyond this capacity are dropped,

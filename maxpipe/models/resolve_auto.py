@@ -37,7 +37,7 @@ _LARGE_LOGITS = 2**29
 
 
 class Choice(NamedTuple):
-    """The selected backend, and the reasons against better backends."""
+    """The selected backend, and the reasons why preferred backends cannot be used."""
 
     backend: str
     rejected: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys rotate around a ring. With a ring, scores are computed block by
-        block.
+        """Return whether keys are passed around a ring of devices. With a ring, scores are computed
+        block by block.
         """
         return self.context > 1 and self.method == "ring"
 
@@ -107,8 +107,8 @@ def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALO
 def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
     """Return the number of tokens whose logits are in memory at once; 0 means a full microbatch.
 
-    `setting` is `pipeline.loss_block_tokens`. `tokens` and `vocabulary` are the microbatch's tokens
-    and the logits per token on one device.
+    `setting` is `pipeline.loss_block_tokens`. `tokens` is the number of tokens of the microbatch on
+    one device, and `vocabulary` is the number of logits per token on one device.
     """
     if setting < 0:
         setting = BLOCK_TOKENS if 4 * tokens * vocabulary > _LARGE_LOGITS else 0

@@ -39,7 +39,7 @@ class RopeConfig:
     `longrope`."""
     rope_attention_factor: float = field(default=0.0, metadata=renamed_from("rope_length"))
     """Attention factor that multiplies the rotated queries and keys, for `yarn` and `longrope`. 0
-    uses the value from the paper, which depends on `rope_factor`."""
+    selects the value from the paper, which depends on `rope_factor`."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # a list has no hash
@@ -54,11 +54,12 @@ class RopeConfig:
     larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
     """Minimum number of rotations within the original context for a wavelength to remain unscaled
-    (`beta_fast`, `high_freq_factor`). 0 uses 4 for `llama3` and 32 for `yarn`, as in the papers."""
+    (`beta_fast`, `high_freq_factor`). 0 selects the value from the papers: 4 for `llama3`, 32 for
+    `yarn`."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
     """Maximum number of rotations within the original context for a wavelength to be multiplied by
-    the full `rope_factor` (`beta_slow`, `low_freq_factor`). 0 uses 1 for `llama3` and `yarn`, as in
-    the papers."""
+    the full `rope_factor` (`beta_slow`, `low_freq_factor`). 0 selects the value from the papers,
+    which is 1."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 

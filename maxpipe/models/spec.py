@@ -58,7 +58,7 @@ class Param:
     """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
     override this value in `Kind.params` and `Ends.params`."""
     own_dtype: str = ""
-    """Dtype in storage and in computation, which overrides the dtypes of the config."""
+    """Dtype in storage and in computation, instead of the dtypes in the config."""
     num_contracted_dims: int = 0
     """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
     and that `model.matmul` may quantize to 8 bits."""
@@ -236,8 +236,8 @@ class Part(Protocol):
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
         """Return the float32 arrays to save with each activation, keyed by activation name.
 
-        The forward pass gives these arrays the same checkpoint name, so results that depend only on
-        them are not recomputed.
+        The forward pass marks these arrays with jax's `checkpoint_name`, so results that depend
+        only on them are not recomputed.
         """
         return {}
 
@@ -442,9 +442,9 @@ def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Ahead:
     """Multi-token prediction heads, used in training only (arXiv:2404.19737).
 
-    Head k, counted from 1, predicts the token k places after the ordinary target. It projects `h +
-    silu(h W_k)` to the vocabulary, where h is the output of the final norm (arXiv:2401.10774). The
-    ordinary head projects h. W_k starts at 0, so all heads are equal at initialization.
+    Head k, counted from 1, predicts the token k positions after the ordinary target. It projects `h
+    + silu(h W_k)` to the vocabulary, where h is the output of the final norm (arXiv:2401.10774).
+    The ordinary head projects h. W_k starts at 0, so all heads are equal at initialization.
     """
 
     num_heads: int
@@ -481,7 +481,7 @@ class LayersAhead(Ahead):
     """Multi-token prediction heads with one transformer layer each, applied in sequence.
 
     Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the embedding
-    e of the token k places ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`. Each norm
+    e of the token k positions ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`. Each norm
     has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding table and
     the output projection with the network. The paper does not specify where h is normalized. Here h
     is always the normalized input of the output projection, so h_0 is the output of the final norm.
@@ -518,7 +518,7 @@ class Ends:
     norm: Part
     """Norm before the output projection. Its parameters are stored as `final_norm`."""
     head: Param | None
-    """Output projection. None uses the embedding table."""
+    """Output projection. None selects the embedding table."""
     embed_scale: float = 1.0
     """Multiplier of the embedding, rounded to the compute dtype."""
     logit_scale: float = 1.0
@@ -546,13 +546,13 @@ class Ends:
 
     @property
     def mtp_layers(self) -> LayersAhead | None:
-        """Return the multi-token prediction heads if they are layers, else None."""
+        """Return the multi-token prediction heads if they contain layers, else None."""
         return self.mtp if isinstance(self.mtp, LayersAhead) else None
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without a gradient in layer
-        heads.
+        """Map (part, name) to the update rule of each parameter without a gradient in the layers of
+        multi-token prediction heads.
         """
         if (heads := self.mtp_layers) is None:
             return {}
@@ -569,7 +569,7 @@ class Model:
 
     layer_types: Mapping[str, Kind]
     layers: tuple[str, ...]
-    """Layer type of each layer, in network order."""
+    """Layer type of each layer, from first to last."""
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that differ between layers, with one entry per layer of `all_layers`."""
@@ -593,14 +593,14 @@ class Model:
 
     @property
     def all_layers(self) -> tuple[str, ...]:
-        """Return the layer type of each layer, followed by the layer types of layer heads."""
+        """Return the layer types of all layers, including those of multi-token prediction heads."""
         heads = self.ends.mtp_layers
         return self.layers + (() if heads is None else (heads.layer_type_name,) * heads.num_heads)
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the layers' scalar losses. `ends` has the coefficients of the
-        heads.
+        """Return the coefficients of the layers' scalar losses. `ends` contains the coefficients of
+        the heads.
         """
         losses: dict[str, float] = {}
         for kind in self.layer_types.values():

@@ -68,10 +68,10 @@ class CheckpointConfig:
     """Number of steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
     """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
-    (by that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN` without a
-    step means the newest checkpoint. `RUN` is a folder, the name of a run in `run.dir`, or
-    `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored if
-    this run already has a checkpoint, because it then resumes from that checkpoint."""
+    (according to that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN`
+    without a step means the newest checkpoint. `RUN` is a folder, the name of a run in `run.dir`,
+    or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored
+    if this run already has a checkpoint, because it then resumes from that checkpoint."""
     restore: Literal["all", "weights"] = "all"
     """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
     state, step and data position. `weights` restores only parameters and starts at step 0; the data

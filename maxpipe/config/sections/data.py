@@ -86,9 +86,9 @@ class DataConfig(SourceConfig):
     max_pairs_per_sequence: int = dataclasses.field(
         default=16, metadata=renamed_from("pairs_per_row")
     )
-    """Maximum number of pairs per sequence, which determines the number of pairs in a batch. If
-    pairs are shorter than `train.sequence_length` divided by this number, sequences are padded.
-    Ignored unless `data.chat=pairs`."""
+    """Maximum number of pairs per sequence. It determines the number of pairs in a batch. If pairs
+    are shorter than `train.sequence_length` divided by this number, sequences are padded. Ignored
+    unless `data.chat=pairs`."""
     validation_fraction: float = 0.05
     """Fraction of the documents that is reserved for evaluation. The documents are selected at
     random with `run.seed`."""
@@ -99,8 +99,9 @@ class DataConfig(SourceConfig):
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """Handling of validation documents whose text also occurs in the training documents. Such an
     overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. More than a
-    million prepared documents are compared only with `stop`, because all digests must be read."""
+    `ignore` disables the check. Documents are compared by a digest of their full text. If there are
+    more than a million prepared documents, only `stop` compares them, because all digests must be
+    read."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""

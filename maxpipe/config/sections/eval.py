@@ -45,7 +45,7 @@ class EvalConfig:
     `maxpipe eval` uses all batches."""
     batch_size: int = 0
     """Number of sequences per evaluation batch, summed over all devices. Must be a multiple of data
-    x fsdp x expert. 0 uses `train.batch_size`."""
+    x fsdp x expert. 0 selects `train.batch_size`."""
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
     """Multiple-choice tasks by name: `eval.tasks.sums.path=sums.jsonl` adds the metric
     `eval/sums/accuracy`. Each evaluation scores all tasks."""
@@ -54,7 +54,7 @@ class EvalConfig:
     an improvement of `checkpoint.best_metric`. The run evaluates and saves a checkpoint before it
     ends. Only the periodic evaluations of `eval.every` count. 0 disables early stopping."""
     min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))
-    """Minimum improvement of `checkpoint.best_metric` over its best value so far that early
+    """Minimum change of `checkpoint.best_metric`, relative to its best value so far, that early
     stopping counts as an improvement."""
     sample_every: int = 0
     """Number of steps between samples of generated text, which are written to the console,
@@ -70,8 +70,8 @@ class EvalConfig:
     generates the response."""
     sample_conversations: int = field(default=0, metadata=renamed_from("sample_documents"))
     """Number of validation conversations that are also used as prompts. The model generates the
-    last trained message, and the sample is written together with the original message. Requires
-    `data.chat`."""
+    last message that contributes to the loss, and the sample is written together with the original
+    message. Requires `data.chat`."""
     sample_max_tokens: int = field(default=64, metadata=renamed_from("sample_tokens"))
     """Maximum number of generated tokens per sample. Prompt and sample together have at most
     `train.sequence_length` tokens."""
@@ -99,7 +99,7 @@ BestMode = Literal["smallest", "largest"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Return the metrics of an evaluation, as a map from each tag to its better direction."""
+    """Map the tag of each evaluation metric to its best value, `smallest` or `largest`."""
     data, metrics = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":

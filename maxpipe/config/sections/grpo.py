@@ -61,10 +61,10 @@ class GrpoConfig:
     reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
     """Time limit in seconds for one call of the reward function."""
     advantages: Literal["std", "mean"] = "std"
-    """Advantage of a completion. Both values subtract the mean reward of the group. `std` also
-    divides by the standard deviation of the group (GRPO, arXiv:2402.03300). `mean` does not divide
-    (Dr. GRPO, arXiv:2503.20783). Prompts that are almost always or almost never solved then get no
-    extra weight."""
+    """Normalization of the advantage, which is the reward of a completion minus the mean reward of
+    its group. `std` divides the advantage by the standard deviation of the group (GRPO,
+    arXiv:2402.03300). `mean` does not divide (Dr. GRPO, arXiv:2503.20783). Prompts that are almost
+    always or almost never solved then get no extra weight."""
     loss_aggregation: Literal["sequence", "token"] = field(
         default="sequence", metadata=renamed_from("average")
     )
@@ -76,10 +76,10 @@ class GrpoConfig:
     clip_ratio."""
     clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
     """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
-    DAPO uses 0.28. 0 uses `grpo.clip_ratio`."""
+    DAPO uses 0.28. 0 selects `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
-    """Coefficient in the loss of the KL divergence from the reference model, which has the weights
-    at the start of the run. With 0, no reference model is kept in memory."""
+    """Coefficient in the loss of the KL divergence from the reference model, which is the model at
+    the start of the run. With 0, no reference model is kept in memory."""
     updates_per_rollout: int = 1
     """Number of training steps per rollout. The completions for all steps of a rollout are sampled
     together, with the weights before the first of these steps. Checkpoints are saved only after the

@@ -21,10 +21,10 @@ class LaunchConfig:
 
     topology: str = ""
     """Device type and size of one slice, as in `maxpipe plan`: `v5p:2x4x4`, `h100:8`. For GPUs and
-    CPUs, a slice is a group of devices that fast links connect, usually one node. Optional for
-    `launch local`."""
+    CPUs, a slice is a group of devices that are connected by fast links, usually one node. Optional
+    for `launch local`."""
     slices: int = 1
-    """Number of slices, which the data-center network connects."""
+    """Number of slices, connected by the data-center network."""
     project: str = ""
     """Google Cloud project. If empty, the default project of `gcloud config` is used."""
     zone: str = ""
@@ -63,7 +63,7 @@ class LaunchConfig:
     during this time. The signal is sent before SLURM's time limit is reached, and when GKE evicts
     the node."""
     time_limit_minutes: int = 0
-    """Time limit of one SLURM job in minutes. The run resumes in the next job. 0 uses the time
+    """Time limit of one SLURM job in minutes. The run resumes in the next job. 0 selects the time
     limit of the partition."""
 
 

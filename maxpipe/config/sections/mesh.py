@@ -207,11 +207,11 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ReplicatedWeight:
-    """A weight that is replicated over several devices, summed over the layers of a stage."""
+    """A weight that is replicated over several devices, in all layers of a stage."""
 
     name: str
     num_bytes: int
-    """Size in bytes per device."""
+    """Size in bytes per device, summed over the layers."""
     axes: Mapping[str, int]
     """Sizes of the mesh axes over which the weight is replicated; all are larger than 1."""
     logical_axis: str
@@ -229,7 +229,7 @@ class ReplicatedWeight:
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
-    """Yield weights larger than `mesh.max_replicated_bytes`. Axes of unknown size count as 1."""
+    """Yield weights larger than `mesh.max_replicated_bytes`. Unknown axis sizes count as 1."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
     limit = config.mesh.max_replicated_bytes
@@ -253,8 +253,8 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """Yield (name, parameter, minimum number of layers per device that have the parameter), in
-    network order.
+    """Yield (name, parameter, minimum number of layers per device that have the parameter).
+    Parameters outside layers come first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():

@@ -108,8 +108,8 @@ class OptimConfig:
     `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. After the
     last phase, the learning rate is constant."""
     decay_fraction: float = 0.2
-    """Fraction of the run in which `wsd` decays the learning rate, at the end of the run. Ignored
-    unless `optim.schedule` is `wsd`."""
+    """Fraction of the run, at its end, in which `wsd` decays the learning rate. Ignored unless
+    `optim.schedule` is `wsd`."""
     min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
     """Learning rate at the end of the run, as a fraction of the peak. Ignored by `constant`."""
     beta1: float = 0.9
@@ -245,8 +245,8 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
 
 
 _LARGEST_RATE = 1.0
-"""Learning rate from which a warning is printed. Usual learning rates of these optimizers are at
-most about 0.02."""
+"""Learning rate at or above which a warning is printed. Usual learning rates of these optimizers
+are at most about 0.02."""
 
 
 def _rate_is_large(config: Config) -> Iterator[Problem]:
@@ -268,7 +268,7 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
             "is too small: float32 rounding removes all updates, and parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
-    # The gradient norm covers more entries than the embedding table has.
+    # The gradient norm is computed over more entries than the embedding table has.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(

@@ -43,7 +43,7 @@ class PipelineConfig:
     """Partition of the layers into pipeline chunks, and the schedule that runs them."""
 
     schedule: str = "interleaved"
-    """Pipeline schedule. `maxpipe schedule` draws each schedule. Schedules with unsplit backward
+    """Pipeline schedule. `maxpipe schedule` draws a schedule. Schedules with unsplit backward
     passes are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory use of
     `1f1b` and `interleaved` does not depend on the number of microbatches. With two or more
     `pipeline.repeats`, both are the same schedule. Schedules with split backward passes are `zb_h1`
@@ -58,15 +58,15 @@ class PipelineConfig:
     the pipeline bubble smaller but send more messages."""
     group: int = 0
     """Number of consecutive microbatches that a stage runs before it switches to the next repeat. 0
-    uses the number of stages, which minimizes memory. Ignored unless `pipeline.schedule` is
-    `interleaved`."""
+    selects the number of stages, the value with the lowest memory use. Ignored unless
+    `pipeline.schedule` is `interleaved`."""
     delayed_forwarding: bool = False
     """Allow each message one extra tick, so that communication overlaps with compute. This doubles
     the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication
     without extra ticks."""
     layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
-    """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers
-    in network order. If empty, layers are divided as evenly as possible."""
+    """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers,
+    starting with the first layers. If empty, layers are divided as evenly as possible."""
     prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
     """Number of prologue layers, which are the first layers of the network and run outside the
     pipeline. All stages run the prologue layers at the same time, each on a different microbatch.
@@ -97,9 +97,9 @@ class PipelineConfig:
     same control flow."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
     """Number of tokens per device for which the loss computes logits at once, within one
-    microbatch. 0 computes all logits of a microbatch at once. -1 does the same unless the logits
-    exceed 512 MiB, as with long sequences or few stages, and then uses blocks of 2048 tokens. The
-    block size affects memory, and changes the loss only by rounding."""
+    microbatch. 0 computes all logits of a microbatch at once. -1 selects blocks of 2048 tokens if
+    the logits exceed 512 MiB, as with long sequences or few stages, and otherwise does the same as
+    0. The block size affects memory, and changes the loss only by rounding."""
 
 
 add_ranges(

@@ -22,12 +22,12 @@ class PreferenceConfig:
     loss: Literal["dpo", "ipo", "orpo"] = "dpo"
     """Loss on a pair of responses. `dpo` (arXiv:2305.18290) increases the likelihood of the chosen
     response relative to the rejected response. Both likelihoods are compared with those of a
-    reference model, which has the weights at the start of the run. `ipo` (arXiv:2310.12036)
-    regresses the difference to a fixed margin. `orpo` (arXiv:2403.07691) needs no reference model,
-    and adds an odds-ratio term to the cross-entropy of the chosen response."""
+    reference model, which is the model at the start of the run. `ipo` (arXiv:2310.12036) regresses
+    the difference to a fixed margin. `orpo` (arXiv:2403.07691) needs no reference model, and adds
+    an odds-ratio term to the cross-entropy of the chosen response."""
     beta: float = 0.1
     """Strength of the penalty for deviating from the reference model: beta in the paper of `dpo`,
-    tau in that of `ipo`. It also scales the rewards in the metrics. Ignored by `orpo`."""
+    tau in the paper of `ipo`. It also scales the rewards in the metrics. Ignored by `orpo`."""
     label_smoothing: float = 0.0
     """Assumed fraction of pairs with swapped labels (arXiv:2306.15479). Only for `dpo`."""
     length_normalised: Literal["auto", "on", "off"] = "auto"

@@ -68,10 +68,10 @@ class SourceConfig:
     """Maximum total size in bytes of all compressed files after decompression. Compressed files are
     decompressed once, into `<run.dir>/.index`."""
     chat: Literal["off", "messages", "prompt", "pairs"] = "off"
-    """Format of the conversations in records, which a chat template renders as text. `messages`: a
-    list of messages in `data.messages_field`. The messages are objects with `role` and `content`,
-    ShareGPT objects with `from` and `value`, objects with `input` and `output`, or texts with
-    alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
+    """Format of the conversations in records. A chat template renders the conversations as text.
+    `messages`: a list of messages in `data.messages_field`. The messages are objects with `role`
+    and `content`, ShareGPT objects with `from` and `value`, objects with `input` and `output`, or
+    texts with alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
     `data.response_field`, each a text or a list of messages. `pairs`, for
     `train.objective=preference`: a prompt in `data.prompt_field`, and two responses in
     `data.chosen_field` and `data.rejected_field`. Texts in these three fields are used without the
@@ -124,9 +124,9 @@ class SourceConfig:
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:
     such a message is only context, so the model is trained only on the last response. `each_turn`:
-    every trained message becomes a separate sample, with the preceding conversation as context.
-    `error`: such a message ends the run. `last` and `error` are ignored for templates with `{%
-    generation %}` blocks."""
+    every message that contributes to the loss becomes a separate sample, with the preceding
+    conversation as context. `error`: such a message ends the run. `last` and `error` are ignored
+    for templates with `{% generation %}` blocks."""
     long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
         default="truncate", metadata=legacy_value("split")
     )
@@ -138,7 +138,7 @@ class SourceConfig:
     packing: Packing = dataclasses.field(default="auto", metadata=legacy_value("cut"))
     """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs, `cut`
     for plain texts. `cut`: documents are concatenated and split across sequences. All other values
-    keep documents that fit into a sequence together, and pad the remaining positions of each
+    do not split documents that fit into one sequence, and pad the remaining positions of each
     sequence. A document longer than a sequence fills complete sequences, and its remainder is
     packed like a separate document. `best_fit`: the longest documents are packed first, each into
     the sequence with the least remaining space that is sufficient. `best_fit` needs the fewest

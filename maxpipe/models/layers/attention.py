@@ -36,8 +36,8 @@ CANNOT: Mapping[str, frozenset[str]] = {
 
 
 LOG_SUM = "attention_lse"
-"""Checkpoint name of the log-sum-exp of each query's scores in float32. Backends with a custom
-gradient save it with `context` to recompute the probabilities."""
+"""Name, for jax's `checkpoint_name`, of the float32 log-sum-exp of each query's scores. Backends
+with a custom gradient save it with `context` to recompute the probabilities."""
 
 _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
@@ -64,7 +64,7 @@ class Rope:
     """Multiplier of the wavelengths."""
     scaling: Scaling = "linear"
     """Method of scaling. `linear` multiplies all wavelengths. `dynamic` increases the base for
-    sequences longer than `original_tokens`; in decoding, for caches longer than that length.
+    sequences longer than `original_tokens` and, in decoding, for caches longer than that length.
     `llama3` multiplies wavelengths that fit fewer than four times into `original_tokens`. `yarn`
     (arXiv:2309.00071) multiplies wavelengths that fit fewer than 32 times and also scales the
     rotated entries."""
@@ -76,7 +76,7 @@ class Rope:
     """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple means a factor
     of 1."""
     stretch_beyond: tuple[float, ...] = ()
-    """Factors like `stretch`, for sequences longer than `original_tokens`; in decoding, for longer
+    """Replaces `stretch` for sequences longer than `original_tokens` and, in decoding, for longer
     caches."""
     attention_factor: float = 1.0
     """Multiplier of the rotated entries."""
@@ -84,10 +84,10 @@ class Rope:
     """Whether the YaRN ramp starts and ends at integer pair indices."""
     fast: float = 0.0
     """Minimum number of rotations over `original_tokens` for pairs that `llama3` and `yarn` do not
-    scale. 0 uses the published values, 4 and 32."""
+    scale. 0 selects the published value: 4 for `llama3`, 32 for `yarn`."""
     slow: float = 0.0
     """Maximum number of rotations over `original_tokens` for pairs that are scaled by the full
-    factor. 0 uses the published value, 1."""
+    factor. 0 selects the published value, which is 1."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Attention(Part):
     backend: str
     rope: Rope
     scale: float | None = None
-    """Multiplier of the scores. None uses `head_dim ** -0.5`."""
+    """Multiplier of the scores. None selects `head_dim ** -0.5`."""
     window: str = ""
     """Name of the per-layer value with the number of tokens that a query attends to, including the
     query. 0 means all tokens."""
@@ -192,8 +192,8 @@ class Attention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output and the mixed values. Queries and keys are counted with the
-        scores.
+        """Return the input, the output and the activation `context`. Queries and keys are counted
+        with the scores.
         """
         return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 

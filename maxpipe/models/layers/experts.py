@@ -92,7 +92,7 @@ class Experts(Part):
     """Whether the router logits and all projections have biases."""
     rows_received: float | None = None
     """Capacity of a device in token-expert pairs, per local token, if experts or tokens are
-    sharded. None uses the number of pairs that the device computes."""
+    sharded. None selects the number of pairs that the device computes."""
     shards: int = 1
     """Number of devices over which experts are sharded."""
 
@@ -147,8 +147,8 @@ class Experts(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the router and the projections of all experts.
 
-        The contracted dims of a projection come first, or its remaining dims come last. Each
-        projection of all experts is therefore one matmul without transposes.
+        The order of the dims allows each projection of all experts to be one matmul without
+        transposes.
         """
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
         embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
@@ -175,7 +175,7 @@ class Experts(Part):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the update rule of the router bias, which decreases for experts above the mean
+        """Return the update rule of the router bias: the bias decreases for experts above the mean
         load and increases for the others.
         """
         rate = self.expert_bias_update_rate
@@ -241,7 +241,8 @@ class Experts(Part):
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of matmuls and gates, the expert weights, and the token placement.
+        """Return the inputs of matmuls and gates, the expert weights, and the indices of permuted
+        tokens.
 
         The float32 arrays are the probabilities, the z-loss terms, the selected experts and sums
         over experts. The residuals of the balance loss are too small to count.
@@ -259,7 +260,7 @@ class Experts(Part):
             arrays += self._weights_for_biases
         if self.shared is None:
             return arrays
-        # The gate adds the shared expert's output and the gate value.
+        # The gate also saves the shared expert's output and the gate value.
         gate = Held(compute_dtype=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
         return arrays + self._without_inputs(self.shared.residuals) + gate
 
@@ -277,8 +278,8 @@ class Experts(Part):
         """Return the inputs of all matmuls and the cotangents of their outputs (float32 for the
         router).
 
-        If recomputed, the input of the last matmul follows from the gates' inputs and the weights,
-        unless it has been saved.
+        With `recomputed`, the input of the last matmul is computed from the gates' inputs and the
+        weights, unless it has been saved.
         """
         arrays = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
@@ -298,8 +299,8 @@ class Experts(Part):
         return arrays + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Return the shared expert's arrays without its input and output, which other terms already
-        count.
+        """Return the shared expert's arrays without its input and output, because other terms
+        already include both.
         """
         return replace(
             held,
@@ -313,7 +314,7 @@ class Experts(Part):
         """
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
-        if self.rows_received is not None:  # dropped tokens are not computed
+        if self.rows_received is not None:  # dropped tokens are not processed
             return min(self.capacity, 1.0) * self.per_token
         return min(self.capacity * self.per_token, float(self.num_experts))
 
@@ -385,8 +386,8 @@ class Experts(Part):
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return `hidden` copies per token-expert pair at the expert width, `width` copies per
-        token, and `placed` copies of each permuted token.
+        """Return arrays: `hidden` of the expert width per token-expert pair, `width` of the model
+        width per token, and `placed` of the model width per permuted token.
         """
         arrays = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
@@ -401,7 +402,7 @@ class Experts(Part):
 
     @property
     def _weights_for_biases(self) -> Held:
-        """Return the weights of the biases of the last projection."""
+        """Return the expert weights that multiply the biases of the last projection."""
         return self._weights if self.capacity else Held(compute_dtype=((1.0, self._each),))
 
     @property

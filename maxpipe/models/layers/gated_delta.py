@@ -106,14 +106,14 @@ class GatedDelta(Part):
         """Return the projections, the convolution, and the matmuls with the state and inside
         chunks.
 
-        The needed FLOPs are those of the recurrence: reading the state by key and query, and
-        writing it.
+        The needed FLOPs are those of the recurrence: reading the state with key and query, and
+        writing the state.
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk
         needed = 3.0 * dk * dv
-        # Matmuls between the tokens of a chunk: keys and queries (once per key head), the solved
-        # values and keys, and the mixed values. The inverse needs two matmuls per doubling of its
-        # blocks.
+        # Matmuls between the tokens of a chunk: keys and queries (once per key head), the values
+        # and keys that the inverse multiplies, and the output values. The inverse needs two matmuls
+        # for each doubling of its block size.
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_value_heads, "heads", needed, needed + inside)

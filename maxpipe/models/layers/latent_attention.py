@@ -29,7 +29,7 @@ class LatentAttention(Part):
     rank: int
     """Size of a token's latent."""
     q_lora_rank: int
-    """Size of the query latent. 0 projects queries from the input."""
+    """Size of the query latent. With 0, queries are projected from the input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
@@ -192,7 +192,7 @@ class LatentAttention(Part):
         held = Held(compute_dtype=(width, (2.0, self._value)))
         held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
         for norm, dims in self._normed:
-            # If recomputed, the input of the norm replaces its output.
+            # With `recomputed`, the input of the norm replaces its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)
             held += Held(compute_dtype=((2.0, dims),))
         return held

@@ -77,8 +77,8 @@ class GatedMLP(Part):
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the gradient copies that barriers avoid by freeing the inputs before the
-        transposes.
+        """Return the gradient copies that optimization barriers avoid: with barriers, the inputs
+        are freed before the transposes.
         """
         return Held(compute_dtype=((2.0, self._hidden),))
 
@@ -90,7 +90,7 @@ class GatedMLP(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of all matmuls and the cotangents of their outputs.
 
-        If recomputed, the gate's output follows from its inputs, unless it has been saved.
+        With `recomputed`, the gate's output is computed from its inputs, unless it has been saved.
         """
         if recomputed:
             return Held(compute_dtype=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
