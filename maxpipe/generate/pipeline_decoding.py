@@ -63,12 +63,12 @@ Tree = Any
 
 _SEQUENCE_SPEC = PartitionSpec(None, TOKEN_AXES)
 """Spec of arrays `[M, B, ...]`. Single tokens cannot be sharded over context, so the context axis
-shards sequences too."""
+also shards sequences."""
 
 
 class RingState(NamedTuple):
-    """State of the ring between two ticks. Along dim P, each stage has a separate part or a
-    copy.
+    """State of the ring between two ticks. Along dim P, every stage has its own part of an array,
+    or a copy of it.
     """
 
     caches: Tree
@@ -102,7 +102,7 @@ class PipelineDecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the required divisor of the batch size."""
+        """Return the number by which the batch size must be divisible."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
@@ -259,7 +259,7 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # Computation on each stage, without dim P.
+    # Computation on each stage, where arrays have no dim P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
         """Run prefill for all microbatches: the ring fills and drains."""
@@ -457,7 +457,7 @@ def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> An
 
 
 def to_decode_params(parts: ParamLayout, params: Tree) -> Tree:
-    """Convert parameters in network order, stacked by layer type, for `build_decode_engine`."""
+    """Convert stacked parameters with layers in model order for `build_decode_engine`."""
     staged = parts.mesh.shape[STAGE] > 1
     return parts.stack(params) if staged else parts.decoder.by_layer(params)
 

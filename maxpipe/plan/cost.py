@@ -326,13 +326,19 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
+        """Time in seconds to recompute scores in a backward pass.
+
+        The value is 0 if measured costs include this time.
+        """
         flops = sum(flops for scores, flops in self._scored if scores.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time in seconds of a forward pass's attention kernels; 0 if part of measured rates."""
+        """Time in seconds of a forward pass's attention kernels.
+
+        The value is 0 if measured rates include this time.
+        """
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -440,7 +446,10 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the time in seconds to save or load activations; 0 if part of measured costs."""
+        """Return the time in seconds to save or load activations.
+
+        The result is 0 if measured costs include this time.
+        """
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes

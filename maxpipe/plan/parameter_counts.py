@@ -24,11 +24,11 @@ class LayerCounts:
 
     model: Model
     described: Model
-    """The model with the expert capacity of a single device."""
+    """The model with the expert capacity of one device."""
     pipeline: PipelineConfig
     stages: int
     sequence_tokens: int
-    """Number of tokens per sequence on all devices."""
+    """Number of tokens in a complete sequence."""
 
     @cached_property
     def partition(self) -> tuple[int, ...]:

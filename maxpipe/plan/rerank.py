@@ -1,9 +1,9 @@
 """Rank the best layouts of a search again by compilation or by measurement.
 
 The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normal errors. One error is shared by all layouts, one is per
-setting (`stage=2`, `remat=names`, microbatch size), and one is per layout. The prior mean is the
-forecast.
+predicted time is modelled as a sum of normal errors. There is one error for all layouts, one for
+each setting (`stage=2`, `remat=names`, microbatch size) and one for each layout. The prior mean is
+the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -205,8 +205,8 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 CANDIDATES = 256
 """Number of layouts with the best forecasts that are candidates for measurement."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the error shared by all layouts, if devices are faster or slower than their
-figures."""
+"""Standard deviation of the error shared by all layouts, because devices may be faster or slower
+than their published figures."""
 SETTING_ERROR = 0.03
 """Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02
