@@ -94,7 +94,7 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in file names, to distinguish chat templates."""
+        """Tokenizer name that the harness uses in file names, to distinguish chat templates."""
         return f"maxpipe-{self._tokenizer.fingerprint()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

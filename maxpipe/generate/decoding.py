@@ -449,5 +449,5 @@ class DecodeEngine:
 
 
 def is_axes(node: object) -> bool:
-    """Return whether the node holds the logical axes of one array."""
+    """Return whether a tree node contains the logical axes of one array."""
     return type(node) is tuple

@@ -410,8 +410,9 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join the first microbatch of a turn with the other microbatches of the next turn,
-    `[sequences]`.
+    """Join the first microbatch of a turn with the other microbatches of the next turn.
+
+    The results have the shape `[sequences]`.
     """
 
     def joined(first: Array, others: Array) -> np.ndarray:

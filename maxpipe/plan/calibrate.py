@@ -302,7 +302,7 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 
 def _memory_seconds(endless: CostModel) -> float:
-    """Return the memory time of a layer's forward pass in seconds, with infinitely fast matmuls."""
+    """Return the time of a layer's memory traffic in seconds, given infinitely fast matmuls."""
     return (
         endless.most_common_layer.score_seconds
         if endless.overlaps
@@ -550,7 +550,7 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return each program's seconds per loop iteration; the last argument is the loop count."""
+    """Return each program's seconds per loop iteration; its last argument is the loop count."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))

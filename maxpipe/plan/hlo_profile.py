@@ -116,7 +116,7 @@ class Collective:
 
     @property
     def stride(self) -> int:
-        """Distance between neighbours in the group, which distinguishes mesh axes of equal size."""
+        """Distance between neighbours in the group; it distinguishes mesh axes of equal size."""
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 

@@ -373,7 +373,7 @@ gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
+    """Return the peak bytes of the largest layer's backward pass; layer parts reuse memory."""
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
@@ -441,7 +441,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """Return the additional bytes of the weight window: a copy, a float32 chunk and shards."""
+    """Return the bytes that the weight window adds: a copy, a float32 chunk, float32 shards."""
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.params.chunk_elements()

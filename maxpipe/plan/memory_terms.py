@@ -304,7 +304,7 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Return whether a parameter is gathered in 8 bits: see `Decoder.summed`."""
+    """Return whether a parameter is gathered in 8 bits: see `Decoder.contracted_dims`."""
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads

@@ -57,7 +57,7 @@ class LayerCounts:
 
     @cached_property
     def chunk_slots(self) -> Mapping[str, int]:
-        """L, keyed by layer type: the maximum number of such layers in any chunk."""
+        """L for each layer type: the maximum number of such layers in any chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.pipelined}
 
     @cached_property

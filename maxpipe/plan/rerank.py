@@ -1,9 +1,9 @@
 """Rank the best layouts of a search again by compilation or by measurement.
 
 The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normal errors. There is one error for all layouts, one for
-each setting (`stage=2`, `remat=names`, microbatch size) and one for each layout. The prior mean is
-the forecast.
+predicted time is modelled as a sum of normally distributed errors. There is one error for all
+layouts, one for each setting (`stage=2`, `remat=names`, microbatch size) and one for each layout.
+The prior mean is the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -48,7 +48,10 @@ PROGRAM_SECONDS = 2.0
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median time of each call in seconds. Interleaved calls share noise equally."""
+    """Return the median time of each call in seconds.
+
+    Calls are interleaved, so that noise affects all of them equally.
+    """
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]

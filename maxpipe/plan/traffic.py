@@ -156,7 +156,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Yield the all-to-alls that unshard the matrices for Muon and reshard them.
+    """Yield the all-to-alls that unshard matrices for Muon, and that reshard the results.
 
     The number of matrices may be padded (`optim.muon`).
     """
@@ -359,7 +359,7 @@ class LayerExecutions(NamedTuple):
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of gathers of the output projection, and of scatters of its gradient."""
+    """Number of gathers of the output projection, and number of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""

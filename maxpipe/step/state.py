@@ -113,7 +113,7 @@ class ParamLayout:
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
-        """Convert a tree keyed by layer type to the layer types in the ring and in the prologue."""
+        """Split a tree keyed by layer type into the layer types of the ring and of the prologue."""
         layers, layout = declared["layers"], self.layout
         found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
         if layout.num_prologue_layers:
@@ -164,7 +164,7 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the specs of state arrays in saved form; the arguments have stacked paths."""
+        """Return the specs of state arrays in saved form; arguments are keyed by stacked paths."""
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -348,7 +348,7 @@ def _is_spec(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose replica on `device` differs from the majority, which includes `other`."""
+    """An array whose replica on `device` differs from the majority, such as that on `other`."""
 
     name: str
     device: Any
@@ -403,7 +403,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Return the differences in a tree, identical in all processes."""
+        """Return the differences in a tree; the result is the same in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [

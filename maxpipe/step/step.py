@@ -201,7 +201,7 @@ class Steps(StateLayout):
         """Load a train step that was compiled ahead of time for a config with the same sections.
 
         Raises:
-            ConfigError: the program was compiled for different values, or cannot be loaded on these
+            ConfigError: the program was compiled for another config, or cannot be loaded on these
                 devices.
             StorageError: the program cannot be read, or is not safe to load.
         """

@@ -50,7 +50,7 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """Return the last step of a run that resumes after step `first`; print if the data ends early.
+    """Return the last step of a run that resumes after step `first`; report an early data end.
 
     Raises:
         ConfigError: the run is done, or the data ends before the run and `data.end` is `fail`.
