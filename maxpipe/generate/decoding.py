@@ -285,7 +285,7 @@ class DecodeEngine:
                     with jax.set_mesh(self.mesh):
                         kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
-            jax.block_until_ready(drawn)  # devices must be idle if Python exits next
+            jax.block_until_ready(drawn)  # Python may exit next, so devices must be idle
 
     def _prefill(
         self,
@@ -314,7 +314,7 @@ class DecodeEngine:
         new: RefillPrompt,
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
-        """Replace a sequence by another prompt.
+        """Replace a sequence with another prompt.
 
         The prompt is computed in separate caches that end at the same slot.
         """

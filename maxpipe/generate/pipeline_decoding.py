@@ -144,7 +144,7 @@ class PipelineDecodeEngine:
                     newest_tokens[number], newest_tokens[number + 1] if number else newest_tokens[0]
                 )
         finally:
-            jax.block_until_ready(turning)  # devices must be idle if Python exits next
+            jax.block_until_ready(turning)  # Python may exit next, so devices must be idle
 
     def _place(self, rows: np.ndarray) -> Array:
         """Place `[sequences, ...]` on the mesh as `[M, B, ...]`."""

@@ -100,7 +100,7 @@ class ActivationSizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Return the average number of query-key pairs of a head, per sequence on one device.
+        """Return a head's average number of query-key pairs per sequence on one device.
 
         Plain attention skips future tokens only if queries and keys come from the same tokens.
         """

@@ -571,7 +571,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 
 
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
-    """Sum the transfers to and from host memory. Cycles shared by several transfers count once."""
+    """Sum the transfers to and from host memory. Shared cycles are counted once."""
     result = []
     for kind in dict.fromkeys(transfer.kind for transfer in found):
         group = [transfer for transfer in found if transfer.kind == kind]

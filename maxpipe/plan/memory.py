@@ -290,7 +290,7 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Return the size in bytes of the compute-dtype copies of parameter shards in XLA for TPU.
+    """Return the bytes of parameter shards that XLA for TPU copies to the compute dtype.
 
     Parameters that are stored in the compute dtype need no copy.
     """

@@ -75,9 +75,9 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
     """Fit `split_cost` and `ring_cost` to the measured times of steps with tensor-parallel layers.
 
     For every possible tensor size, the time of a layer is the difference between steps that differ
-    only in their number of layers. The two figures account for the remaining error of the cost
-    model, without and with collective matmuls. The figures are unchanged if tensor parallelism
-    cannot shard the model.
+    only in their number of layers. `split_cost` accounts for the remaining error of the cost model
+    without collective matmuls. `ring_cost` accounts for the additional error with collective
+    matmuls. The figures are unchanged if tensor parallelism cannot shard the model.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):

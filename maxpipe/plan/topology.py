@@ -468,8 +468,8 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
             options["num_slices"] = topology.num_slices
     else:
         _check_compiler(topology)
-        # The format is slices x processes per slice x devices per process. One process per slice
-        # distinguishes the slices.
+        # The format is slices x processes per slice x devices per process. With one process per
+        # slice, the compiler can distinguish the slices.
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:
