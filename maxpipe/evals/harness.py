@@ -46,7 +46,7 @@ class HarnessModel(LM):
         Args:
             pretrained: RUN, RUN@STEP or a folder, as for `maxpipe generate`.
             batch_size: Sequences per batch; `auto` means 16.
-            max_batch_size: Ignored, because there is no search for a batch size.
+            max_batch_size: Ignored, because maxpipe does not search for a batch size.
             device: Ignored, because jax uses the available devices.
             overrides: Config keys, such as `mesh.ici_tensor`.
 
@@ -94,7 +94,7 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in file names, to distinguish chat templates."""
+        """Tokenizer name that the harness uses in file names, to distinguish chat templates."""
         return f"maxpipe-{self._tokenizer.fingerprint()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

@@ -279,8 +279,8 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    Without a path, results are discarded. Existing results are replaced. If the path is any other
-    file, it is an error.
+    Without a path, results are discarded. Existing results are replaced. Any other existing file is
+    an error.
 
     Raises:
         ConfigError: the path is an existing file of another type, such as the questions.
@@ -332,8 +332,8 @@ def _is_replaceable(path: str) -> bool:
 
 
 _MAX_BATCH_SIZE = 64
-"""Maximum batch size, rounded up to a multiple of the number of shards. Per-sequence sums read the
-complete batch."""
+"""Maximum batch size, rounded up to a multiple of the number of shards. The computation of each
+sequence's sum reads the complete batch."""
 
 
 class Task:

@@ -196,7 +196,7 @@ class DecodeEngineProtocol(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """Return the required divisor of the batch size."""
+        """Return the number by which the batch size must be divisible."""
         ...
 
     @property

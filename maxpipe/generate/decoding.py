@@ -145,8 +145,8 @@ def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> 
 Tree = Any
 
 _MAX_PREFILL_CHUNK = 512
-"""Maximum number of prompt tokens per prefill chunk. The scores of a chunk have the shape (this
-number, cache slots) per head."""
+"""Maximum number of prompt tokens per prefill chunk. The attention scores of one head have the
+shape (this number, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
 """Segment ids of padding and text."""
@@ -246,7 +246,7 @@ class DecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the required divisor of the batch size."""
+        """Return the number by which the batch size must be divisible."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
@@ -260,7 +260,7 @@ class DecodeEngine:
         """Yield the next token and log-probability of each sequence, `[B]`, once per step.
 
         Args:
-            params: parameters in network order, as returned by `Decoder.by_layer`.
+            params: parameters with layers in model order, as returned by `Decoder.by_layer`.
             prompts: token ids of each sequence, at least one.
             numbers: index of each sequence. Sampling keys derive from seed, index and position.
             size: shape of the batch, at least as large as the prompts require.
@@ -285,7 +285,7 @@ class DecodeEngine:
                     with jax.set_mesh(self.mesh):
                         kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
-            jax.block_until_ready(drawn)  # devices must be idle if Python exits next
+            jax.block_until_ready(drawn)  # Python may exit next, so devices must be idle
 
     def _prefill(
         self,
@@ -314,7 +314,7 @@ class DecodeEngine:
         new: RefillPrompt,
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
-        """Replace a sequence by another prompt.
+        """Replace a sequence with another prompt.
 
         The prompt is computed in separate caches that end at the same slot.
         """
@@ -373,7 +373,7 @@ class DecodeEngine:
         """Map (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
         indices).
 
-        In the result, the first sequence of the other state replaces `row`.
+        In the result, the first sequence of the other state replaces the sequence `row`.
         """
 
         def join(
@@ -449,5 +449,5 @@ class DecodeEngine:
 
 
 def is_axes(node: object) -> bool:
-    """Return whether the node holds the logical axes of one array."""
+    """Return whether a tree node contains the logical axes of one array."""
     return type(node) is tuple

@@ -54,7 +54,7 @@ class LoadedModel(NamedTuple):
 
     decoder: Decoder
     params: Any
-    """Parameters in network order, stacked by layer type, on the mesh."""
+    """Parameters on the mesh, stacked by layer type with layers in model order."""
     mesh: Mesh
 
 
@@ -148,7 +148,7 @@ class _Model:
         return build_decode_engine(parts, sampling, seed), params
 
     def _load_params(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
-        """Return the parameters in network order, stacked by layer type."""
+        """Return the parameters, stacked by layer type with layers in model order."""
         config = self.loaded.config
         for warning in self.loaded.warnings:
             say(f"warning: {warning.line}")

@@ -63,12 +63,12 @@ Tree = Any
 
 _SEQUENCE_SPEC = PartitionSpec(None, TOKEN_AXES)
 """Spec of arrays `[M, B, ...]`. Single tokens cannot be sharded over context, so the context axis
-shards sequences too."""
+also shards sequences."""
 
 
 class RingState(NamedTuple):
-    """State of the ring between two ticks. Along dim P, each stage has a separate part or a
-    copy.
+    """State of the ring between two ticks. Along dim P, every stage has its own part of an array,
+    or a copy of it.
     """
 
     caches: Tree
@@ -102,7 +102,7 @@ class PipelineDecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the required divisor of the batch size."""
+        """Return the number by which the batch size must be divisible."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
@@ -144,7 +144,7 @@ class PipelineDecodeEngine:
                     newest_tokens[number], newest_tokens[number + 1] if number else newest_tokens[0]
                 )
         finally:
-            jax.block_until_ready(turning)  # devices must be idle if Python exits next
+            jax.block_until_ready(turning)  # Python may exit next, so devices must be idle
 
     def _place(self, rows: np.ndarray) -> Array:
         """Place `[sequences, ...]` on the mesh as `[M, B, ...]`."""
@@ -259,7 +259,7 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # Computation on each stage, without dim P.
+    # Computation on each stage, where arrays have no dim P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
         """Run prefill for all microbatches: the ring fills and drains."""
@@ -410,8 +410,9 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join the first microbatch of a turn with the other microbatches of the next turn,
-    `[sequences]`.
+    """Join the first microbatch of a turn with the other microbatches of the next turn.
+
+    The results have the shape `[sequences]`.
     """
 
     def joined(first: Array, others: Array) -> np.ndarray:
@@ -457,7 +458,7 @@ def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> An
 
 
 def to_decode_params(parts: ParamLayout, params: Tree) -> Tree:
-    """Convert parameters in network order, stacked by layer type, for `build_decode_engine`."""
+    """Convert stacked parameters with layers in model order for `build_decode_engine`."""
     staged = parts.mesh.shape[STAGE] > 1
     return parts.stack(params) if staged else parts.decoder.by_layer(params)
 

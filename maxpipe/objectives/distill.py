@@ -65,7 +65,7 @@ class Distill(Objective):
         return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token in nats; the reports are cross entropy and divergence."""
+        """Return the loss of each token in nats; the metrics are cross entropy and divergence."""
         found, student = scores
         divergence = kl_divergence(student, inputs[TEACHER_LOGPROBS], self.direction)
         divergence, entropy = self.temperature**2 * divergence, -found

@@ -47,7 +47,7 @@ class Policy(Objective):
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; reports are the entropy estimate and a clipping flag."""
+        """Return each token's loss; the metrics are the entropy estimate and a clipping flag."""
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
         low, high = 1 - self.clip, 1 + self.clip_ratio_high
@@ -70,7 +70,7 @@ class KlPolicyGradient(Policy):
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; the reports also contain the KL divergence."""
+        """Return the loss of each token; the metrics also contain the KL divergence."""
         lost, reports = super().__call__(scores, inputs)
         apart = kl_estimate(scores[0], inputs["reference_logp"])
         return lost + self.kl * apart, (*reports, apart)

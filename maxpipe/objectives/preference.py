@@ -4,7 +4,7 @@ Pair i of a sequence consists of segment 2i + 1, the chosen response, and segmen
 rejected response.
 
 Sources: arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691 for the losses; TRL for the use of
-means and sums, and for the names of the reports.
+means and sums, and for the names of the metrics.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PairValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """Base class of the preference losses, which defines their batch arrays and reports."""
+    """Base class of the preference losses, which defines their batch arrays and metrics."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS
@@ -65,7 +65,7 @@ class Preference(Objective):
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the losses and reports of each pair `[B, N]`."""
+        """Return the losses and metrics of each pair `[B, N]`."""
         tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
         # Entries without a pair get a placeholder, so that no value is infinite.
         is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0

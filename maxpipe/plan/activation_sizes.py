@@ -66,7 +66,7 @@ class ActivationSizes:
 
     @property
     def whole_hidden(self) -> int:
-        """Size of this activation with unsharded tokens, as used by matmuls."""
+        """Size of this activation in elements after its tokens are gathered for a matmul."""
         return self.batch.tokens * self.config.model.d_model
 
     def elements(self, dims: Dims) -> int:
@@ -100,7 +100,7 @@ class ActivationSizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Return the number of query-key pairs per sequence, device and head, averaged over heads.
+        """Return a head's average number of query-key pairs per sequence on one device.
 
         Plain attention skips future tokens only if queries and keys come from the same tokens.
         """
@@ -140,7 +140,7 @@ class ActivationSizes:
         )
 
     def products(self, part: Part) -> float:
-        """Return the number of multiply-adds between activations, excluding attention scores."""
+        """Return the multiply-adds in products of activations, excluding attention scores."""
         return self.batch.tokens * sum(
             products.computed * -(-products.heads // self.mesh.tensor_shards(products.axis))
             for products in part.operations
@@ -224,7 +224,7 @@ class ActivationSizes:
         return num_bytes + kind.num_masks * self.hidden
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
-        """Return the size of the losses and statistics of these numbers of layers, in bytes."""
+        """Return the bytes of losses and statistics for the given numbers of layers by type."""
         kinds = {name: self.model.layer_types[name] for name in layers}
         scalars = len({loss for kind in kinds.values() for loss in kind.losses})
         entries = sum(
@@ -235,7 +235,7 @@ class ActivationSizes:
         return 4.0 * (scalars + entries)
 
     def deferred_bytes(self, kind: str) -> float:
-        """Return the bytes that one layer saves for deferred weight gradients."""
+        """Return the size in bytes of a layer's saved arrays for deferred weight gradients."""
         return self._deferred_bytes[kind]
 
     @cached_property

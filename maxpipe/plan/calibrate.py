@@ -3,7 +3,8 @@
 The forward pass, input gradient and weight gradient of a layer are timed in the slots of the
 pipeline engine, first on all devices at once and then on a single device. Messages, gathers,
 reductions and all-to-alls are timed over all devices. The costs of sharding a layer, of collective
-matmuls and of a tick are fitted to the remaining difference between measured and predicted steps.
+matmuls and of a tick are fitted to the remaining difference between measured and predicted step
+times.
 """
 
 from __future__ import annotations
@@ -73,11 +74,12 @@ LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
 """Loop counts of the timed programs. The difference between the two times excludes the call
 overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
-"""Elements per row, and the two numbers of rows of the timed buffers: 4 and 68 MiB."""
+"""Number of elements per row, and number of rows in each of the two timed buffers (4 and 68
+MiB)."""
 NUM_STREAMED_PARAMS = 2**25
 """Number of parameters in the timed update. With moments and gradients they occupy 512 MiB, which
-exceeds the caches. The number is per device, or the total of the devices that share a machine's
-memory."""
+exceeds the caches. This is the number per device, or in total if the devices share the memory of a
+machine."""
 _MAX_MEMORY_SHARE = 0.9
 """Maximum fraction of a layer's time that is attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
@@ -271,7 +273,7 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the token bandwidth divided by `rate`, or the old ratio if it was not measurable."""
+    """Return the token bandwidth divided by `rate`, or the old ratio if not measurable."""
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
@@ -300,7 +302,7 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 
 def _memory_seconds(endless: CostModel) -> float:
-    """Return the memory time of a layer's forward pass in seconds, with infinitely fast matmuls."""
+    """Return the time of a layer's memory traffic in seconds, given infinitely fast matmuls."""
     return (
         endless.most_common_layer.score_seconds
         if endless.overlaps
@@ -380,7 +382,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
-    """Return the run sizes for every timed microbatch size, in ascending order."""
+    """Return the array sizes of the run for every timed microbatch size, in ascending order."""
     scaled_sizes = []
     for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
@@ -495,7 +497,7 @@ def _token_shard(sizes: Sizes, shards: int) -> tuple[int, int, int]:
 def _gather_and_scatter(share: jax.Array, turn: jax.Array) -> jax.Array:
     del turn
     whole = lax.all_gather(share, STAGE, axis=1, tiled=True)
-    # Move tokens to the first dimension, reduce and move back, as layers do between matmuls.
+    # Move tokens to the first dimension, reduce, and move them back, as layers do.
     part = reduce_scatter(jnp.moveaxis(whole, 1, 0), STAGE, 0)
     return jnp.moveaxis(part, 0, 1)
 
@@ -548,7 +550,7 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return each program's seconds per loop iteration; the last argument is the loop count."""
+    """Return each program's seconds per loop iteration; its last argument is the loop count."""
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))

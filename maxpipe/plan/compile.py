@@ -65,7 +65,7 @@ SLOTS = {
     "I": scopes.INPUT_GRAD,
     "W": scopes.WEIGHT_GRAD,
 }
-"""Scope of a slot's layers in the program, keyed by slot type."""
+"""Name of the program scope that contains the layers of a slot, keyed by slot type."""
 SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
@@ -90,9 +90,9 @@ class CollectiveTraffic:
     total_bytes: float
     """Bytes sent per device and step."""
     cycles_behind: float
-    """Estimated cycles of the instructions between the starts and dones."""
+    """Estimated cycles of the instructions between the start and the end of the collectives."""
     flops_behind: float = 0.0
-    """FLOP of the matmuls and kernels between the starts and dones."""
+    """FLOP of the matmuls and kernels between the start and the end of the collectives."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class CompileReport:
     temp_bytes: int
     """Temporary memory as reported by the compiler. On TPUs, the value exceeds the actual peak."""
     peak_bytes: int
-    """Peak memory on a TPU, including arguments and outputs. Host memory is excluded; it is assumed
-    to be full at the peak. On other devices the value is 0, because all temporaries are one
-    allocation. See decision 16."""
+    """Peak memory on a TPU, including arguments and outputs. Host memory is excluded: all its
+    allocations are assumed to be live at the peak. On other devices the value is 0, because all
+    temporaries are one allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
     """Bytes of arguments and temporaries in host memory."""
@@ -128,10 +128,10 @@ class CompileReport:
     model_flops: float
     """FLOP that the model requires for the forward and backward passes."""
     cycles: float
-    """Compiler estimate excluding synchronous collectives, plus kernels at `kernel_efficiency`. The
-    value is 0 if the compiler provides no estimate."""
+    """The compiler's estimate without synchronous collectives, plus the cycles of kernels at
+    `kernel_efficiency`. The value is 0 if the compiler provides no estimate."""
     pieces: dict[str, float]
-    """Cycles of each program region, which are part of `cycles`. Region names are from
+    """Cycles of each program region, a part of `cycles`. Region names are from
     `parallel.scopes`."""
     kernel_flops: float
     """FLOP in kernels, a part of `flops`. The compiler has no cycle estimate for kernels."""
@@ -200,7 +200,7 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     Raises:
         ConfigError: the config does not fit the devices.
     """
-    # Only evaluation reads token lengths, and evaluation is not compiled here.
+    # Only evaluation uses the byte lengths of tokens, and evaluation is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
     return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
@@ -455,9 +455,10 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return mean trip counts of dynamic loops, and the fraction of ticks that run conditionals.
+    """Return mean trip counts of dynamic loops, and how often each conditional runs its branch.
 
-    The layers per tick are those of the average stage, or of the busiest stage.
+    The trip counts are those of the average stage, or of the busiest stage. The second dictionary
+    contains the fraction of ticks in which a conditional runs its branch.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -504,12 +505,12 @@ def executions(
 
 
 def _layer_loop(scope: str) -> str:
-    """Return the pattern for the loop over a chunk's layers in a scope."""
+    """Return the `op_name` pattern of the loop over a chunk's layers in a scope."""
     return rf"{scope}({scopes.RECOMPUTE}/)?while$"
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Return the mean trip counts of the inner loops, which run at most one layer of a type."""
+    """Return the mean trip counts of the inner loops, each over at most one layer of a type."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}
@@ -570,7 +571,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 
 
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
-    """Sum the transfers to and from host memory. Cycles shared by several transfers count once."""
+    """Sum the transfers to and from host memory. Shared cycles are counted once."""
     result = []
     for kind in dict.fromkeys(transfer.kind for transfer in found):
         group = [transfer for transfer in found if transfer.kind == kind]

@@ -48,8 +48,8 @@ RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 `names`, the number depends on the device. Compilers skip trailing operations whose results are
 unused: see `LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes moved per query-key pair and pass by the softmax of plain attention and its gradient. The
-value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
+"""Bytes per query-key pair that the softmax of plain attention, or its gradient, moves in one pass.
+The value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
 backward slot."""
@@ -146,7 +146,7 @@ class CostModel:
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """Return the time in seconds of these numbers of layers by type, in slots of one type."""
+        """Return the time in seconds of the given numbers of layers by type in one type of slot."""
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property
@@ -197,7 +197,7 @@ class CostModel:
     def mtp_seconds(self) -> float:
         """Time of the MTP layers of one microbatch in seconds, including their embedding lookup.
 
-        The forward pass of MTP layers runs twice, independently of `pipeline.remat`.
+        The forward pass of MTP layers runs twice for every value of `pipeline.remat`.
         """
         if not (layers := self.sizes.layers.mtp):
             return 0.0
@@ -233,7 +233,7 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the time of `forwards` forward passes without kernels, plus one reduction."""
+        """Return the time of `forwards` forward passes excluding kernels, plus their reductions."""
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
@@ -292,7 +292,7 @@ class LayerCost:
 
     @cached_property
     def matmul_seconds(self) -> float:
-        """Time of a forward pass without scores and kernels, in seconds."""
+        """Time of a forward pass in seconds, excluding attention scores and kernels."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         elements = sizes.params.computed_elements(self.name)
         flops = 2.0 * sizes.batch.tokens * elements + self._plain_flops
@@ -326,13 +326,19 @@ class LayerCost:
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time in seconds to recompute scores in a backward pass; 0 if part of measured costs."""
+        """Time in seconds to recompute scores in a backward pass.
+
+        The value is 0 if measured costs include this time.
+        """
         flops = sum(flops for scores, flops in self._scored if scores.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time in seconds of a forward pass's attention kernels; 0 if part of measured rates."""
+        """Time in seconds of a forward pass's attention kernels.
+
+        The value is 0 if measured rates include this time.
+        """
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
@@ -440,7 +446,10 @@ class LayerCost:
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
 
     def _stash_seconds(self, action: str) -> float:
-        """Return the time in seconds to save or load activations; 0 if part of measured costs."""
+        """Return the time in seconds to save or load activations.
+
+        The result is 0 if measured costs include this time.
+        """
         if self.model.hardware.measured:
             return 0.0
         sizes = self.model.sizes
@@ -594,7 +603,7 @@ def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _gathers(model: CostModel, schedule: Schedule) -> float:
-    """Return the time of the weight gathers outside layers, in seconds."""
+    """Return the time in seconds of weight gathers that are not part of a layer's slots."""
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
     layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
@@ -602,7 +611,7 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
-    """Return the time of the gradient reductions outside layers, in seconds."""
+    """Return the time in seconds of gradient reductions that are not part of a layer's slots."""
     sizes = model.sizes
     seconds = model.total_send_seconds(merge_by_axes(step_end_traffic(sizes)))
     if sizes.config.pipeline.weight_gather == "iteration":
@@ -618,7 +627,7 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate a step's memory, if each step frees its memory."""
+    """Return the time in seconds to allocate a step's memory, if every step frees it again."""
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

@@ -1,9 +1,10 @@
 """Compute the costs of a compiled program from its optimized HLO text.
 
-The profiler visits `compiled.as_text()` from its entry computation and multiplies the costs of loop
-bodies by their trip counts. TPU programs contain a cycle estimate for every compute instruction but
-not for synchronous collectives, so cycles and bytes are reported separately. Trip counts of layer
-loops are dynamic: the caller passes their averages, and the fraction of ticks that run a branch.
+The profiler starts at the entry computation of `compiled.as_text()`, and multiplies the costs of
+loop bodies by their trip counts. TPU programs contain a cycle estimate for every compute
+instruction but not for synchronous collectives, so cycles and bytes are reported separately. Trip
+counts of layer loops are dynamic: the caller passes their averages, and the fraction of ticks in
+which a conditional runs its branch.
 
     compiled = steps.compile_train()
     profile = profile_program(parse_hlo(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
@@ -96,9 +97,9 @@ class Collective:
     """Bytes sent by each device in one execution, assuming a ring algorithm. For a ragged
     collective, the full capacity is assumed to be sent evenly to all devices."""
     is_async: bool
-    """Whether the start and the done are separate instructions."""
+    """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
-    """Compute instructions between the start and the done, in scheduled order."""
+    """Compute instructions between the start and the end, in scheduled order."""
     cycles_between: float = 0.0
     """Total estimated cycles of these instructions, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
@@ -115,7 +116,7 @@ class Collective:
 
     @property
     def stride(self) -> int:
-        """Distance between neighbours in the group, which distinguishes mesh axes of equal size."""
+        """Distance between neighbours in the group; it distinguishes mesh axes of equal size."""
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
@@ -131,7 +132,7 @@ class HostTransfer:
     num_bytes: float
     """Bytes transferred in one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between the start and the done, including loops."""
+    """Estimated cycles of each instruction between the start and the end, including loops."""
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Profile:
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """Return the bytes sent by collectives of these types (default: all) and group size."""
+        """Return the bytes sent by collectives of these types and group size (default: all)."""
         return sum(
             collective.total_bytes
             for collective in self.collectives
@@ -188,11 +189,12 @@ def profile_program(
 
     Args:
         module: a parsed program.
-        trips: average trip counts, keyed by patterns for a loop's `op_name`. Overrides the trip
-            count in the text; the first match applies.
+        trips: average trip counts, keyed by patterns for a loop's `op_name`. They override the trip
+            counts in the text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
             conditional's `op_name` (default: 1). The other executions run the cheapest branch.
-        windows: fraction of attention layers, keyed by window size, if layers differ.
+        windows: fraction of attention layers, keyed by window size, if layers have different
+            windows.
         regions: patterns for `op_name`, keyed by region name. Called computations belong to the
             region of their caller.
         copy_bytes: minimum size in bytes of the listed copies inside loops.
@@ -366,8 +368,7 @@ class _Walk:
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the other operands are the output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
-        # GPU programs have a start and a done for every collective, including synchronous
-        # collectives.
+        # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes
         between = self._between(op, computation) if is_async else []
         cycles, flops, _ = self._cost_of(between, computation)
@@ -476,7 +477,7 @@ class _Walk:
         return any(f'custom_call_target="{target}"' in other.attributes for other in inside)
 
     def _between(self, start: Instruction, computation: Computation) -> list[Instruction]:
-        """Return the compute instructions between a start and the matching done."""
+        """Return the compute instructions between a `start` and its `done` instruction."""
         names = list(computation)
         first = names.index(start.name)
         carriers, work = {start.name}, []
@@ -485,10 +486,11 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return work
-                carriers.add(name)  # passes on the collective's state, as a loop also does
+                carriers.add(name)  # this passes on the collective's state
             if other.opcode in _COMPUTE:
                 work.append(other)
-        # If the done is in the next loop iteration, include the remainder of this iteration.
+        # If the `done` instruction is in the next loop iteration, include the remainder of this
+        # iteration.
         return work
 
     def _is_copy(self, op: Instruction) -> bool:

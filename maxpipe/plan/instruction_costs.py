@@ -1,9 +1,10 @@
 """List the most expensive operations of a compiled step by cycles.
 
-An entry is an instruction of the compiled program, summed over its executions. Cycles are the
-compiler's estimate. The compiler has no estimate for kernels: their cycles are computed from their
-FLOP at an assumed efficiency. Cycles of collectives are computed from their bytes at the published
-link bandwidth, minus the cycles of work scheduled between start and done.
+An entry contains the costs of one instruction of the compiled program, summed over its executions.
+Cycles are the compiler's estimate. The compiler has no estimate for kernels: their cycles are
+computed from their FLOP at an assumed efficiency. Cycles of collectives are computed from their
+bytes at the published link bandwidth, minus the cycles of the instructions scheduled between their
+start and end.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def instruction_kind(entry: InstructionCost) -> str:
     for kind, own in _KINDS:
         if opcodes & own:
             return kind
-    # Scalar arithmetic computes offsets and does not count.
+    # Scalar arithmetic computes offsets and is not counted.
     if all(
         instruction.opcode in _MOVING or instruction.shape.split("{")[0].endswith("[]")
         for instruction in inside

@@ -71,7 +71,7 @@ class Memory:
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """Predict the memory of the train step of a config on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # between gather modes, only the buffers of `visit` differ
+    if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equal
         pipeline = sizes.config.pipeline
         mode = "visit" if pipeline.weight_gather == "visit" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -278,7 +278,7 @@ def _read_in_place(sizes: Sizes) -> bool:
 
 ARRIVING = 0.8
 """Fraction of a chunk's gathered weights that are in flight before they reach the weight prefetch
-window; fitted on TPU."""
+window; fitted to measurements on TPU."""
 
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
@@ -290,7 +290,7 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _copies(sizes: Sizes) -> float:
-    """Return the size in bytes of the compute-dtype copies of parameter shards in XLA for TPU.
+    """Return the bytes of parameter shards that XLA for TPU copies to the compute dtype.
 
     Parameters that are stored in the compute dtype need no copy.
     """
@@ -346,23 +346,24 @@ optimization barriers until fusion. Version 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Return the size in bytes of float32 copies, because older XLA for CPU computes in float32."""
+    """Return the size in bytes of the float32 copies that older XLA for CPU makes."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # Buffers grow by half of their float32 size, so a float32 copy is twice as large as the growth.
+    # A wider dtype adds half of a buffer's float32 size, so a float32 copy is twice that
+    # difference.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
 WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
 """Number of copies of a layer's gathered weights and gradients during its backward pass, in the
-compute dtype. This constant and the next two are fitted on TPU."""
+compute dtype. This constant and the next two are fitted to measurements on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""Number of copies of the attention scores per declared copy. The scores of all attention blocks
-are live at once."""
+"""Actual number of copies of the attention scores for every copy that a layer part declares. The
+scores of all attention blocks are live at once."""
 REDUCED_COPIES = 1.2
-"""Number of copies of unsharded activations in flight for tensor-parallel reductions, in addition
-to scores.
+"""Number of copies of unsharded activations that tensor-parallel reductions hold in addition to the
+scores.
 """
 
 
@@ -372,7 +373,7 @@ gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the peak bytes of the largest layer's backward pass; its parts reuse memory."""
+    """Return the peak bytes of the largest layer's backward pass; layer parts reuse memory."""
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: Kind) -> float:
@@ -409,28 +410,30 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
-"""Number of copies of a layer's weights, and of the stage activation per layer part; fitted."""
+"""Number of copies of a layer's weights, and of the stage activation for each layer part; fitted to
+measurements."""
 CPU_GATHERED = 4.0
 """Number of copies of activations that are gathered or not yet reduced, if tokens are sharded
-between matmuls; fitted.
+between matmuls; fitted to measurements.
 """
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of every array declared by a layer part, with saved and with recomputed
-activations; fitted."""
+"""Number of copies of every array that a layer part declares, if activations are saved and if they
+are recomputed; fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""Number of copies of attention scores, together with other arrays and during attention's backward
-pass; fitted.
+"""Number of copies of the attention scores while other arrays are live, and during attention's
+backward pass; fitted to measurements.
 """
 CPU_BARRIER_COPIES = 0.6
-"""Number of copies of arrays that optimization barriers normally avoid, if the compiler drops
-barriers. Operands of matmuls already have the right layout, unless tokens are sharded. Fitted."""
+"""If the compiler drops optimization barriers, number of copies of each array that barriers would
+avoid; fitted to measurements. Operands of matmuls already have the right layout, unless tokens are
+sharded."""
 CPU_GATHERING = 2 / 3
 """Fraction of a stage's gathered float32 weights that are live during their conversion to the
-compute dtype. All weights are gathered before the first conversion. Fitted."""
+compute dtype; fitted to measurements. All weights are gathered before the first conversion."""
 
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the temporary bytes for gathering a stage's weights; collectives use float32."""
+    """Return the temporary bytes for gathering a stage's weights, which uses float32."""
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
@@ -438,7 +441,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """Return the additional bytes of the weight window: a copy, a float32 chunk and shards."""
+    """Return the bytes that the weight window adds: a copy, a float32 chunk, float32 shards."""
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.params.chunk_elements()
@@ -450,8 +453,8 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     """Return the peak bytes of the largest layer's backward pass on CPU.
 
     On CPU, most arrays are live at once. `score_bytes` is the size of an attention score,
-    independent of the compute dtype. `spared` is the fraction of the arrays that optimization
-    barriers avoid.
+    independent of the compute dtype. `spared` is the fraction of each part's `barrier_copies` that
+    optimization barriers avoid.
     """
     activations, kinds = sizes.activations, sizes.model.layer_types
     size = activations.itemsize
@@ -485,7 +488,7 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
 
 CPU_MTP_ACTIVATIONS = 28.0
 """Number of additional activations of an MTP layer: projection, norms, embeddings and inputs of
-later heads; fitted."""
+later heads; fitted to measurements."""
 
 
 def _mtp_bytes(sizes: Sizes, copies: float) -> float:
@@ -495,11 +498,15 @@ def _mtp_bytes(sizes: Sizes, copies: float) -> float:
 
 
 MTP_PENDING_ACTIVATIONS = 8.0
-"""Number of MTP activations that are live together with the logits, in addition to two per head."""
+"""Number of MTP activations that are live at the same time as the logits, in addition to two per
+head."""
 
 
 def _mtp_pending_bytes(sizes: Sizes) -> float:
-    """Return the MTP bytes that are live with the logits, including a head-gradient copy."""
+    """Return the bytes of MTP arrays that are live at the same time as the logits.
+
+    The result includes the copies of the head gradient.
+    """
     if not sizes.layers.mtp:
         return 0.0
     pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
@@ -538,12 +545,12 @@ def _logits(sizes: Sizes, platform: str) -> float:
     # The gradient of the head matrix becomes live after the other copies of the logits are freed.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
-        # Unsharded accumulators are updated in place; sharded accumulators after the reduction.
-        # With several blocks, the gradient accumulates in place in a separate buffer.
+        # Unsharded accumulators are updated in place. Sharded accumulators are updated after the
+        # reduction. With several blocks, the gradient accumulates in place in a separate buffer.
         most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
-    else:  # logits, plus their compute-dtype gradient for the matrix gradient
+    else:  # logits, plus their gradient in the compute dtype
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
         # Count the inputs and outputs of all blocks, and the sums over blocks and heads.

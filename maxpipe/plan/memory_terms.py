@@ -204,7 +204,7 @@ def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
 
 CPU_COPIES = {"adafactor": 1.0, "lion": 0.6}
 """Number of gradient copies that XLA for CPU keeps during an update. This constant and the next two
-are fitted."""
+are fitted to measurements."""
 MUON_WHOLE_COPIES, MUON_SHARDED_COPIES = 1.0, 1.6
 """Number of gradient copies in a Muon update, for unsharded and for sharded matrices."""
 
@@ -260,7 +260,7 @@ def _optimizer_memory_bytes(sizes: Sizes, param: Param) -> float:
 
 
 def gathers_weights(sizes: Sizes) -> bool:
-    """Return whether any parameter is gathered for use."""
+    """Return whether any parameter is gathered before it is used."""
     groups = (sizes.model.ends, *sizes.model.layer_types.values())
     params = (param for group in groups for param in group.params.values())
     return any(sizes.mesh.gathered_over(param.dims) for param in params)
@@ -304,7 +304,7 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Return whether a parameter is gathered in 8 bits: see `Decoder.summed`."""
+    """Return whether a parameter is gathered in 8 bits: see `Decoder.contracted_dims`."""
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads

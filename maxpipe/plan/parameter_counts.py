@@ -24,11 +24,11 @@ class LayerCounts:
 
     model: Model
     described: Model
-    """The model with the expert capacity of a single device."""
+    """The model with the expert capacity of one device."""
     pipeline: PipelineConfig
     stages: int
     sequence_tokens: int
-    """Number of tokens per sequence on all devices."""
+    """Number of tokens in a complete sequence."""
 
     @cached_property
     def partition(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class LayerCounts:
 
     @cached_property
     def chunk_slots(self) -> Mapping[str, int]:
-        """L, keyed by layer type: the maximum number of such layers in any chunk."""
+        """L for each layer type: the maximum number of such layers in any chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.pipelined}
 
     @cached_property

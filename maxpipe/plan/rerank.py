@@ -1,9 +1,9 @@
 """Rank the best layouts of a search again by compilation or by measurement.
 
 The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normal errors. One error is shared by all layouts, one is per
-setting (`stage=2`, `remat=names`, microbatch size), and one is per layout. The prior mean is the
-forecast.
+predicted time is modelled as a sum of normally distributed errors. There is one error for all
+layouts, one for each setting (`stage=2`, `remat=names`, microbatch size) and one for each layout.
+The prior mean is the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -48,7 +48,10 @@ PROGRAM_SECONDS = 2.0
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
-    """Return the median time of each call in seconds. Interleaved calls share noise equally."""
+    """Return the median time of each call in seconds.
+
+    Calls are interleaved, so that noise affects all of them equally.
+    """
     for call in calls:
         jax.block_until_ready(call())
     taken: list[list[float]] = [[] for _ in calls]
@@ -72,9 +75,9 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
     """Fit `split_cost` and `ring_cost` to the measured times of steps with tensor-parallel layers.
 
     For every possible tensor size, the time of a layer is the difference between steps that differ
-    only in their number of layers. The two figures account for the remaining error of the cost
-    model, without and with collective matmuls. The figures are unchanged if tensor parallelism
-    cannot shard the model.
+    only in their number of layers. `split_cost` accounts for the remaining error of the cost model
+    without collective matmuls. `ring_cost` accounts for the additional error with collective
+    matmuls. The figures are unchanged if tensor parallelism cannot shard the model.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):
@@ -205,8 +208,8 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 CANDIDATES = 256
 """Number of layouts with the best forecasts that are candidates for measurement."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the error shared by all layouts, if devices are faster or slower than their
-figures."""
+"""Standard deviation of the error shared by all layouts, because devices may be faster or slower
+than their published figures."""
 SETTING_ERROR = 0.03
 """Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02

@@ -113,7 +113,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Default progress callback, which ignores all reports."""
+    """Default progress callback, which does nothing."""
 
 
 @dataclass(frozen=True)
@@ -624,7 +624,7 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return single changes, or otherwise pairs, that make the run fit in memory, fastest first."""
+    """Return the changes, or pairs of changes, that make the run fit in memory, fastest first."""
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

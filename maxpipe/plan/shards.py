@@ -38,7 +38,7 @@ class MeshShards:
 
     @cached_property
     def table(self) -> Mapping[str, tuple[str, ...]]:
-        """Mesh axes that shard each logical axis, with the sequence axis."""
+        """Mesh axes that shard each logical axis, including the sequence axis."""
         return axis_table_with_sequence(self.config)
 
     @property
@@ -87,7 +87,7 @@ class MeshShards:
 
     @cached_property
     def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
-        """Number of shards of each logical axis, as (stored, gathered for use)."""
+        """Number of shards of each logical axis: (when stored, when gathered for use)."""
         return {
             logical: (self.shards(axes), 1 if "fsdp" in axes else self.shards(axes))
             for logical, axes in self.table.items()

@@ -25,7 +25,7 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
     """Return the model with its experts sharded over `shards` devices.
 
     Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
-    arguments return the same object, because later computations are cached by object.
+    arguments return the same object, because later computations are cached per object.
     """
 
     def divided(part: Part) -> Part:
@@ -36,7 +36,7 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Array sizes of a run whose mesh is resolved, divided by subject."""
+    """Array sizes of a run whose mesh is resolved, grouped by subject."""
 
     config: Config
     platform: str = ""

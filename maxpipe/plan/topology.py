@@ -3,8 +3,8 @@
 Parsing does not import jax. libtpu describes absent TPU chips, and jax's CUDA plugin describes
 absent GPUs; CPU devices are virtual.
 
-For absent GPUs, XLA requires a target config. Its values are those that NVIDIA's driver reports for
-a card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`),
+For absent GPUs, XLA requires a target config. It contains the values that NVIDIA's driver reports
+for a card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`),
 NVIDIA's CUDA programming guide (limits by compute capability) and data sheets. Memory size and
 bandwidth come from `configs/hardware`.
 """
@@ -39,8 +39,9 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options that select kernels without running them. Matmuls then use cuBLAS, as most large
-matmuls in a run do. Triton matmuls need a tiling that only measurements can determine."""
+"""XLA options that select kernels without running them. All matmuls then use cuBLAS, as most large
+matmuls do in a run. Triton matmuls are disabled, because only measurements can determine their
+tiling."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages that contain the compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -467,8 +468,8 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
             options["num_slices"] = topology.num_slices
     else:
         _check_compiler(topology)
-        # The format is slices x processes per slice x devices per process. One process per slice
-        # distinguishes the slices.
+        # The format is slices x processes per slice x devices per process. With one process per
+        # slice, the compiler can distinguish the slices.
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:

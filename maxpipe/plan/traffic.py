@@ -1,6 +1,6 @@
 """Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives match those in `pipeline` and `nn`, and tests compare them with
+The number and type of collectives are the same as in `pipeline` and `nn`. Tests compare them with
 compiled programs. Reductions of losses and statistics are not included. This module does not import
 jax.
 """
@@ -48,11 +48,11 @@ class CommVolume(NamedTuple):
 
 
 class TokenExchange(NamedTuple):
-    """Token exchange of a layer: sending tokens to other devices and returning the results."""
+    """Exchange of a layer: tokens are sent to other devices, and the results are returned."""
 
     forward: CommVolume
     recompute: CommVolume
-    """Exchange in a recomputed forward pass, which may skip parts."""
+    """Exchange in a recomputed forward pass, which may omit some transfers."""
     backward: CommVolume
     overlaps: bool = False
     """Whether the exchange overlaps with the compute of the same layer part."""
@@ -156,7 +156,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Yield the all-to-alls that unshard the matrices for Muon and reshard them.
+    """Yield the all-to-alls that unshard matrices for Muon, and that reshard the results.
 
     The number of matrices may be padded (`optim.muon`).
     """
@@ -241,7 +241,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
 
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
-    """Return the tensor-parallel reductions of a layer's forward pass, or its token gathers."""
+    """Return the tensor-parallel reductions, or token gathers, of a layer's forward pass."""
     mesh = sizes.mesh
     axes = mesh.nontrivial_axes(["tensor"])
     whole = sizes.activations.itemsize * sizes.activations.whole_hidden
@@ -314,7 +314,7 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication of the output projection and MTP matrices, for one gather and one scatter.
+    """Communication for gathering head and MTP matrices once, and scattering their gradients once.
 
     Matrices inside MTP layers are not included.
     """
@@ -352,21 +352,21 @@ class HeadTraffic:
 
 
 class LayerExecutions(NamedTuple):
-    """Executions per device and step, keyed by layer type."""
+    """Numbers of executions per device and step, keyed by layer type."""
 
     run: Mapping[str, float]
     """Layer executions (forward and backward for one microbatch) on the average stage."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of gathers of the output projection, and of scatters of its gradient."""
+    """Number of gathers of the output projection, and number of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""
 
 
 def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
-    """Return the number of layer executions for the selected `pipeline.weight_gather`."""
+    """Return the numbers of executions with the configured `pipeline.weight_gather`."""
     pipeline = sizes.config.pipeline
     # Every stage runs the MTP layers for all microbatches.
     ahead = {kind: count * sizes.mesh.stages for kind, count in sizes.layers.mtp.items()}
@@ -441,7 +441,7 @@ def step_traffic(
 def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
-    """Yield each volume, its number per step, and the number of merged collectives or None."""
+    """Yield each volume, its number per step, and the number of collectives if they are merged."""
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.layer_types:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)

@@ -562,8 +562,9 @@ def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tupl
 def _select_missing(
     rows: range, digests: list[int], answer: TeacherLogits, begun: int
 ) -> tuple[LogitsBatch, int]:
-    """Return the logits of the unfinished sequences of a batch, and the new number of finished
-    ones.
+    """Return the logits of a batch's unfinished sequences, and the number of finished sequences.
+
+    The number includes all sequences up to the end of the batch.
     """
     mine = slice(max(begun - rows.start, 0), len(rows))
     ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))

@@ -90,7 +90,7 @@ class PairReferences:
         channel: ControlChannel,
         phases: Phases,
     ):
-        """Initialize the computation; together, `loaders` contain every pair once."""
+        """Initialize the computation; every pair occurs once in all `loaders` together."""
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._channel, self._phases = console, channel, phases

@@ -210,7 +210,7 @@ def steps_from_config(
 ) -> Steps:
     """Return the steps of a config on a mesh; see `build_steps`.
 
-    Losses are summed per source: for `num_sources` sources, or by default for those of the mixture.
+    Losses are summed separately for `num_sources` sources (default: the sources of the mixture).
     """
     return build_steps(
         mesh,
@@ -249,7 +249,7 @@ def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
 
 
 def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
-    """Resolve each -1 of the mesh config, and check the rules that depend on the mesh."""
+    """Resolve each -1 in the mesh config, and check the rules that depend on the mesh."""
     mesh = resolve_mesh_config(loaded.config.mesh, split_devices(loaded.config)[0])
     config = dataclasses.replace(loaded.config, mesh=mesh)
     problems = check(config, loaded.origins)

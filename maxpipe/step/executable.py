@@ -67,7 +67,7 @@ def load(
     """Return the program in a folder if its metadata match `facts`.
 
     Raises:
-        ConfigError: the program was compiled for different values, or cannot be loaded on these
+        ConfigError: the metadata differ from `facts`, or the program cannot be loaded on these
             devices.
         StorageError: the program is missing or damaged, or other users can write to it.
     """

@@ -1,10 +1,10 @@
-"""The train state in its two forms: stacked on the mesh, and in network order.
+"""The train state in two forms: stacked on the mesh, and with layers in model order.
 
 On the mesh, layers are stacked `[R, P, L]`, prologue layers are stacked `[layers]`, and the
-vocabulary is padded to a multiple of the number of shards. In checkpoints, all layers are in
-network order without padding. `ParamLayout` is the only class that converts trees with the
-structure of the parameters between the forms, and it defines the sharding of both. `StateLayout`
-adds the optimizer state, the guard state and adapters.
+vocabulary is padded to a multiple of the number of shards. In checkpoints, all layers are in model
+order without padding. `ParamLayout` is the only class that converts trees with the structure of the
+parameters between the forms. It defines the sharding of both. `StateLayout` adds the optimizer
+state, the guard state and adapters.
 
 The module also compares the replicated parts of the train state bitwise across devices. If a mesh
 axis does not shard an array, the devices along the axis hold replicas, and every step changes them
@@ -113,7 +113,7 @@ class ParamLayout:
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
-        """Convert a tree keyed by layer type to the layer types in the ring and in the prologue."""
+        """Split a tree keyed by layer type into the layer types of the ring and of the prologue."""
         layers, layout = declared["layers"], self.layout
         found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
         if layout.num_prologue_layers:
@@ -164,7 +164,7 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the specs of state arrays in saved form; the arguments have stacked paths."""
+        """Return the specs of state arrays in saved form; arguments are keyed by stacked paths."""
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -185,7 +185,7 @@ class ParamLayout:
         return self._plain_to_saved(unflatten(found))
 
     def _saved_layers(self, kind: str) -> Tree:
-        """Return the PartitionSpecs of the parameters of one layer type, in network order."""
+        """Return the PartitionSpecs of one layer type's parameters in saved form."""
         count = len(self.layout.stacks[kind].layers)
         stage = STAGE if count % self.mesh.shape[STAGE] == 0 else None
         ring, front = self.specs["layers"], self.specs.get("outside", {})
@@ -294,8 +294,7 @@ class ParamLayout:
         return found
 
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert parameters in network order, `layers {type: [n, ...]}`, to the stacked, padded
-        form.
+        """Convert parameters with `layers {type: [n, ...]}` in model order to the stacked form.
 
         In this and the following methods, parameters and dims may be missing, such as frozen
         parameters in optimizer state. `vocabulary` maps parameters to the index of their vocabulary
@@ -307,7 +306,7 @@ class ParamLayout:
         return stacked | {name: tree for name, tree in places.items() if tree}
 
     def unstack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert the stacked form to network order without padding."""
+        """Convert the stacked form to layers in model order, without padding."""
         size = self.decoder.config.vocab_size
         plain = dict(params)
         layers = self.layout.unstack(plain.pop("layers", {}), plain.pop("outside", {}))
@@ -317,7 +316,7 @@ class ParamLayout:
         return plain | {"layers": layers} if layers else plain
 
     def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert the stacked form to the saved form, in network order."""
+        """Convert the stacked form to the saved form."""
         return self._plain_to_saved(self.unstack(params, vocabulary))
 
     def _plain_to_saved(self, plain: Tree) -> Tree:
@@ -349,7 +348,7 @@ def _is_spec(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose replica on `device` differs from the majority, which includes `other`."""
+    """An array whose replica on `device` differs from the majority, such as that on `other`."""
 
     name: str
     device: Any
@@ -404,7 +403,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Return the differences in a tree, identical in all processes."""
+        """Return the differences in a tree; the result is the same in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [
@@ -484,7 +483,7 @@ class StateLayout:
 
     @cached_property
     def saved_sharding(self) -> Tree:
-        """Sharding of the state in saved form, in network order."""
+        """Sharding of the state in saved form, with layers in model order."""
         specs, trees = self._select_saved(self.param_layout.saved_specs), self._saved_trees_specs
         saved = self.param_layout.shardings(
             {"step": PartitionSpec(), "params": specs, "optimizer": trees}
@@ -569,7 +568,7 @@ class StateLayout:
 
     @cached_property
     def to_saved(self) -> Any:
-        """Function that converts a state to its saved form: network order, without padding."""
+        """Function that converts a state to its saved form: unpadded, layers in model order."""
         return self._jit(self._to_saved, self.saved_sharding)
 
     def _to_saved(self, state: TrainState) -> Tree:

@@ -2,9 +2,10 @@
 
 The result of an update is checked before the update is applied; see `optim.guard`.
 
-The module also computes the layer metrics. Some parameters, such as load-balancing biases, are updated from statistics, without a gradient.
-Statistics are sums over all sequences, stacked like the parameters. The update is elementwise, so
-it does not depend on the mesh, the schedule or the number of microbatches.
+The module also computes the layer metrics. Some parameters, such as load-balancing biases, are
+updated from statistics instead of gradients. Statistics are sums over all sequences, stacked like
+the parameters. The update is elementwise, so it does not depend on the mesh, the schedule or the
+number of microbatches.
 """
 
 from __future__ import annotations
@@ -84,10 +85,11 @@ def apply_balance_updates(
     statistics: Mapping[str, Mapping[str, Any]],
     taken: Bool[Array, ""] | bool,
 ) -> Tree:
-    """Update the parameters that follow statistics, unless the step is skipped.
+    """Update the parameters that are computed from statistics instead of gradients.
 
-    `statistics` are keyed by place (`layers`, `outside`), layer type and name. Those of MTP layers
-    are under `ahead`, keyed by name only.
+    `statistics` are keyed by part of the tree (`layers`, `outside`), layer type and name. The
+    statistics of MTP layers are under `ahead`, keyed by name only. If `taken` is false, the step is
+    skipped and no parameter changes.
     """
     updated = dict(params)
 
@@ -117,7 +119,7 @@ def balance_step(
 ) -> Float[Array, "*layers E"]:
     """Increase entries whose statistic is below the mean; decrease entries above the mean.
 
-    Padding entries of a stack have statistics of 0 and do not change.
+    Padding entries of a stack do not change, because their statistics are 0.
     """
     mean = statistic.mean(-1, keepdims=True)
     # Every device has the statistics of all experts, but the parameter may be sharded over experts.
@@ -199,7 +201,7 @@ class Steps(StateLayout):
         """Load a train step that was compiled ahead of time for a config with the same sections.
 
         Raises:
-            ConfigError: the program was compiled for different values, or cannot be loaded on these
+            ConfigError: the program was compiled for another config, or cannot be loaded on these
                 devices.
             StorageError: the program cannot be read, or is not safe to load.
         """
@@ -244,11 +246,10 @@ class Steps(StateLayout):
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile a reader: (params, batch) -> arrays `[rows, ...]` with its output for each
-        sequence.
+        """Compile an output reader: (params, batch) -> arrays `[rows, ...]`.
 
-        The arrays are sharded like the batch, or replicated if `everywhere` is set. `rows` is
-        described in `compile_eval`.
+        The arrays contain the output of the reader for each sequence. They are sharded like the
+        batch, or replicated if `everywhere` is set. `rows` is described in `compile_eval`.
         """
         rows = rows or self.shape[0]
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)

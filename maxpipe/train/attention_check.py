@@ -2,8 +2,8 @@
 
 A kernel can be wrong on one device type or in one release, and the loss curve may not show it. The
 check runs the model's attention on small arrays, and compares results and gradients with float32
-references. The errors may be a few times those of plain attention in the run's dtype. The result is
-recorded in the run's events, so that the same hardware is not checked again.
+references. The errors may be a few times larger than those of plain attention in the run's dtype.
+The result is recorded in the run's events, so that the same hardware is not checked again.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def check_run_attention(session: Session, steps: Steps) -> None:
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the worst result over the model's attention types, or None if all are plain."""
+    """Return the worst result of all attention types, or None if all use plain attention."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return the device, release, backends and sizes that determine the result; "" if plain."""
+    """Return the device, jax version, backends and sizes; "" if only plain attention is used."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""

@@ -92,7 +92,7 @@ class BadStepMonitor:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Wait for the latest step and react to it, with the errors of `record_step`."""
+        """Wait for the latest step and react to it; raise the same errors as `record_step`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None

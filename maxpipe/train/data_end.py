@@ -23,9 +23,9 @@ from maxpipe.telemetry.console import Console
 
 
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:
-    """Return the last of `length` steps that has data, but at least the completed step `first`.
+    """Return the last of `length` steps for which there is data; at least `first`.
 
-    `offset` is the number of skipped batches.
+    `offset` is the number of skipped batches, and `first` the last completed step.
     """
     return int(max(first, min(length, train.last_batch - offset)))
 
@@ -50,7 +50,7 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """Return the last step of a run that resumes after step `first`; print if the data ends early.
+    """Return the last step of a run that resumes after step `first`; report an early data end.
 
     Raises:
         ConfigError: the run is done, or the data ends before the run and `data.end` is `fail`.
@@ -83,7 +83,7 @@ _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
 """Length of a window of steps, and the fraction of the window spent waiting for data above which a
 warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between two warnings about waiting steps."""
+"""Minimum time between two warnings about steps that wait for data."""
 
 
 class SlowDataMonitor:
@@ -141,7 +141,7 @@ class SlowDataMonitor:
         """Record the duration `seconds` of some steps, and the time `waited` spent waiting for
         data.
         """
-        if not self._has_begun:  # the first batches are slower
+        if not self._has_begun:  # reading the first batches takes longer
             self._has_begun = True
             read_tracker.take_read_times()
             return

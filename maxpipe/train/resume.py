@@ -62,8 +62,8 @@ from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
-# Settings of a finished run that may change: its checkpoint and evaluation settings, name and
-# machine, and its length.
+# Settings of a finished run that may change: checkpoint and evaluation settings, name, machine and
+# length.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -266,7 +266,7 @@ def _data_path(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None:
-    """Check that a new run has no checkpoints in another place and that none were lost.
+    """Check that a new run has no checkpoints in another folder and that none were lost.
 
     Raises:
         ConfigError: the run has checkpoints in the previous `checkpoint.dir`.

@@ -133,7 +133,10 @@ class Run:
         return rollouts is None or rollouts.is_rollout_start(step + self.bad_step_monitor.offset)
 
     def save(self, step: int, *, last: bool = False) -> None:
-        """Start saving the state after `step` unless already saved; `last` waits for the end."""
+        """Start saving the state after `step`, unless it is already saved.
+
+        If `last` is set, wait until the checkpoint is complete.
+        """
         self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
@@ -206,7 +209,7 @@ class Run:
         session.record_time(bad_step)
         with session.phases.enter(RESTORE):
             self.checkpoints.wait()
-            del self.state  # the devices have no memory for two states
+            del self.state  # the devices do not have enough memory for two states
             start = restore_or_init(
                 session.loaded,
                 self.steps,

@@ -163,7 +163,7 @@ WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 @dataclass(frozen=True)
 class Session:
-    """Everything outside the model and the data that a process of a run uses."""
+    """Everything that a process of a run uses, except the model and the data."""
 
     loaded: LoadedConfig
     """Config with a resolved mesh."""
@@ -270,7 +270,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record the begin of this attempt, and its failure if it fails."""
+    """Record the start of this attempt, and its failure if it fails."""
     events.write(
         "begin",
         host=platform.node(),

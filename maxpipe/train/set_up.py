@@ -318,7 +318,7 @@ def _describe_size(model: Model) -> str:
 
 
 def _packing_lines(train: Loader, length: int) -> Iterator[tuple[str, str]]:
-    """Yield a banner line on the packing of each source, and its share of the run in a mixture."""
+    """Yield a banner line for each source: its packing, and in a mixture its share of the run."""
     if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:
