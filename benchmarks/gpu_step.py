@@ -128,7 +128,7 @@ the time by less than 1%: no command buffers, concurrent command buffers
 """
 
 
-# Functions that run in the process of a row.
+# Functions that run in the child process of a row.
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
