@@ -9,9 +9,9 @@ on this machine (`pip install '.[tpu]'`). The compiler time of a layout is the s
 first part is the compiler's cycle estimate on the busiest stages. The second part is the exposed
 time of collectives, for which the compiler has no estimate. It is computed from their bytes at the
 published link rate. A synchronous collective counts in full. An asynchronous collective counts for
-the time that exceeds the estimated cycles between its start and its done. Two collectives of one
-group never overlap with the same cycles. Each program compiles in a separate process. Results are
-cached in `--cache` by source and settings.
+the time that exceeds the estimated cycles between its start and done operations. Two collectives of
+one group never overlap with the same cycles. Each program is compiled in a separate process.
+Results are cached in `--cache` by source and settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEAST, AMONG = 0.9, 3
 
 
 class Layout(NamedTuple):
-    """A layout, which is a row of the table."""
+    """A layout (one row of the table)."""
 
     stage: int
     data: int

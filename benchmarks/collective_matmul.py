@@ -4,8 +4,8 @@
     python benchmarks/collective_matmul.py --write  # and writes collective_matmul.md
 
 libtpu compiles the train step of an 8B-class model (32 layers, 8 key/value heads) for 32 chips
-(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). Nothing runs on a TPU. Each program compiles
-in a separate process for several minutes.
+(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). Nothing runs on a TPU. Each program is
+compiled in a separate process, and needs several minutes.
 """
 
 from __future__ import annotations

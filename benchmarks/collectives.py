@@ -1,4 +1,4 @@
-"""Collectives of compiled train steps compared with their closed forms.
+"""Collectives of compiled train steps compared with closed-form expressions.
 
     python benchmarks/collectives.py          # prints the table; on CPUs, a few minutes
     python benchmarks/collectives.py --write  # and writes collectives.md

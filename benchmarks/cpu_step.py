@@ -68,7 +68,7 @@ def processor() -> str:
     return f"{name or 'unknown'}, {'with' if 'avx512f' in text else 'without'} AVX-512"
 
 
-# Functions that run in the process of a revision.
+# Functions that run in the child process of a revision.
 
 
 def work(platform_devices: int) -> None:
@@ -160,7 +160,7 @@ def _compiled(name: str) -> Any:
     return step
 
 
-# Functions that control the processes of both revisions.
+# Functions that control the child processes of both revisions.
 
 
 class Tree:

@@ -4,8 +4,8 @@
     ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
 
 `ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
-a model with random weights in a folder that both sides load, and generates on request. Both use
-float32, a KV cache and the same cores. The default of `--cores` is one, because threads of two
+a model with random weights in a folder that both sides load, and generates tokens on request. Both
+use float32, a KV cache and the same cores. The default of `--cores` is one, because threads of two
 alternating programs would measure the load of the machine. Repetitions alternate, and a ratio is
 computed from the times of each pair. The generated tokens of both sides are compared.
 """

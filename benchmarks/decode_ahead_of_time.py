@@ -5,7 +5,7 @@
 
 libtpu compiles the step of `maxpipe generate llama3-70b` in bfloat16 for v5e:4x8 on this machine
 (`pip install '.[tpu]'`). The arguments of the step are the parameters and the KV caches of all
-sequences. Each program compiles in a separate process.
+sequences. Each program is compiled in a separate process.
 """
 
 from __future__ import annotations

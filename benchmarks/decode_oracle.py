@@ -1,4 +1,4 @@
-"""Create a Llama model and generate on request, in an environment with transformers.
+"""Create a Llama model and generate tokens on request, in an environment with transformers.
 
 `decode.py` runs `decode_oracle.py TASK`. The script prints `ready`. For each line on standard input
 it then prints one line of JSON with `seconds` and `tokens`.

@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face folders: memory, and time compared with a hashing copy.
+"""Memory and time of imports and exports of Hugging Face folders, compared with a hashed copy.
 
     python benchmarks/exchange.py                        # prints the table
     python benchmarks/exchange.py --model llama3-1b      # measures a smaller model

@@ -49,7 +49,7 @@ XLA = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the checklist, which runs in a separate process."""
+    """A row of the checklist, measured in a separate process."""
 
     name: str
     work: str
@@ -100,7 +100,7 @@ ROWS = [
 ]
 
 
-# Functions that run in the process of a row.
+# Functions that run in the child process of a row.
 
 
 def run_row(text: str) -> None:
@@ -118,7 +118,7 @@ def run_row(text: str) -> None:
 
 
 def start(row: Row, tiny: bool) -> subprocess.Popen[str]:
-    """Start the process of a row, which waits for a signal before it uses the GPU."""
+    """Start the child process of a row. It waits for a signal before it uses the GPU."""
     task = asdict(row) | {"options": row.options | {"tiny": tiny}}
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     memory["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

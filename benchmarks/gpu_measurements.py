@@ -1,4 +1,4 @@
-"""Measurement functions of gpu_checklist.py, which run in the process of a row.
+"""Measurement functions of gpu_checklist.py. They run in the child process of a row.
 
 Each function is a generator. It imports packages, yields once, and does not use the GPU before that
 point. Then it yields its results.

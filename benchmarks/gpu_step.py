@@ -1,17 +1,14 @@
-"""Measure a train step on one NVIDIA GPU, and compare memory with `plan` and and with PyTorch.
+"""Measure a train step on one NVIDIA GPU, and compare memory with `plan` and speed with PyTorch.
 
-    python benchmarks/gpu_step.py                # print the page
-    python benchmarks/gpu_step.py --write        # also write gpu_step.md
-    python benchmarks/gpu_step.py --only names   # rows with a matches the pattern
+    python benchmarks/gpu_step.py                # prints the page
+    python benchmarks/gpu_step.py --write        # and writes gpu_step.md
+    python benchmarks/gpu_step.py --only names   # rows whose name matches the pattern
     python benchmarks/gpu_step.py --kernels 30   # and the 30 slowest kernels of each step
 
 The script requires the GPU, jax's CUDA plugin, torch and transformers, and needs six minutes.
-Every
-row runs in a separate process, which compiles its step, runs the step a few times on random tokens
-and
-reports the median time. Both programs store parameters and moments in float32, use bfloat16
-matmuls,
-clip gradients and update with AdamW. For both, MFU uses the FLOPs of causal attention over
+Every row runs in a separate process, which compiles its step, runs it a few times on random tokens
+and reports the median time. Both programs store parameters and moments in float32, use bfloat16
+matmuls, clip gradients and update with AdamW. For both, MFU uses the FLOPs of causal attention over
 full sequences, including attention between documents.
 """
 
@@ -47,10 +44,9 @@ class Row:
     keys: tuple[str, ...] = ()
     """Config overrides of the row."""
     torch: str = ""
-    """Attention of PyTorch: `causal`, a dense document dense `mask`, or `flex` (FlexAttention).
+    """Attention of PyTorch: `causal`, a dense document `mask`, or `flex` (FlexAttention).
 
-    maxpipe is measured if this field is empty. The row
-    measures maxpipe if the value is empty."""
+    maxpipe is measured if this field is empty."""
     documents: int = 1
     """Number of documents in each sequence."""
     model: str = MODEL
@@ -132,7 +128,7 @@ the time by less than 1%: no command buffers, concurrent command buffers
 """
 
 
-# Functions that run in the process of a row.
+# Functions that run in the child process of a row.
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
@@ -163,7 +159,7 @@ def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
 def prepared(
     row: Row, size: list[str], xla: dict[str, str]
 ) -> tuple[Any, Callable[[], float], dict[str, Any]]:
-    """Return maxpipe's (compiled step, a function that runs the step step, and its metadata."""
+    """Return maxpipe's compiled step, a function that runs the step once, and its metadata."""
     import jax
     import numpy as np
 
@@ -220,7 +216,7 @@ def prepared(
 
 
 def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[str, Any]:
-    """Return the measurements of maxpipe's train step of maxpipe."""
+    """Return the measurements of maxpipe's train step."""
     import jax
 
     _, step, found = prepared(row, size, xla)

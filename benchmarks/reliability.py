@@ -56,7 +56,7 @@ SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 
 
 def host_seconds(folder: Path) -> float:
-    """Return the host time per step for phases, the control channel, and 1/10 event record."""
+    """Return the host time per step for phases, the control channel and 0.1 event records."""
     phases, events = Phases(), EventLog(folder)
     with ControlChannel(phases, Timeouts()) as link, phases.enter(LOOP):
 

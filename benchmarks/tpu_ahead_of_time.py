@@ -8,8 +8,8 @@ Nothing runs on a TPU. libtpu compiles the train step of an 8B-class model for 3
 4 stages x 8 fsdp shards) on this machine (`pip install '.[tpu]'`). The script sums the compiler's
 memory analysis and per-instruction cycle estimates in the same way as `maxpipe compile`. The
 compiler has no estimate for synchronous collectives, so their traffic is a separate column. Each
-program compiles in a separate process. Results are cached in `--cache` by source and settings, so
-an interrupted script can resume.
+program is compiled in a separate process. Results are cached in `--cache` by source and settings,
+so an interrupted script can resume.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python benchmarks/tpu_step.py --only "8B"    # compiles only rows whose name contains 8B
 
 Nothing runs on a TPU. Each row is one run of `maxpipe compile --entries` with libtpu on this
-machine (`pip install '.[tpu]'`), in a separate process of a few minutes. Reports are cached in
-`--cache` by row and libtpu version. Rows of a libtpu version that is not installed come from the
+machine (`pip install '.[tpu]'`), in a separate process that needs a few minutes. Reports are cached
+in `--cache` by row and libtpu version. Rows of a libtpu version that is not installed come from the
 cache or are omitted.
 """
 

@@ -70,7 +70,7 @@ def as_units(model: Model) -> Model:
 
 
 def _second(part: Any) -> Any:
-    """Rename the activations of the part, because names must be unique within a layer."""
+    """Rename the activations of `part`, because names must be unique within a layer."""
     same = type(part)
 
     class Second(same):

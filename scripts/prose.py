@@ -101,7 +101,7 @@ def sentences_of(path: Path) -> list[Sentence]:
 
 
 def matches_of(sentence: Sentence) -> list[Match]:
-    """Return a match for each pattern that the sentence has."""
+    """Return one match for each pattern that occurs in the sentence."""
     text = re.sub(r'"[^"]*"|“[^”]*”|«[^»]*»', "Q", sentence.text)
     names = [name for name, pattern in _COMPILED.items() if pattern.search(text)]
     if sentence.opens_docstring and _COMPILED_OPENING.match(text):
