@@ -74,21 +74,19 @@ HEAD = """\
 `python benchmarks/gpu_step.py --write`, {devices}, {versions}.
 
 The table shows one train step of `{model}` with `{size}`. Times are medians of ten steps. Memory is
-in GiB: "used" is the peak of the process, "stated" and the value that the compiler reports, and
+in GiB: "used" is the peak of the process, "stated" is the value that the compiler reports, and
 "predicted" is the value of `maxpipe plan`.
 
 """
 TAIL = """
-The first PyTorch row has no document mask, so tokens can attend to other documents. has script also
+The first PyTorch row has no document mask, so tokens can attend to other documents. The script also
 has a row with a dense mask for all token pairs. The time on the GPU ended before this row ran.
 
-A kernel that loads a bias value for every attention bias is needs twice as slow as a kernel that
+A kernel that loads a bias value for every pair of tokens needs twice the time of a kernel that
 computes the mask itself ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)).
 Before maxpipe selected the kernel at run time, the step with `names` needed 615.8 ms (44.2% MFU)
-with one document per sequence and
-614.7 ms (44.3%) with five. The kernel also ran a second time in
-the backward pass. PyTorch needed 682.8 ms
-with the mask that transformers generates under
+with one document per sequence and 614.7 ms (44.3%) with five. The kernel also ran a second time in
+the backward pass. PyTorch needed 682.8 ms with the mask that transformers generates under
 `torch.compile`.
 
 The next table shows the time of the forward and backward pass of attention alone, for 8 sequences
@@ -101,10 +99,8 @@ sequences with heads of size 128.
 | dense bias for all token pairs | 8.6 (8.2) |
 
 These values and the earlier step times were measured with a separate script. The working memory of
-the the
-maximum grows with the maximum number of documents, so the maximum is 8. With 32, the step with
-five
-documents used 60.56 GiB instead of 48.34 GiB, in 488.1 ms.
+the kernel grows with the maximum number of documents, so the maximum is 8. With 32, the step with
+five documents needed 60.56 GiB instead of 48.34 GiB, and 488.1 ms.
 
 The profiler divides the 521 ms of the step with `names` and one document as follows:
 
@@ -117,12 +113,12 @@ The profiler divides the 521 ms of the step with `names` and one document as fol
 | SiLU and elementwise products of the MLP, forward and backward | 19 |
 | norms and residuals | 21 |
 | update of parameters and moments, gradient norm | 12 |
-| all other kernels: RoPE, dtype conversion casts, accumulation of gradients | 8 |
+| all other kernels: RoPE, dtype conversion of weights, accumulation of gradients | 8 |
 | idle | 5 |
 
-The step of PyTorch has the same matmuls and attention kernels, which need 80% of the time. For 1.1
-times the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed
-the time by less than 1%: no command buffers, concurrent command buffers
+PyTorch's step has the same matmuls and attention kernels, which need 80% of the time. For 1.1 times
+the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed the
+time by less than 1%: no command buffers, concurrent command buffers
 (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more memory), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """
