@@ -186,7 +186,7 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """Return the prompt fields for the fingerprint, without defaults as in earlier releases."""
+    """Return prompt fields for the fingerprint. As in earlier releases, defaults are omitted."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 

@@ -43,7 +43,7 @@ class RangeReader(Protocol):
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return bytes and stat; stat is None for bucket objects and files that change."""
+        """Return bytes and stat; stat is None for bucket objects or if the file changes."""
         ...
 
 

@@ -220,7 +220,7 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """Return a post-processor that adds the token `before` to a text; None if it has no id."""
+    """Return a post-processor that adds the token `before`; None if the token has no id."""
     added = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
