@@ -115,7 +115,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source, or with `each_turn` a source of its trained messages."""
+    """Return the source; with `each_turn`, return a source of its trained messages."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -161,7 +161,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Mark of a conversation with messages that are not trained, because the template rewrites them."""
+"""Bit of `EncodedDocument.marks`: messages are not trained, because the template rewrites them."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -357,7 +357,7 @@ class ConversationEncoder:
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """bool [tokens]: tokens that overlap a span, including tokens without characters inside it."""
+    """bool [tokens]: tokens that overlap a span, or lie inside a span and have no characters."""
     # The library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
     ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
@@ -427,7 +427,7 @@ def build_chat_index(
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
-    # Indices of earlier releases do not contain a date.
+    # Indexes of earlier releases do not contain a date.
     parts += ["day"] if conversations.day else []
     index = load_or_build_index(
         ["chat", 3, *parts],

@@ -147,7 +147,7 @@ def tools_and_settings(
 def unread_field_names(
     fields: Mapping[str, Any], names: Sequence[str], config: SourceConfig
 ) -> tuple[str, ...]:
-    """Return the non-empty fields of a record that are not in `names` and that no setting reads."""
+    """Return the non-empty fields of a record that are not in `names` and that no setting uses."""
     known = {*names, config.tools_field, SETTINGS}
     return tuple(str(name) for name in fields if name not in known and has_value(fields[name]))
 
@@ -170,7 +170,7 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """Return the name of the messages field, which may be the field of ShareGPT records."""
+    """Return the name of the messages field: `name`, or the field of ShareGPT records."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
@@ -201,8 +201,8 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     guesses = [name for name in names if name.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
-    # If the config overrides the key, the message must set the key even if its value is the
-    # default.
+    # If the config overrides the key, the error must suggest a value even if it is the default
+    # value.
     is_default = name == default_of(key)
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
@@ -267,7 +267,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Return the null keys in call `arguments`, which `drop_nulls` removes."""
+    """Return the null keys in call `arguments`. `drop_nulls` removes these keys."""
     names: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -324,8 +324,7 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
 
 
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
-    """Return whether a message is trained, from its role and `data.trained_roles` or from flags in
-    the message.
+    """Return whether a message is trained, according to its flags or to `data.trained_roles`.
 
     `train` overrides the role, and `weight` 0 excludes the message. The flags are removed from the
     message.
@@ -363,7 +362,7 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
 
 
 def check_content(message: Message, which: str) -> None:
-    """Check the content of a message; raise BadRecord without text, tool calls or reasoning."""
+    """Raise BadRecord if a message has unsupported parts, or no text, tool calls or reasoning."""
     content = message.get("content")
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and part.get("type") in _MEDIA:

@@ -1,9 +1,9 @@
 """Chat format of runs that train on conversations: chat template, BOS and EOS tokens.
 
 Generated text ends at the end-of-turn token, which closes an assistant message in training. To find
-this token, the template renders a user message and an assistant message. The end-of-turn token is
-the first control token after the assistant text. The template of prepared conversations may be
-unknown; the token is then inferred from the trained tokens.
+this token, a user message and an assistant message are rendered with the template. The end-of-turn
+token is the first control token after the assistant text. The template of prepared conversations
+may be unknown; the token is then inferred from the trained tokens.
 
 The module also applies `data.long_conversations` to conversations longer than a sequence. The
 policy depends only on token counts and loss masks, so the result is the same for records and for
@@ -50,7 +50,7 @@ class ChatSpec(TypedDict):
     template: str | None
     """Text of the chat template; None if unknown."""
     begin_ids: list[int]
-    """Ids of the tokens before a prompt that the template does not render."""
+    """Ids of tokens that precede a prompt and are not rendered by the template."""
     end_ids: list[int]
     """Ids of the tokens that close an assistant message."""
 
@@ -86,7 +86,7 @@ def end_of_turn_ids(
 def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
     """Infer the end-of-turn token from the trained tokens of the first conversations."""
     tails = []
-    # Documents that are read in windows must not load all lengths at once.
+    # If documents are read in windows, `lengths` would load all lengths at once.
     count = getattr(documents, "num_documents", None)
     for document in range(min(len(documents.lengths) if count is None else count, _DOCUMENTS)):
         if tail := _tail(documents[document], tokenizer):
@@ -162,7 +162,7 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """Return the chat format of prompts that `chat` renders; None without a template."""
+    """Return the chat format of prompts that `chat` renders; None if `chat` is None."""
     if chat is None:
         return None
     return {
@@ -202,11 +202,11 @@ LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
 
 _KEY = "data.long_conversations"
 _PART = 1 << 20
-"""Number of documents whose lengths are read at a time."""
+"""Number of documents whose lengths are read at once."""
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations with and without remaining tokens, as int64 scalars."""
+    """Number of conversations that keep tokens, and number that lose all tokens; int64 scalars."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
@@ -245,7 +245,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations that keep or lose their tokens. `moved` is called for each part."""
+        """Count conversations that keep tokens or lose all tokens; call `moved` after each part."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -287,7 +287,7 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether lengths may be inconsistent with `span_tokens`, which are not limited."""
+        """Whether lengths are limited. `span_tokens` counts tokens before the limit."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -328,7 +328,7 @@ def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence, and the first one's index or 0."""
+    """Return the number of documents longer than a sequence, and the index of the first (or 0)."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
@@ -340,7 +340,7 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """Return the error for `count` conversations that are too long, the first at `where`."""
+    """Return the error for `count` conversations that are too long; `where` locates the first."""
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"{pluralize(count, 'conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")

@@ -101,7 +101,7 @@ class IndexedSource:
     """Number of documents that are empty because their records could not be read."""
     packing: Packing
     remarks: Sequence[str] = ()
-    """Remarks about documents that are changed or skipped when they are read."""
+    """Notes about documents that are changed or skipped when they are read."""
     ends: np.ndarray | None = None
     """int64 [records]: end index (exclusive) of the documents of each record; None if every record
     is one document. All documents of a record are in the same split.
@@ -110,7 +110,7 @@ class IndexedSource:
     """Whether the documents are conversations or preference pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Return the sequences of a split, if any; raise ConfigError if none has a target."""
+        """Return the sequences of a split, if any; raise ConfigError if documents are too short."""
         with wrap_section_errors(self.name):
             sequences = self._packed(split, fraction, packer)
             if sequences is not None and not len(sequences):
@@ -175,7 +175,7 @@ class Corpus:
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources in the run's mixture, which may lack sources of this corpus."""
+    """Names of the sources in the run's mixture; a validation corpus has other sources."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -446,7 +446,7 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
-"""Default values, which fingerprints omit, as in earlier releases."""
+"""Default values. Fingerprints omit these values, to match those of earlier releases."""
 
 
 def _omit_default(name: str, value: str) -> dict[str, str]:

@@ -106,7 +106,7 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """End of a stream: the limit of each source, and the policy at a limit."""
+    """Limits at which a stream ends, and the policy when a source reaches its limit."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
@@ -153,7 +153,7 @@ class Loader:
 
     @property
     def sequences(self) -> Sequences:
-        """Sequences of the first source, which is the only source without a mixture."""
+        """Sequences of the first source; without a mixture, no other source exists."""
         return self.stream.parts[0].sequences
 
     @property
@@ -305,7 +305,7 @@ class Loader:
         return dict(self._fingerprint)
 
     def sequence_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return, for each source, the number of sequences and the metadata that determines them.
+        """Return, for each source, the number of sequences and the metadata that defines them.
 
         Metadata that affects only the order of the sequences or the batch size is excluded.
         """
@@ -342,7 +342,8 @@ class Datasets:
     """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
-    """Entropy of all documents in nats per byte; None for unknown bytes, as in Megatron files."""
+    """Entropy of all documents in nats per byte; None if byte counts are unknown (Megatron files).
+    """
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     validation_sets: Mapping[str, Loader]
@@ -350,7 +351,7 @@ class Datasets:
     corpora: tuple[Corpus, Mapping[str, Corpus]] | None
     """Training corpus, and validation corpora keyed by name; None if the run reads prompts."""
     conversation: ChatSpec | None = None
-    """Chat format of the run's conversations; None without conversations."""
+    """Chat format of the run's conversations; None if the run has no conversations."""
 
     @property
     def _all_corpora(self) -> list[Corpus]:
@@ -360,7 +361,7 @@ class Datasets:
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders by name, which is empty for held-out documents."""
+        """Return the evaluation loaders by name; the name for held-out documents is empty."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
@@ -371,7 +372,7 @@ class Datasets:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about documents of any source that are changed or skipped when they are read."""
+        """Notes about documents of any source that are changed or skipped when they are read."""
         return [
             f"{section_of(source.name)}: {remark}"
             for corpus in self._all_corpora

@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""First word of the permutation key for mixtures. Documents and sequences use other words."""
+"""Second integer of the permutation key for mixtures; other permutations have other integers."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -65,7 +65,7 @@ class Mixture:
 
     @property
     def end(self) -> int | None:
-        """Number of samples before the mixture ends; None without an end."""
+        """Number of samples before the mixture ends; None if the mixture has no end."""
         return None if any(self.stages[-1].quotas) else self.stages[-1].first
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +96,7 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest number of samples that includes `count` of a source, if any."""
+        """Return the smallest n such that the first n samples have `count` of a source, if any."""
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -110,8 +110,7 @@ class Mixture:
         return self.stages[number].first + block * BLOCK + place + 1
 
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
-        """Return a mixture that equals this mixture before sample `since`, after which each source
-        ends at its limit.
+        """Return this mixture with a limit for each source, applied from sample `since` on.
 
         `limits` are the maximum numbers of samples per source. The share of a source that has ended
         is distributed to the remaining sources in proportion to their shares. A stage ends when all
@@ -160,7 +159,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return this mixture before sample `number`, and `to` from sample `number` on."""
+        """Return a mixture: this one before sample `number`, and `to` from sample `number` on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -193,7 +192,7 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return source (uint16) and index within the source's samples (int32) of a block's samples."""
+    """Return the source (uint16) of each sample in a block, and its index in the source (int32)."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -235,7 +234,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the samples after which each source ends: `epochs` epochs, or one epoch."""
+    """Return the number of samples after which each source ends: `epochs` epochs, or one epoch."""
     with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
@@ -276,7 +275,7 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second word of the permutation key for sequences. Documents and mixtures use other words."""
+"""Second integer of the permutation key for sequences; other permutations have other integers."""
 
 
 Arrays = Mapping[str, np.ndarray]
@@ -327,7 +326,7 @@ class Stream:
         """Additional arrays of a sequence, such as teacher logits. Padding has index -1."""
         self._length = sum(len(part.sequences) for part in parts)
         self.end = end if repeat else self._length
-        """Number of samples before the stream ends; None without an end."""
+        """Number of samples before the stream ends; None if the stream has no end."""
 
     def part(self, name: str) -> SourceSequences:
         """Return the source with this name."""

@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""First word of the key for documents. Other words make other permutations independent."""
+"""Second integer of the permutation key for documents; other permutations have other integers."""
 
 
 class Permutation:
@@ -112,7 +112,7 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of T tokens by index, identical on every read in every process."""
+    """Sequences of T tokens, addressed by index and identical on every read in every process."""
 
     sequence_length: int
     num_tokens: int
@@ -259,11 +259,13 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of sequences that are open at a time, and that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second word of the permutation key. Documents, sequences and mixtures use other words."""
+"""Second integer of the permutation key for packing; other permutations have other integers."""
 
 
 class PackingPlan(NamedTuple):
-    """Chunks of documents per sequence. Chunk p starts at token `begins[p]` of `documents[p]`."""
+    """Assignment of document chunks to sequences. Chunk p starts at token `begins[p]` of
+    `documents[p]`.
+    """
 
     starts: np.ndarray
     """int64 [sequences + 1]: first chunk of each sequence, followed by the number of chunks."""
@@ -283,8 +285,8 @@ def pack_documents(
     """Return the packing plan for the documents `order`, int64 [documents].
 
     `lengths`, int64 [all documents], is the number of tokens per document. The same arguments
-    produce the same plan on every machine. The chunks of a sequence are in document order. A
-    sequence has at most `most_pieces` chunks unless `most_pieces` is 0: each chunk then occupies at
+    produce the same plan on every machine. The chunks of a sequence are in document order. If
+    `most_pieces` is not 0, a sequence has at most `most_pieces` chunks: each chunk counts as at
     least 1 / `most_pieces` of the capacity.
     """
     documents, begins = _split_into_spans(lengths[order], order, sequence_length)
@@ -421,7 +423,7 @@ class _OpenSequences:
 
 
 _MIN_CACHED_DOCUMENTS = 1 << 17
-"""Number of documents from which plans are cached. Computing smaller plans is fast."""
+"""Minimum number of documents for which plans are cached. Smaller plans are computed quickly."""
 _PLAN_VERSION = 1
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(

@@ -37,7 +37,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
-"""Marks of a pair: truncated to fit, dropped because it is too long, or with identical halves."""
+"""Bits of `EncodedDocument.marks`: pairs that are truncated, are too long, or have equal halves."""
 HALVES = ("chosen", "rejected")
 
 TextOrMessages = str | list[Message]

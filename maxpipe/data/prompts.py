@@ -1,8 +1,8 @@
 """Prompts for reinforcement learning, addressed by sample number.
 
-The records of a prompt file replace documents. Each prompt is repeated once per completion in its
-group. Order, epochs and data position work as for other data: the step number alone determines the
-prompts of a step.
+A run reads the records of a prompt file instead of documents. Each prompt is repeated once per
+completion in its group. Order, epochs and data position are the same as for other data: the step
+number alone determines the prompts of a step.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def build_prompts(
 
 
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
-    """Return the prompt fields for the fingerprint; empty for `prompt`, as in earlier releases."""
+    """Return prompt fields for the fingerprint. As in earlier releases, defaults are omitted."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 
@@ -246,7 +246,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """Return a remark about unread fields that usually belong to a prompt."""
+    """Return a note about unread fields that usually belong to a prompt."""
     fields_read = {
         field for name in (data.prompt_field, data.system_field) for field in fields_of(name)
     }
@@ -275,7 +275,7 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """Return the prompt of a record as text or conversation; raise ValueError without one."""
+    """Return the prompt of a record as text or conversation; raise ValueError if it has none."""
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
         if name != _PROMPT:
@@ -298,7 +298,7 @@ def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
 
 
 def chat_of(record: Mapping[str, Any]) -> ChatInput:
-    """Return the conversation of a prompt record; raise ValueError without one."""
+    """Return the conversation of a prompt record; raise ValueError if it has none."""
     config = SourceConfig(chat="messages")
     name = messages_field_name(record, "messages")
     if "prompt" in record and record.get(name) is None:

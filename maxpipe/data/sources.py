@@ -126,7 +126,7 @@ def _kind_of(name: str) -> SourceKind:
 
 
 def infer_source(path: str, where: str) -> SourceKind:
-    """Infer `data.source` from file names; raise ConfigError for no or several formats."""
+    """Infer `data.source` from file names; raise ConfigError if the formats differ."""
     if is_saved_dataset(path):
         return "huggingface"
     if os.path.isfile(os.path.join(os.path.expanduser(path), "manifest.json")):

@@ -107,7 +107,7 @@ def text(stats: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Draw the statistics in the format of the suffix; see `PICTURE_SUFFIXES`."""
+    """Draw the statistics in the format set by the path's suffix; see `PICTURE_SUFFIXES`."""
     whole = Canvas()
     for part in all_of:
         whole.append_canvas(_picture(part), whole.height)
@@ -245,7 +245,9 @@ class Statistics:
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Unreadable records: empty documents in prepared data, otherwise not counted elsewhere."""
+    """Number of unreadable records. In prepared data, these are empty documents; otherwise, no
+    other statistic includes them.
+    """
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
@@ -255,7 +257,7 @@ class Statistics:
     sequence_length: int = 0
     num_sequences: int = 0
     left_out: int = 0
-    """Number of conversations longer than a sequence that have no trained token left."""
+    """Number of long conversations that have no trained token after the policy is applied."""
     targets: int = 0
     """Total number of positions, across all sequences, whose target is in the same document."""
     chat: str = "off"
@@ -265,9 +267,9 @@ class Statistics:
     unread: Counter[str] = field(default_factory=Counter)
     """Maps unread keys to the number of documents that contain the key."""
     advice: str = ""
-    """Suggested settings that would read the keys of `unread`."""
+    """Suggested settings that use the keys of `unread`."""
     columns: Sequence[str] = ()
-    """Remarks about unread columns of text sources."""
+    """Notes about unread columns of text sources."""
     marks: Counter[int] = field(default_factory=Counter)
     """Maps marks to the number of documents with the mark; see `EncodedDocument.marks`."""
     _contents: DuplicateCounter = field(default_factory=DuplicateCounter, repr=False)
@@ -290,7 +292,7 @@ class Statistics:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about documents that are changed or skipped in training."""
+        """Notes about documents that are changed or skipped in training."""
         long = LongConversations(self.policy, self.too_long, self.left_out) if self.policy else None
         what = "document" if self.chat == "off" else self.chat
         count = len(self.lengths)

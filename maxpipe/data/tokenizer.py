@@ -123,7 +123,7 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError for a stored id without an embedding row, which devices would ignore."""
+    """Raise ConfigError if a stored id has no embedding row. Devices would ignore this error."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return

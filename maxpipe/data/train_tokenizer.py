@@ -34,11 +34,11 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with task, number of processed items and total (0 if unknown)."""
+"""Called with a task name, the number of processed items and the total (0 if unknown)."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and patterns, with the format of the file names."""
+    """Return sources for files, folders and patterns, with formats inferred from the file names."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths
@@ -48,7 +48,7 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
 def train(
     sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
 ) -> str:
-    """Train a tokenizer and return the content of its tokenizer.json. The vocabulary has at most
+    """Train a tokenizer and return the content of its tokenizer.json. The vocabulary has
     `vocab_size` ids, or fewer for a small corpus.
 
     Raises:

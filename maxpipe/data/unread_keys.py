@@ -1,7 +1,7 @@
-"""Unread record keys, and suggestions of settings that would read them.
+"""Unread record keys, and suggestions of settings that use these keys.
 
 Settings are tested on the first records of a source before they are suggested. The module also
-formats the remarks about shortened, dropped or masked documents that a run prints at the start.
+formats the notes about shortened, dropped or masked documents that a run prints at the start.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Fields = Mapping[str, Any]
 
 
 class Trial(NamedTuple):
-    """Candidate settings that may read some unread keys."""
+    """Candidate settings that may use some unread keys."""
 
     settings: dict[str, str]
     """Maps field names of `SourceConfig` to values."""
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
 
 
 def first_records(source: Source) -> list[Fields]:
-    """Return the first records that have fields, within `_RECORDS` and `_CHARACTERS`."""
+    """Return the first records that have fields, up to the limits `_RECORDS` and `_CHARACTERS`."""
     records: list[Fields] = []
     size = 0
     for number in range(min(_RECORDS, len(source))):
@@ -76,7 +76,7 @@ def first_records(source: Source) -> list[Fields]:
 
 
 def suggest_settings(unread: Collection[str], source: Source, config: SourceConfig) -> str:
-    """Suggest settings that read more keys of conversations or pairs; empty if none are known."""
+    """Suggest settings that use more keys of conversations or pairs; empty if none are known."""
     if not unread or config.chat == "off":
         return ""
     records = first_records(source)
@@ -101,7 +101,7 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
 
 
 def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
-    """Return a remark about text columns of the first records that no setting reads."""
+    """Return a note about text columns in the first records that no setting uses."""
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
@@ -147,7 +147,7 @@ def _templates(
 def _chats(
     names: Collection[str], records: Sequence[Fields], config: SourceConfig
 ) -> Iterator[str]:
-    """Yield settings that read some of these columns as conversations or preference pairs."""
+    """Yield settings that use some of these columns as conversations or preference pairs."""
     keys = chat_keys(records[0])
     fields = {
         key.removeprefix("data."): value for key, value in keys.items() if key.startswith("data.")
@@ -174,7 +174,7 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Yield the non-empty fields that are not read, or the unread keys of objects read in part."""
+    """Yield the non-empty fields that are not read, and the unread keys of partly read objects."""
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
@@ -267,7 +267,7 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Return settings that read all records as pairs; empty if they need different settings."""
+    """Return settings to read all records as pairs; empty if records need different settings."""
     settings = {chat_settings(record) for record in records}
     return settings.pop() if len(settings) == 1 and "data.chat=pairs" in min(settings) else ""
 
@@ -312,7 +312,7 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return remarks about documents named `what`. `action` would read the `unread` keys."""
+    """Return notes about documents named `what`. `action` suggests settings for `unread` keys."""
     total = pluralize(num_documents, what)
     lines = unread_remarks(unread, total, action)
     lines += [

@@ -27,7 +27,7 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Records as documents: JSON objects if the first record is one, otherwise UTF-8 text."""
+    """Records as documents: JSON objects if record 0 is a JSON object, otherwise UTF-8 text."""
 
     name = "arrayrecord"
 

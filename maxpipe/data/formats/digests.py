@@ -45,7 +45,9 @@ _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Size of large files, which are read only when settled, so later runs need not read them again."""
+"""Minimum size in bytes of a large file. Large files are read only when settled (see
+`Stat.is_settled`), so that later runs do not read them again.
+"""
 
 
 class _Entry(NamedTuple):

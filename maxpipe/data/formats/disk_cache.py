@@ -1,9 +1,10 @@
 """Disk caches for folders and arrays that are slow to compute, shared by several processes.
 
-Each folder or file is created once. A lock file selects the process that creates it. The timestamps
-of the lock file show that this process makes progress. The lock works among processes that see the
-same file. If the cache is not shared, or its file system does not support locks, each process
-creates the folder itself. Names of folders and files contain a digest of the inputs.
+Each folder or file is created once. The process that holds a lock file creates the folder or file.
+The timestamps of the lock file show that this process makes progress. The lock works among
+processes that see the same lock file. If the cache is not shared, or its file system does not
+support locks, each process creates the folder itself. Names of folders and files contain a digest
+of the inputs.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _OWN_FOLDER = ".index"
 _MAXPIPE_FOLDER_FILES = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
 """Sets of files that identify run folders, and complete or incomplete folders of prepared data."""
 _PREFETCH_BYTES = 1 << 23
-"""Read-ahead size in bytes when a bucket object is read from begin to end."""
+"""Read-ahead size in bytes when a bucket object is read from beginning to end."""
 
 
 SETTLED_SECONDS = 2.0
@@ -348,7 +348,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common parent folder of all files, or the first file in a bucket."""
+    """Return the common parent folder of local files; for files in a bucket, the first path."""
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])

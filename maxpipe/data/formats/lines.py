@@ -43,7 +43,9 @@ from maxpipe.io.formatting import pluralize
 
 _PIECE_BYTES = 1 << 20
 _MIN_CACHED_BYTES = 1 << 26
-"""Minimum bytes of files whose line offsets are cached. Smaller files are scanned at each start."""
+"""Minimum size in bytes of files whose line offsets are cached. Smaller files are scanned at each
+start.
+"""
 _STARTS, _CONTENT, _DIGEST = "starts.npy", "lines.jsonl", "sha256"
 _NEWLINE = ord("\n")
 _IS_SOLID = np.ones(256, np.uint8)

@@ -78,7 +78,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the bytes of the values as Python objects, which repeat equal texts."""
+    """Estimate the bytes of the values as Python objects, where repeated texts are not shared."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -263,11 +263,10 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Return the number of rows per read that bounds the memory of delta-encoded texts; 0 if no
-    bound exists.
+    """Return how many rows fit in memory per read; 0 if delta-encoded texts in lists may not fit.
 
-    With delta encoding, a file stores a prefix that a text shares with the previous text only once.
-    In memory, the prefix is repeated.
+    With delta encoding, a prefix shared by consecutive texts is stored only once in the file. In
+    memory, the prefix is repeated.
     """
     rows = group.num_rows
     repeats = {

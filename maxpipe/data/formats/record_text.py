@@ -83,7 +83,7 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty for names that templates cannot contain."""
+    """Return a template with one line per field; empty if a template cannot contain a name."""
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
     return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
@@ -128,7 +128,7 @@ def _pair_keys(record: Mapping[str, Any], halves: Sequence[str]) -> dict[str, st
 
 
 def _are_whole_conversations(record: Mapping[str, Any], halves: Sequence[str], prompt: str) -> bool:
-    """Return whether both responses include the prompt, and no prompt field matches it."""
+    """Return whether both responses include a prompt that the prompt field does not contain."""
     values = [record[name] for name in halves]
     if all(_are_messages(value) for value in values):
         first = values[0][0]
@@ -210,7 +210,7 @@ _MAX_DEPTH = 256
 _ANYTHING: Any = Any
 _SHOWN = 120
 MAX_RECORD_BYTES = 1 << 28
-"""Maximum bytes of a record. Text and tokens of a document must fit in memory."""
+"""Maximum size of a record in bytes. Text and tokens of a document must fit in memory."""
 
 
 class BadRecord(Exception):
@@ -243,7 +243,7 @@ class TextExtractor:
         return f"template {self._template}" if self._template else self._field
 
     def __call__(self, record: str | Mapping[str, Any]) -> str:
-        """Return the text of a record; raise BadRecord without a column that contains text."""
+        """Return the text of a record; raise BadRecord if no column contains text."""
         if isinstance(record, str):
             return record
         if self._template:
@@ -357,7 +357,7 @@ def check_length(size_bytes: int) -> None:
 
 
 def from_json(raw: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a record; raise ValueError for other or too deep values."""
+    """Parse the JSON object of a record; raise ValueError for other values or deep nesting."""
     value = parse_json(raw, _ANYTHING, most_depth=_MAX_DEPTH)
     if not isinstance(value, dict):
         raise ValueError(f"the value is of type {type(value).__name__}")

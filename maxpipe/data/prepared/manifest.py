@@ -190,7 +190,7 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP was received. Not an Exception, so no handler of errors catches it."""
+    """SIGTERM or SIGHUP. Not a subclass of Exception, so that error handlers do not catch it."""
 
 
 @contextlib.contextmanager

@@ -237,7 +237,7 @@ class MegatronDocuments:
     """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return digests of names, sizes and edges of the files, and of their content if known."""
+        """Return digests of names, sizes, first and last bytes, and known content of the files."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))

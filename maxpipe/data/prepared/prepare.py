@@ -95,7 +95,7 @@ _BATCHES_PER_WORKER = 3
 """Maximum number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with task, number of processed items, total, and a remark about the rate."""
+"""Called with a task name, the number of processed items, the total, and a text about the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,12 +43,12 @@ class RangeReader(Protocol):
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return bytes and stat; None for bucket objects and files that change meanwhile."""
+        """Return bytes and stat; stat is None for bucket objects or if the file changes."""
         ...
 
 
 class DiskFile:
-    """Local file, opened for each read, because a folder may have too many files."""
+    """Local file, opened for each read, because a folder may have too many files to keep open."""
 
     def __init__(self, path: str):
         self.path = path

@@ -265,7 +265,7 @@ class PreparedDocuments:
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return metadata of the original source: a run may switch to prepared data."""
+        """Return metadata of the original source, so that a run may switch to prepared data."""
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
@@ -400,7 +400,7 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """Compute the counts from span totals, if every document has at least one token."""
+        """Compute the counts from span totals. Every document must have at least one token."""
         tokens = np.array([self._documents.span_tokens[span].sum() for span in self._spans])
         counts = SPAN_DOCUMENTS * np.ones(len(self._documents.span_tokens), np.int64)
         counts[-1] += self._documents.num_documents - counts.sum()

@@ -251,7 +251,7 @@ class _TextShardEncoder:
         with wrap_text_errors(lambda number: self._source.where(first + number)):
             encoded = tokenizer.encode_batch(texts)
         for token_ids in encoded:
-            ids += begin, token_ids.astype(dtype), end  # `found` may have any integer dtype
+            ids += begin, token_ids.astype(dtype), end  # the ids may have any integer dtype
             lengths.append(len(token_ids) + 2)
         raws = [text.encode() for text in texts]
         meta = np.array([(len(raw), digest_of(raw)) for raw in raws], META)
@@ -371,7 +371,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents from `first` on, or problems; see `ShardEncoder.encode_batch`."""
+    """Return documents from `first` on, or the problems; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its problems

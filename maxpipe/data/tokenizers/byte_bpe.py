@@ -1,6 +1,6 @@
 """Byte-level BPE: published vocabularies, and a fast encoder based on tiktoken.
 
-Rank files contain neither split patterns nor control tokens. Sources of both:
+Rank files contain neither split patterns nor control tokens. Those in this module are from
 `tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies), `llama3/tokenizer.py` in
 meta-llama/llama3 (with the token names of Llama 3.1), and `tokenization_qwen.py` in Qwen/Qwen-7B.
 
@@ -122,7 +122,7 @@ _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 PUBLISHED = (LLAMA3, QWEN, O200K, _BYTE_LEVEL)
 """Published patterns whose matching time is linear in the length of the text."""
 _LONGEST = 1 << 18
-"""Maximum characters of a text, because tiktoken fails on runs of a million spaces."""
+"""Maximum number of characters in a text, because tiktoken fails on runs of a million spaces."""
 _LAST = 0x32000
 """First code point that is not tested. No language uses letters from this code point on. Texts with
 such characters use `tokenizers`.
@@ -168,7 +168,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that match in tiktoken, which drops all others."""
+    """Return the characters that the pattern matches in tiktoken, which drops all others."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -177,7 +177,7 @@ def _tiktoken_characters(kind: str) -> set[str]:
 
 
 def _tokenizers_characters(kind: str) -> set[str]:
-    """Return the characters that match in `tokenizers`, where each match is a word."""
+    """Return the characters that the pattern matches in `tokenizers`, where a match is a word."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 

@@ -25,7 +25,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Wall time limit on a busy machine. The template itself has a limit on CPU time."""
+"""Seconds added to the CPU time limit to get the wall time limit, as the machine may be busy."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
@@ -46,7 +46,7 @@ class ChatInput(NamedTuple):
     trained: Sequence[int] = ()
     """Zero-based indices of the trained messages."""
     unread: tuple[str, ...] = ()
-    """Fields of the record that none of the other attributes use."""
+    """Fields of the record that no other attribute contains."""
 
     def up_to(self, number: int) -> ChatInput:
         """Return the conversation up to message `number`, the only trained message."""
@@ -59,7 +59,7 @@ class Masking(NamedTuple):
     by_blocks: bool
     """Whether `{% generation %}` blocks in the template, if any, delimit the assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template rewrites later are skipped instead of an error."""
+    """Whether messages that the template later rewrites are skipped; otherwise, they are errors."""
 
 
 class RenderedChat(NamedTuple):
@@ -69,13 +69,13 @@ class RenderedChat(NamedTuple):
     spans: list[tuple[int, int]]
     """Trained spans as (begin, end) in characters."""
     rewritten: int
-    """Number of untrained messages, which the template rewrites when later messages follow."""
+    """Number of messages that are not trained because the template later rewrites them."""
     unread: tuple[str, ...]
     """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response line of the process; empty for the settings, which are sent first."""
+    """Response of the process; empty in reply to the settings, which are sent first."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -271,9 +271,9 @@ class ChatTemplate:
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:
-    """Return a remark that lists the unread keys and how many conversations contain each key.
+    """Return a note that lists the unread keys and how many conversations contain each key.
 
-    `action` suggests settings that would read the keys.
+    `action` suggests settings that use the keys.
     """
     if not unread:
         return []

@@ -94,7 +94,7 @@ class Tokenizer(ABC):
     control: ControlTokens
     vocab_size: int
     embedding_rows: int = MAX_IDS
-    """Number of embedding rows of the model, or without a model an upper bound on all ids."""
+    """Number of embedding rows of the model; without a model, an upper bound on all ids."""
     min_embedding_rows: int
     """Largest id that encoded text can contain, plus one: the minimum number of embedding rows.
 
@@ -170,7 +170,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and begin and end in characters int64 [tokens, 2]."""
+        """Return `encode_chat` ids, and start and end of each in characters, int64 [tokens, 2]."""
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
@@ -327,8 +327,8 @@ def _role_texts_of_settings(
     """Return token texts keyed by role. The text is None for a role that is explicitly set to no
     token.
 
-    As in `transformers`, the special tokens map overrides the settings if they list no added
-    tokens.
+    As in `transformers`, the special tokens map overrides the settings if the settings list no
+    added tokens.
     """
     first, second = settings, special
     if "added_tokens_decoder" not in settings:
@@ -363,7 +363,7 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """Return one id or several as a list. Ids of padded embeddings may exceed the vocabulary."""
+    """Return one or several ids as a list. Ids of padding rows may exceed the vocabulary."""
     ids: list[int] = []
     for i in value if isinstance(value, list) else [] if value is None else [value]:
         if type(i) is not int or not 0 <= i < MAX_IDS:
@@ -374,7 +374,7 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file; `default` if there are several templates."""
+    """Return the chat template and its file; of several templates, the one named `default`."""
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path
@@ -395,10 +395,11 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
 
 
 def token_offsets(text: str, widths: np.ndarray) -> np.ndarray:
-    """Return the begin and end of each token in characters, int64 [tokens, 2].
+    """Return the start and end of each token in characters, int64 [tokens, 2].
 
     `widths` [tokens] are the token sizes in bytes, and the tokens must cover the bytes of the text
-    exactly. A token that is part of a character spans the full character.
+    exactly. The range of a token that contains only part of a character includes the full
+    character.
     """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)

@@ -29,11 +29,11 @@ R = TypeVar("R")
 SECONDS = 10.0
 """CPU time limit in seconds for a short text. Longer texts have a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
-"""Characters per second of the limit, a tenth of the slowest published tokenizer."""
+"""Assumed speed for the time limit: a tenth of that of the slowest published tokenizer."""
 _SINGLE_TEXT_SECONDS = 2.0
 """CPU time limit in seconds when texts are encoded one by one to find the failing text."""
 _LONGEST_WORD = 200
-"""Maximum characters of a word. The time of WordPiece grows quadratically."""
+"""Maximum word length for which WordPiece is fast: its run time is quadratic in this length."""
 _SLICE_SECONDS = 0.05
 _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 """Patterns whose matching time is linear in the length of the text."""
@@ -125,16 +125,16 @@ def run_texts_with_time_limit(
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Return whether a library raised the error, and not a signal handler."""
+    """Return whether the error was raised by a library, not by a signal handler."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the first text that fails alone and its error, or the slowest text and None."""
-    # The library reads this variable at each call. All threads of the library may still be busy
-    # with the abandoned texts.
+    """Return the first text that fails on its own and its error, or the slowest text and None."""
+    # The library reads this variable at each call, and then encodes without its threads. All of
+    # these threads may still be busy with abandoned texts.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     slowest, longest, begin = 0, 0.0, time.monotonic()
     for number, text in enumerate(texts):
@@ -287,7 +287,7 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the location of the failing text. `where` maps the index of a text to it."""
+    """Add the location of the failing text. `where` maps the index of a text to its location."""
     try:
         yield
     except TextError as error:

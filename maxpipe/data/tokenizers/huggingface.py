@@ -35,7 +35,7 @@ from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_defin
 from maxpipe.io.typed_json import parse_json
 
 MAX_GROWTH = 64
-"""Maximum growth in characters per character. In published tokenizers, the growth is at most 4."""
+"""Maximum number of characters that one character may become; published tokenizers need 4."""
 _MAX_STEPS = 200
 _LONGEST_UNICODE = 64
 """Size in bytes of the longest entry in any published `precompiled_charsmap`, rounded up."""
@@ -68,7 +68,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return how many characters one character before step `number` becomes."""
+        """Return how many characters one character becomes in step `number` and all later steps."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
@@ -126,7 +126,7 @@ def _texts(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _longest(step: Mapping[str, Any]) -> int:
-    """Return the bytes of the longest text that a `precompiled_charsmap` inserts."""
+    """Return the size in bytes of the longest text that a `precompiled_charsmap` inserts."""
     try:
         raw = base64.b64decode(step.get("precompiled_charsmap") or "")
     except (ValueError, TypeError):
@@ -202,7 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """int32 [vocab_size]: size of each token in bytes. `spelled` tokens are their name."""
+        """int32 [vocab_size]: token sizes in bytes. The text of a `spelled` token is its name."""
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
@@ -303,8 +303,7 @@ def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
 
 
 def _reachable_ids(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> set[int] | None:
-    """Return the ids that BPE can produce from text; None for other models and with
-    `ignore_merges`.
+    """Return the ids that BPE can produce; None for other models, or if `ignore_merges` is set.
 
     Reserved ids are excluded: tokens that no merge produces and that are neither characters nor
     bytes.

@@ -1,9 +1,9 @@
 """Worker process that renders a chat template and communicates by JSON lines on stdin and stdout.
 
-The first input line contains the template and its settings. Every other line contains a
-conversation. The worker writes one output line for each input line. Time and memory limits apply to
-each conversation. The module imports nothing from maxpipe, so the process starts quickly. Templates
-can use the same functions and variables as in `transformers`.
+The first input line contains the template and its settings. All other lines contain one
+conversation each. The worker writes one output line for each input line. Time and memory limits
+apply to each conversation. The module imports nothing from maxpipe, so the process starts quickly.
+Templates can use the same functions and variables as in `transformers`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Spans:
         self.written = 0
         """Number of characters rendered so far."""
         self.found: list[tuple[int, str]] = []
-        """Begin position and text of each rendered block."""
+        """Start position and text of each rendered block."""
 
 
 class _Clock:
@@ -318,7 +318,7 @@ class _Renderer:
     def _blocks_of(
         self, messages: Sequence[Any], wanted: Sequence[int], blocks: list[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """Return the blocks of the `wanted` messages: those that appear with the message."""
+        """Return the blocks that the `wanted` messages add to the rendered text."""
 
         def before(number: int) -> int:
             if number in (0, len(messages)):
@@ -349,7 +349,7 @@ class _Renderer:
         return len(prefix)
 
     def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
-        """Return the begin position of a message in the text.
+        """Return the start position of a message in the text.
 
         An assistant message begins after the generation prompt. The first message begins at its
         content, because a template may render other text before it, such as a default system

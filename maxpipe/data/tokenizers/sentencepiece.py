@@ -31,12 +31,12 @@ class SentencePieceTokenizer(Tokenizer):
     """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
 
     Unless `spaces` is set, the rules for spaces in the model file apply. Most models insert a space
-    before a text and merge consecutive spaces. An inserted space counts in the byte length of the
-    first token.
+    before a text and merge consecutive spaces. The byte length of the first token includes an
+    inserted space.
     """
 
     spaces: str = ""
-    """Rule for a space before text without one; see `prepend_scheme`."""
+    """Rule for inserting a space before text that does not begin with one; see `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)
@@ -95,7 +95,7 @@ class SentencePieceTokenizer(Tokenizer):
             return np.asarray(self._encoder.encode(self._space(text) + text), np.int32)
 
     def _space(self, text: str, begin: int = 0) -> str:
-        """Return the space to insert before a text at character `begin`, or an empty string."""
+        """Return the space to insert before a text that begins at character `begin`, or ""."""
         puts = self.spaces == "always" or (self.spaces == "first" and begin == 0)
         return " " if puts and text and not text.startswith((" ", _SPACE)) else ""
 
@@ -135,8 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:
-    """Return the rule for leading spaces of the folder's tokenizer class, and the protobuf fields
-    that disable the rule in the model file.
+    """Return the tokenizer class's rule for spaces, and protobuf fields that disable other rules.
 
     If a protobuf file repeats a message, fields in the later message override the earlier fields.
     """

@@ -56,7 +56,7 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Maps `model_type` to its registered class. Other types use the class of the folder."""
+"""Maps `model_type` to its registered class. Other types have the class named in the folder."""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -126,10 +126,10 @@ def may_keep_file(folder: str) -> bool:
 
 
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
-    """Return the content of a `tokenizer.json`, modified as by the tokenizer class of its folder.
+    """Return the content of a `tokenizer.json` after the changes made by its tokenizer class.
 
-    The result is `raw` itself if the class does not change ids, or if the model is not BPE, which
-    all of these classes require.
+    The result is `raw` itself if the class does not change ids, or if the model is not BPE. All of
+    these classes require BPE.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     name, settings = folder_class(folder, byte_level=b'"ByteLevel"' in raw)
@@ -220,7 +220,7 @@ def _added_token(i: int, entry: Mapping[str, Any], named: list[str]) -> dict[str
 
 
 def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
-    """Return a post-processor that adds the token `before` to a text; None if it is missing."""
+    """Return a post-processor that adds the token `before`; None if the token has no id."""
     added = {token["content"]: token["id"] for token in definition.get("added_tokens") or ()}
     ids = {**(definition["model"].get("vocab") or {}), **added}
     if not before or before not in ids:
