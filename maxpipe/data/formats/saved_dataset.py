@@ -249,7 +249,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
         kind, body = message.number(1, "<B"), message.number(3, "<q")
         stop = at + 8 + size + body
         if kind not in (_SCHEMA, _DICTIONARY, _RECORDS) or not at < stop <= file.size_bytes:
-            raise ValueError(f"byte {at} is not the begin of a message")
+            raise ValueError(f"byte {at} is not the start of a message")
         header = message.table(2)
         batch = header.table(1) if kind == _DICTIONARY else header
         is_compressed = kind != _SCHEMA and batch.has(3)
