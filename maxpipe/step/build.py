@@ -40,7 +40,7 @@ from maxpipe.nn.module import make_quantizer
 from maxpipe.objectives import preference
 from maxpipe.objectives.distill import Distill
 from maxpipe.objectives.policy import KlPolicyGradient, Policy
-from maxpipe.optim.schedule import learning_rate
+from maxpipe.optim.lr_schedule import learning_rate
 from maxpipe.optim.update import Optimizer
 from maxpipe.parallel.mesh import (
     BATCH_AXES,

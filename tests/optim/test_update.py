@@ -14,7 +14,7 @@ import pytest
 
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Constant, Normal, Param
-from maxpipe.optim.schedule import learning_rate
+from maxpipe.optim.lr_schedule import learning_rate
 from maxpipe.optim.update import Optimizer, OptState, TrainableParam
 
 PEAK = 0.02

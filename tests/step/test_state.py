@@ -15,7 +15,7 @@ from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.errors import ConfigError
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
-from maxpipe.optim.schedule import learning_rate
+from maxpipe.optim.lr_schedule import learning_rate
 from maxpipe.optim.update import Optimizer
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from maxpipe.config.sections.optim import LRPhaseConfig, OptimConfig
-from maxpipe.optim.schedule import learning_rate
+from maxpipe.optim.lr_schedule import learning_rate
 
 PEAK = 0.02
 
