@@ -17,7 +17,7 @@ folder is open; the lock is identified by its token.
 A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
 after the lock's token and that only one process can create. If two processes try to replace the
 same dead lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
-locks of the operating system do not exist in buckets and may not reach other hosts.
+locks of the operating system do not exist in buckets and may not be visible to other hosts.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -278,7 +278,7 @@ class RunLock:
         try:
             _write(candidate, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # the first of two repeated requests succeeded
+            if _token(holder) == self._token:  # an earlier, repeated request succeeded
                 return True
             if not (reason := self._why_dead(holder, candidate)):
                 return False
@@ -493,8 +493,8 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     try:
         with contextlib.suppress(FileNotFoundError):
             # A live process releases its claim within milliseconds. A claim with a time in the
-            # future was created before the file system's clock was set back. The clocks of hosts
-            # may differ, so a new file gives the time of the file system.
+            # future was created before the file system's clock was set back. Host clocks
+            # may differ, so the current time is the modification time of a new file.
             probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
             _write(probe, "now")
             try:

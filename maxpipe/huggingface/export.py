@@ -278,7 +278,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Group tensors into files, in network order."""
+    """Group tensors into files, in the order of the model's layers."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():

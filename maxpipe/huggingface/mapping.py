@@ -157,7 +157,8 @@ class TensorMapping:
     params: Mapping[str, Param]
     """Parameters without the layer dim, keyed by checkpoint name."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Tensor shapes in network order, including duplicate tensors, keyed by tensor name."""
+    """Tensor shapes keyed by tensor name, in the order of the model's layers. Duplicate tensors are
+    included."""
     copied_slices: Mapping[str, tuple[TensorSlice, ...]]
     """Slices of duplicate tensors, keyed by checkpoint name. An import may lack these tensors."""
 
@@ -241,8 +242,8 @@ def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Return slices of duplicate tensors, keyed by checkpoint name. A tied table has slices for
-    both uses.
+    """Return slices of duplicate tensors, keyed by checkpoint name. A tied
+    embedding table has slices for both of its uses.
     """
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
@@ -361,7 +362,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the lead dim per slab
+    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the dim `lead` per slab
     if piece.is_divisible:
         found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):

@@ -127,7 +127,7 @@ class HuggingFaceFolder:
     def read_region(
         self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
     ) -> np.ndarray:
-        """Read a region of one of our parameters, with stacked layers in network order.
+        """Read a region of one of our parameters, with layers stacked in model order.
 
         With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
 

@@ -61,9 +61,9 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the framing of prompts and texts from the model's training.
+        """Return a tokenizer that adds control tokens to texts as in the model's training.
 
-        Other models use the framing of `transformers`.
+        For models that maxpipe did not train, it adds them as in `transformers`.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
@@ -103,10 +103,10 @@ class OpenedModel:
             )
 
     def params(self, steps: Steps) -> Any:
-        """Read the parameters in checkpoint layout, on the mesh of the steps.
+        """Read the parameters in checkpoint layout, on the mesh of `steps`.
 
         Raises:
-            ConfigError: the parameters belong to another model than the config.
+            ConfigError: the config describes another model.
             StorageError: the parameters are damaged.
         """
         return self.read(self.loaded, steps)

@@ -1,6 +1,6 @@
 """The console of a run, which prints all output for the user.
 
-The console cannot stop a run: if the terminal is closed, output is lost but no steps are.
+The console cannot stop a run: if the terminal is closed, output is lost, but the run continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
-A failed write never stops a run: if the disk is full, records are lost but steps are not. The code
-that starts the run creates the run folder. `ours` is called before every record. If `ours` returns
-false, the run has lost the lock of its folder and nothing is written.
+A failed write never stops a run: if the disk is full, records are lost, but the run continues. The
+code that starts the run creates the run folder. `ours` is called before every record. If `ours`
+returns false, the run has lost the lock of its folder and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
