@@ -317,7 +317,7 @@ class CheckpointFolder:
         def read_arrays() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             target = abstract
-            if target is None:  # an array with a damaged shape may not fit
+            if target is None:  # an array with a damaged shape may not fit in memory
                 target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=True)

@@ -151,8 +151,8 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # Otherwise nothing is written, not even a claim, because the folder may belong to
-                # another run.
+                # If the lock was lost, nothing is written, not even a claim, because the folder may
+                # belong to another run.
                 if self.check_held():
                     self._release()
         self._close_folder()

@@ -536,7 +536,7 @@ def open_address(address: Address) -> CheckpointManager:
 
 
 def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:
-    """Return the addressed step (default: the newest), which is the same on all processes.
+    """Return the addressed step (default: the newest); all processes return the same step.
 
     Raises:
         ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.

@@ -490,7 +490,7 @@ def _select_sections(
 
 
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
-    """Sum the shard digests over all processes, which gives the digests of the full arrays."""
+    """Return the digests of the full arrays: the sums of the shard digests over all processes."""
     if jax.process_count() > 1:
         local = [(digest.value, digest.elements, digest.non_finite) for digest in sums.values()]
         rows = _allgather(np.array(local, np.uint64).view(np.uint32))

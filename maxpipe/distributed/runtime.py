@@ -213,7 +213,7 @@ def use_cpu_only() -> None:
 
 
 def _remove_log_printers() -> None:
-    """Remove the log handler that orbax adds on import, which prints every warning twice."""
+    """Remove the log handler that orbax adds on import: with it, every warning appears twice."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if type(handler) is logging.StreamHandler:

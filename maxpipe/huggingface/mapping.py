@@ -122,7 +122,7 @@ class TensorSlice(NamedTuple):
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if not divisible."""
+        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if indivisible."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
@@ -137,7 +137,7 @@ class TensorSlice(NamedTuple):
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of the tensor, given its known number of rows.
 
-        If parts are interleaved, each part has all rows.
+        If parts are interleaved, each part extends over all rows.
         """
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])

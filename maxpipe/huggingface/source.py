@@ -387,5 +387,5 @@ def _check_entries(
 
 
 def num_params(source: HuggingFaceFolder) -> int:
-    """Return the number of parameters of the model; a tied table counts once."""
+    """Return the number of parameters of the model; a tied embedding table counts once."""
     return sum(math.prod(shape) for shape in source.mapping.shapes.values())

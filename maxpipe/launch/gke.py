@@ -42,7 +42,8 @@ _RULES = (
 kills and exit code 71, count toward the restart limit. After the death of a node, the remaining
 pods exit with 71 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Multiplier for `launch.restarts`. A JobSet counts all restarts, even after newer checkpoints."""
+"""Multiplier for `launch.restarts`. A JobSet counts all restarts; a newer checkpoint does not reset
+the count."""
 
 
 _SUBMIT_SCRIPT = """\

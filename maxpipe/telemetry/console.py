@@ -97,12 +97,12 @@ class Console:
         self._print(text)
 
     def tell(self, text: str) -> None:
-        """Print a message, on any process."""
+        """Print a message, even if this is not process 0."""
         named = f"[process {self._process_index}] " if self._process_index else ""
         self._print(f"{named}{text}", every_process=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning, on any process."""
+        """Print a warning, even if this is not process 0."""
         self.tell(f"warning: {text}")
 
     def close(self) -> None:

@@ -378,8 +378,8 @@ class _TensorBoardFile:
     """A TensorBoard event file that is written without TensorFlow and without a thread.
 
     The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
-    used. Its thread dies on a full disk, which loses all later records, and the class imports
-    TensorFlow if TensorFlow is installed.
+    used: if the disk is full, its thread dies and all later records are lost. The class also
+    imports TensorFlow if TensorFlow is installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
