@@ -335,7 +335,7 @@ class CheckpointFolder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint. After an interruption, it does not look complete."""
+        """Delete a checkpoint. An interrupted deletion leaves no folder that looks complete."""
         path = self / step
         if in_bucket(path):  # a rename would copy all objects, so delete them one by one
             (path / manifest.FILE).unlink(missing_ok=True)

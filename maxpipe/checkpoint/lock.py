@@ -208,7 +208,7 @@ class RunLock:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise an error if an earlier check found that the lock was lost, without I/O.
+        """Raise an error, without I/O, if an earlier check found that the lock was lost.
 
         Raises:
             StorageError: the lock was lost.
@@ -488,7 +488,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """Claim the right to replace or remove this lock, and return True for only one process."""
+    """Claim the right to replace or remove this lock; yield True in only one process."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -178,8 +178,8 @@ def digest_files(
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
     """Read the listed files again and return their differences from the digests.
 
-    Without the second read, a bit that flips while a file is digested would mark an intact
-    checkpoint as damaged permanently.
+    Without the second read, a bit that flips while a file is digested would permanently
+    mark an intact checkpoint as damaged.
 
     Raises:
         OSError: a file cannot be read.

@@ -46,7 +46,7 @@ class Word:
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
-    """Offset in the line after each character of the text."""
+    """Offsets in the line: the end of each character of the text."""
 
 
 @dataclass(slots=True)
@@ -264,7 +264,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the command named by the words, and the arguments so far."""
+    """Return the parser of the command that the words name, and the arguments of the command."""
     command: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:

@@ -99,7 +99,7 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Config keys that would add other documents, with values that reset them."""
+"""Config keys that would add other documents, with values that disable these keys."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:

@@ -106,7 +106,8 @@ def export(
 ) -> None:
     """Write config.json, safetensors files, and the tokenizer's files if they exist.
 
-    `dtype` is one of `TYPES`. None uses the dtype of the imported weights, or the stored dtype.
+    `dtype` is one of `TYPES`. If it is None, the tensors have the dtype of the imported weights, or
+    else the stored dtype.
 
     Raises:
         ConfigError: the model has no Hugging Face format, or `out` exists.

@@ -238,7 +238,8 @@ def write_adapters(
     """Write both adapter files, and return the names of the modules with an adapter.
 
     `model` has adapters; `both` maps the parameters of the model without adapters. `base` is the
-    folder or hub id of the base. None writes the address of the base's checkpoint.
+    folder or hub id of the base. If `base` is None, the address of the base's checkpoint
+    is written.
 
     Raises:
         ConfigError: PEFT does not support an adapter.

@@ -258,7 +258,7 @@ def _open_folder(
 
 
 class _SilentNotifier:
-    """Notifier without output: the run that trained the adapters already reported on the base."""
+    """Notifier without output: the run that trained the adapters has already printed messages."""
 
     def note(self, text: str) -> None:
         """Ignore the text."""
