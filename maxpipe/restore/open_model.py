@@ -61,9 +61,9 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer that adds control tokens to texts as in the model's training.
+        """Return a tokenizer that formats prompts and texts as in the model's training.
 
-        For models that maxpipe did not train, it adds them as in `transformers`.
+        For models that maxpipe did not train, it formats them as `transformers` does.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
