@@ -45,7 +45,7 @@ def main() -> int:
 def _end_now(codes: list[int]) -> None:
     """Exit immediately with the first of `codes`, if there are any.
 
-    After an interrupt, jax leaves objects that crash Python when it unloads modules at exit.
+    After an interrupt, jax leaves objects that crash Python when modules are unloaded at exit.
     """
     if codes:
         os._exit(codes[0])
@@ -54,7 +54,7 @@ def _end_now(codes: list[int]) -> None:
 def handle_stop(number: int, frame: FrameType | None) -> None:
     """Exit with code 75: the command has not started its work yet, or has finished it.
 
-    While the command works, it installs its own handlers.
+    At the start of its work, the command installs its own handlers.
     """
     text = b"stop requested\n  No work is lost. Run the same command again to resume.\n"
     with contextlib.suppress(OSError):

@@ -57,7 +57,7 @@ class Problem:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
         object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
-        # Only an action that contains a translated file has several lines.
+        # Only an action that contains a translated config file has several lines.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
@@ -149,13 +149,13 @@ class StorageError(MaxpipeError):
 
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
-        """Return an error for a failed write. The default action is suited to a run folder."""
+        """Return an error for a failed write. The default action applies to a run folder."""
         action = action or "Free space, or set run.dir to a writable folder."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
 class DivergenceError(MaxpipeError):
-    """Raised for a loss or gradient with which the config does not allow the run to continue.
+    """Raised if the loss, a gradient or the state diverges and the run must not continue.
 
     Runs are deterministic, so a restarted run would fail again. The exit code is therefore the one
     for an invalid config.

@@ -68,15 +68,15 @@ class Hardware:
     extra time. For published figures, the extra time is derived from the memory bandwidth."""
     names_recomputed: float = 0.02
     """Time to recompute activations in a backward pass with `pipeline.remat=names`, relative to the
-    forward-pass time. Only norms and other operations are recomputed, which the TPU compiler fuses
-    into the matmuls that consume them."""
+    forward-pass time. Only operations such as norms are recomputed. The TPU compiler fuses them
+    into the matmuls that use their results."""
     none_recomputed: float = 0.0
     """Time to write and read back saved activations with `pipeline.remat=none`, relative to the
     forward-pass time. Only measured figures set this value, and their `names_recomputed` includes
     the same time. For published figures, the time is derived from the memory bandwidth."""
     fastest_mib: float = 0.0
-    """Memory traffic in MiB of a layer's forward pass at the fastest measured microbatch size,
-    which has the lowest time per token. 0 if only one size was measured."""
+    """Memory traffic in MiB of a layer's forward pass at the measured microbatch size with the
+    lowest time per token. 0 if only one size was measured."""
     growth_above: float = 0.0
     """Relative increase of the time per token for each doubling of the memory traffic above
     `fastest_mib`, due to cache misses."""
@@ -113,8 +113,8 @@ class Hardware:
     keep this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
     """Largest size in MiB of temporary memory that the process keeps allocated between steps. From
-    twice this size on, all temporary memory is allocated again in every step. Between both sizes,
-    the reallocated fraction grows quadratically."""
+    twice this size on, all temporary memory is allocated again in every step. Between the two
+    sizes, the reallocated fraction grows quadratically."""
     measured: str = ""
     """Date and machine of the measurement; empty for published figures."""
 
@@ -211,7 +211,7 @@ _WRITE_ACTION = "Free space there, or set HOME to a writable folder."
 
 
 def save_measured(hardware: Hardware) -> Path:
-    """Write figures measured on this machine, which `known_hardware` then returns.
+    """Write figures measured on this machine. From then on, `known_hardware` returns them.
 
     Raises:
         StorageError: the file cannot be written.

@@ -50,7 +50,7 @@ class Address:
         """Check that the run has EMA parameters if the address selects them.
 
         Raises:
-            ConfigError: the run's section `optim` has no EMA.
+            ConfigError: the run was trained without EMA.
         """
         has_any = isinstance(optim, Mapping) and bool(optim.get("ema_decay"))
         if self.average and not has_any:
@@ -196,7 +196,7 @@ def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds the folder of an address, and raises the errors for invalid addresses."""
+    """Finds the folder that an address names, and reports invalid addresses."""
 
     given: str
     where: str
@@ -287,7 +287,7 @@ def _above(path: Path, count: int) -> Path:
 
 
 def _in_bucket(text: str, where: str) -> Address:
-    """Return the address of a run in a bucket. There, `@` only separates the step."""
+    """Return the address of a run in a bucket. There, `@STEP` always names a step."""
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

@@ -1,4 +1,4 @@
-"""Digests of arrays that are independent of the sharding, and the orbax item that records them.
+"""Array digests that do not depend on the sharding, and the orbax item that records them.
 
 The digest of an array is a sum over all elements, modulo 2**64. Every element contributes its bits
 as an unsigned integer, multiplied by one key per dimension. The key depends on the element's index
@@ -222,8 +222,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` has the product of the keys for each element of the trailing dimensions that fit in one
-    # block.
+    # `row` contains one product of keys for each element of the trailing dimensions. These are the
+    # dimensions whose elements fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -248,7 +248,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
 
 
 def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray) -> int:
-    """Return the dot product of a matrix with the keys of its rows and columns.
+    """Return the sum of the elements of a matrix, each times the keys of its row and column.
 
     `wide` is scratch memory. For 64-bit integers, einsum uses vector instructions but dot does not.
     """
@@ -404,10 +404,10 @@ def _divide(leaf: Any) -> Any:
 
 
 def copy_to_host(state: Tree) -> HostCopies:
-    """Copy this process's device shards to the host. Replicated shards count only once.
+    """Copy this process's device shards to the host. Replicated shards are copied only once.
 
     jax caches the copies, so a save of the same arrays does not copy them again. Every process has
-    all numpy arrays, so only process 0 counts them.
+    all numpy arrays, so only process 0 includes them.
     """
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -449,7 +449,7 @@ def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, A
 
 
 def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
-    """Return the digests of this process's shards. Replicated shards count only once."""
+    """Return the digests of this process's shards. Replicated shards are included only once."""
     return digest_host_copies(state, copy_to_host(state))
 
 
@@ -502,7 +502,10 @@ async def _write_item(directory: epath.Path, args: DigestSaveArgs) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedDigests:
-    """Digests of memory recorded at a save. `facts` is empty for steps of older releases."""
+    """Digests of the arrays in memory and of the metadata, recorded at a save.
+
+    `metadata_digest` is empty for steps of older releases.
+    """
 
     arrays: dict[str, ArrayDigest]
     metadata_digest: str = ""

@@ -147,7 +147,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class _MetadataFile(TypedDict):
-    """Content of the metadata file. The readers of `config` and `data` validate their values."""
+    """Content of the metadata file. Code that reads `config` and `data` validates the values."""
 
     format: int
     step: int
@@ -165,7 +165,7 @@ class AdapterBase(TypedDict):
     """The base model of an adapter checkpoint."""
 
     address: str
-    """Resolved address of the base weights, in the form of `checkpoint.restore_from`."""
+    """Resolved address of the base weights, in the format of `checkpoint.restore_from`."""
     given: str
     """Original value of `checkpoint.restore_from`."""
     digest: str
@@ -249,7 +249,7 @@ class CheckpointFolder:
     def read_metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint: config, data position, time and metrics.
 
-        A config of an earlier release has the keys and values of this release.
+        The config of an earlier release is converted to the keys and values of this release.
 
         Raises:
             DamagedError: the metadata cannot be read, or belongs to a different step.
@@ -317,7 +317,7 @@ class CheckpointFolder:
         def read_arrays() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             target = abstract
-            if target is None:  # a damaged shape can exceed the memory
+            if target is None:  # an array with a damaged shape may not fit in memory
                 target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=True)
@@ -335,7 +335,7 @@ class CheckpointFolder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint. An interrupted deletion leaves nothing that looks complete."""
+        """Delete a checkpoint. An interrupted deletion leaves no folder that looks complete."""
         path = self / step
         if in_bucket(path):  # a rename would copy all objects, so delete them one by one
             (path / manifest.FILE).unlink(missing_ok=True)

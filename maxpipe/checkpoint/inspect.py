@@ -126,7 +126,7 @@ def _metrics(folder: CheckpointFolder, step: int) -> dict[str, float]:
 
 
 def describe_checkpoint(address: Address) -> Iterator[str]:
-    """Read all bytes of every checkpoint, or of the named step, and yield a verdict per step.
+    """Yield lines with the arrays, save time, metrics and digests of a checkpoint.
 
     Raises:
         ConfigError: the step has no checkpoint.
@@ -152,7 +152,7 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists.
+    """Read every file of all checkpoints, or of the named step, and yield a verdict per step.
 
     Raises:
         StorageError: a checkpoint is damaged. The error is raised after all steps were checked.
@@ -310,7 +310,7 @@ def find_best_checkpoint(
 
 
 def best_metric_of_run(run_dir: str) -> BestMetric:
-    """Return the metric by which a run compares its checkpoints.
+    """Return the metric by which a run ranks its checkpoints.
 
     Raises:
         ConfigError: the run has no checkpoints.

@@ -17,7 +17,7 @@ folder is open; the lock is identified by its token.
 A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
 after the lock's token and that only one process can create. If two processes try to replace the
 same dead lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
-locks of the operating system do not exist in buckets and may not reach other hosts.
+locks of the operating system do not exist in buckets and may not be visible to other hosts.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -151,8 +151,8 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # Otherwise nothing is written, not even a claim, because the folder may belong to
-                # another run.
+                # If the lock was lost, nothing is written, not even a claim, because the folder may
+                # belong to another run.
                 if self.check_held():
                     self._release()
         self._close_folder()
@@ -208,7 +208,7 @@ class RunLock:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """Raise an error if an earlier check found that the lock was lost, without I/O.
+        """Raise an error, without I/O, if an earlier check found that the lock was lost.
 
         Raises:
             StorageError: the lock was lost.
@@ -278,7 +278,7 @@ class RunLock:
         try:
             _write(candidate, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # the first of two repeated requests succeeded
+            if _token(holder) == self._token:  # an earlier, repeated request succeeded
                 return True
             if not (reason := self._why_dead(holder, candidate)):
                 return False
@@ -488,13 +488,13 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _claim(lock: Path, token: str) -> Iterator[bool]:
-    """Claim the right to replace or remove this lock, and return True for only one process."""
+    """Claim the right to replace or remove this lock; yield True in only one process."""
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):
             # A live process releases its claim within milliseconds. A claim with a time in the
-            # future was created before the file system's clock was set back. The clocks of hosts
-            # may differ, so a new file gives the time of the file system.
+            # future was created before the file system's clock was set back. Host clocks
+            # may differ, so the current time is the modification time of a new file.
             probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
             _write(probe, "now")
             try:

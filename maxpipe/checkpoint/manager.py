@@ -78,7 +78,9 @@ class _Saved(TypedDict):
 
 
 def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Compare the run's records with a checkpoint folder before the folder is created.
+    """Check that the checkpoint folder exists if the run's records contain steps.
+
+    The check runs before the folder is created.
 
     Raises:
         StorageError: the folder does not exist, but the run has recorded steps.
@@ -95,7 +97,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Compare the run's records with a folder that contains no checkpoints.
+    """Check that the run's records contain no save; called if the folder has no checkpoints.
 
     Raises:
         StorageError: the run saved a checkpoint in this folder or in a previous folder.
@@ -283,7 +285,7 @@ class CheckpointManager:
         *,
         last: bool = False,
     ) -> None:
-        """Start to save the result of `state` in the background.
+        """Start to save the state that `state()` returns, in the background.
 
         The arrays may be changed as soon as this method returns. If `step` is already the newest
         checkpoint, nothing is saved. With `last`, this method blocks until everything is on disk,
@@ -415,7 +417,7 @@ class CheckpointManager:
             _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
 
     def _prune(self, save: SaveResult) -> None:
-        """Delete the checkpoints that no rule retains. The step of `save` was just verified."""
+        """Delete the checkpoints that no rule retains. The step of `save` is always retained."""
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
         saved = [info for step in folder.steps() if (info := folder.read_info(step))]
@@ -534,7 +536,7 @@ def open_address(address: Address) -> CheckpointManager:
 
 
 def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:
-    """Return the addressed step (default: the newest), which is the same on all processes.
+    """Return the addressed step (default: the newest); all processes return the same step.
 
     Raises:
         ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.

@@ -160,7 +160,7 @@ def digest_files(
 ) -> dict[str, ManifestFile]:
     """Flush all files of a folder to disk, and return their sizes and digests.
 
-    Files in `ahead` are already flushed, so they are not read again.
+    `ahead` contains entries of files that were flushed earlier and are not read again.
 
     Raises:
         OSError: a file cannot be read.
@@ -178,8 +178,8 @@ def digest_files(
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
     """Read the listed files again and return their differences from the digests.
 
-    Without the second read, a bit that flips while a file is digested would mark an intact
-    checkpoint as damaged permanently.
+    Without the second read, a bit that flips while a file is digested would permanently
+    mark an intact checkpoint as damaged.
 
     Raises:
         OSError: a file cannot be read.
@@ -573,8 +573,8 @@ def verify_and_write_manifest(
             )
         files = digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:
-            # Start after the first digests, so that all bytes are read from disk instead of the
-            # page cache.
+            # Start the second read after the first one has dropped all files from the page cache,
+            # so that it reads from disk.
             again = pool.submit(find_changed_files, folder, files)
             wrong = verify_arrays(folder, step, expected)
             wrong += again.result()

@@ -285,7 +285,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # rename before the folder is listed
+        self._agree("done" if self._primary else "")  # others list the folder after the rename
 
 
 Agree = Callable[[str], str]
@@ -439,7 +439,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     """
     saved = manifest.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
-    # Without a step, `abstract` may contain only some of the optimizer trees.
+    # If `abstract` has no step, it may contain only some of the optimizer trees.
     if "step" not in abstract and "optimizer" in saved:
         trees = saved["optimizer"]
         saved["optimizer"] = {name: trees[name] for name in abstract["optimizer"] if name in trees}
@@ -490,7 +490,7 @@ def _select_sections(
 
 
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
-    """Sum the shard digests over all processes, which gives the digests of the full arrays."""
+    """Return the digests of the full arrays: the sums of the shard digests over all processes."""
     if jax.process_count() > 1:
         local = [(digest.value, digest.elements, digest.non_finite) for digest in sums.values()]
         rows = _allgather(np.array(local, np.uint64).view(np.uint32))
@@ -501,7 +501,7 @@ def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
 
 
 def _allgather(array: np.ndarray) -> np.ndarray:
-    """Return an array `[processes, ...]` with the array of every process."""
+    """Gather the arrays of all processes into one array `[processes, ...]`."""
     # XLA on CPU may run a single-device program and a multi-device program concurrently, which can
     # mix up their messages. Therefore, wait for all pending programs before the all-gather.
     jax.block_until_ready(jax.jit(jnp.add)(0, 0))

@@ -288,7 +288,7 @@ _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 @dataclass(slots=True)
 class SaveResult:
-    """Result of a save. Fields with defaults are set at its end, and `error` is None on success."""
+    """Result of a save. Fields with defaults are set when it ends; `error` is None on success."""
 
     folder: CheckpointFolder
     step: int
@@ -303,7 +303,7 @@ _CHUNK_BYTES = 1 << 26
 little memory for any mesh of the run."""
 
 _EVEN, _FEW = 16, 256
-"""Arrays are divided into chunks only if all sizes above `_FEW` are multiples of `_EVEN`."""
+"""Arrays are divided into chunks only if all dims above `_FEW` are multiples of `_EVEN`."""
 
 
 def _chunks(state: Tree) -> Tree:

@@ -3,9 +3,9 @@
 The printed script calls the installed command, which computes completions from its parser without
 heavy imports.
 
-For bash, this module also parses and writes quoted words, without expansion. Readline replaces the
-end of a line, starting inside the last word. The replacement is escaped for the quote that is open
-at the start of the replacement.
+For bash, this module also parses and writes quoted words, without expansion. Readline replaces only
+the end of the line, and the replaced part may start inside the last word. The replacement is
+escaped for the quote that is open at its start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Word:
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
-    """Offset in the line after each character of the text."""
+    """Offsets in the line: the end of each character of the text."""
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """Parse the next segment of a word. Return (open quote after it, its text, end offset)."""
+    """Parse the next segment of a word. Return (quote open after it, text, end offset)."""
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -138,7 +138,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """Return a character, escaped for a quote that is open and remains open."""
+    """Escape a character for an open quote; the quote remains open."""
     if quote == _ANSI:
         if character.isprintable() and character not in "'\\!":
             return character
@@ -160,7 +160,7 @@ def _escaped(character: str) -> str:
 REQUEST_OPTION = "--complete"
 """Hidden option for the shell scripts. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
 unquoted words, with the incomplete word last. bash passes `bash LINE TEXT`: the line up to the
-cursor, and the end of the line that the completion replaces.
+cursor, and the part at the end of the line that the completion replaces.
 
 Every completion ends with a null byte, which no name contains, so the shell evaluates none of the
 text. zsh and fish quote completions themselves, and zsh accepts a trailing space. For bash, the
@@ -264,7 +264,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the command named by the words, and the arguments so far."""
+    """Return the parser of the command that the words name, and the arguments of the command."""
     command: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:

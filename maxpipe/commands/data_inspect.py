@@ -99,7 +99,7 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Config keys that would add other documents, with values that reset them."""
+"""Config keys that would add other documents, with values that disable these keys."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
@@ -217,7 +217,8 @@ RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of th
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     """Return the inputs, with a run replaced by its config file, and the run folder or "".
 
-    A name that matches both a config and a run means the config. The folder path selects the run.
+    A name that matches both a config and a run selects the config. The folder path selects the
+    run.
     """
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""

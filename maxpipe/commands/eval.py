@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise an error for an option has no effect in combination."""
+    """Raise an error for an option that has no effect because `--choices` is set or not set."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}

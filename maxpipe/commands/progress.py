@@ -50,7 +50,7 @@ class ProgressBar:
             self._bar.start()
 
     def report(self, task: str, done: int, total: int, remark: str = "") -> None:
-        """Show the progress of a task, with a remark such as the rate.
+        """Show the progress of a task, with a note such as the rate.
 
         An empty name means the previous task. A total of 0 means that the total is unknown.
         """

@@ -67,7 +67,7 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""Minimum year of a clock that has been set."""
+"""A clock that shows an earlier year has never been set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 The processes monitor each other through this channel. The channel uses only threads and sockets, so
 a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
-Peers authenticate with the run's secret. The coordinator decides for all processes; in a run of one
-process, that process is its own coordinator. The coordinator ends the run if a process reports a
+Peers authenticate with the run's secret. In a run of one process, that process is its own
+coordinator. The coordinator ends the run if a process reports a
 failure, disconnects or does not respond, or if no process makes progress. The conditions are
-checked in this order of priority.
+checked in this order.
 
 jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
-limits of the control channel are shorter, so that the control channel reports first.
+time limits of the control channel are shorter, so that the control channel reports the cause first.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CoordinatorState:
     """Exit code that all processes use after the stop."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Processes, keyed by compared name and value."""
+    """Indices of processes, keyed by the name of a compared value and by the value."""
 
 
 class ControlChannel:

@@ -1,4 +1,4 @@
-"""Run the coordinator in process 0, which tracks all processes of a run and decides for them.
+"""Run the coordinator in process 0: track all processes of a run, and decide when they stop.
 
 `control_channel` is the client side, `protocol` authenticates messages, and `listener` accepts
 connections.
@@ -147,7 +147,7 @@ def sanitize_peer_text(text: str, most: int) -> str:
 
 
 def sanitize_exit_code(code: int) -> int:
-    """Return the exit code of a peer, which must indicate a failure."""
+    """Return the exit code of a failed peer, or `ExitCode.BUG` if its code is not 1 to 255."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
@@ -165,7 +165,7 @@ class Member:
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
     mark: tuple[int, float, float] | None = None
-    """Step, time without waits and clock time at the last comparison of process times."""
+    """Step, time excluding waits, and clock time when process times were last compared."""
     left: bool = False
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ class Member:
 
 
 class Coordinator:
-    """Tracks the processes of a run and decides for them. `say` prints a line.
+    """Tracks the processes of a run and decides when they stop. `say` prints a line.
 
     Args:
         count: number of processes.
@@ -195,7 +195,7 @@ class Coordinator:
         self._listener: Listener | None = None
         self._selector = selector
         self._unknown: dict[AuthenticatedConnection, float] = {}
-        """Authenticated connections that sent no hello yet, with the time of their
+        """Authenticated connections that have not sent `hello` yet, with the time of their
         authentication."""
         self._refusal = ""
         self._lock = threading.RLock()
@@ -210,7 +210,7 @@ class Coordinator:
         self._values: dict[str, dict[int, str]] = {}
         self._last_report = time.monotonic()
         self._suspected: dict[int, int] = {}
-        """Processes that seemed stuck at the last check, with their number of heartbeats."""
+        """Processes that seemed stuck at the last check, with the number of heartbeats received."""
 
     # Connections.
 
@@ -344,7 +344,7 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Wait until the other processes have disconnected. Called by the reading thread."""
+        """Wait until the other processes have disconnected. Called by the channel's thread."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():

@@ -34,7 +34,7 @@ def own_addresses(host: str) -> list[str]:
     """Return the local addresses to which `host` resolves, or nothing if it does not resolve."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
-    except socket.gaierror:  # other hosts, or this host later, may resolve the name
+    except socket.gaierror:  # other hosts may resolve the name
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
@@ -47,7 +47,7 @@ def _resolve(host: str, port: int) -> list[Any]:
 
 
 def _is_local_address(address: str) -> bool:
-    """Return whether a local interface, as opposed to a router or service, has the address."""
+    """Return whether the address belongs to an interface of this host, not to a router."""
     family, kind, _, _, where = _resolve(address, 0)[0]
     try:
         with socket.socket(family, kind) as probe:
@@ -116,7 +116,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # not closed by an eviction
+            elif source in self._unauthenticated:  # not evicted meanwhile
                 proved += self._authenticate(source)
         for stranger in [each for each in self._unauthenticated if now - each.since > _SECONDS]:
             self._reject(stranger)

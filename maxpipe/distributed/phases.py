@@ -39,7 +39,7 @@ class PhaseStatus:
 
 
 class Phases:
-    """Tracks nested phases. Time counts for the innermost phase."""
+    """Tracks nested phases. Time is attributed to the innermost phase."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -54,7 +54,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
-        """Context in which time counts for `phase`."""
+        """Context in which time is attributed to `phase`."""
         with self._lock:
             self._add_elapsed()
             self._open.append(phase)

@@ -346,7 +346,7 @@ def remove_secret(folder: Path, port: int) -> None:
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Remove the secrets, for all ports, of processes that were killed.
+    """Remove all secrets that killed processes have left in the folder.
 
     The caller must hold the folder's lock, so that all processes of its run have connected.
     """

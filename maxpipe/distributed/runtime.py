@@ -35,8 +35,8 @@ from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
-# jax aborts a process with SIGABRT if other processes do not connect or are lost, so the limits of
-# jax are longer.
+# The time limits of jax are longer than ours, because jax aborts a process with SIGABRT if other
+# processes do not connect or are lost.
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
@@ -149,8 +149,8 @@ _BY_FUSIONS = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_ASYNC_ALL_TO_ALL,
 }
-"""Overlap gathers with the fusions of other work. libtpu 0.0.50 allows this only on v5e, because
-other devices might hang or compute wrong values."""
+"""Overlap gathers with other operations inside fusions. libtpu 0.0.50 allows this only on v5e,
+because other devices might hang or compute wrong values."""
 _BY_SPARSE_CORES = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -166,7 +166,7 @@ _ASYNC_OPTIONS = {
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
-"""Options keyed by device kind. Other devices support neither fusions nor sparse cores."""
+"""Options keyed by device kind. Other devices support neither method."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
 """Options to save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
@@ -178,9 +178,9 @@ to 5%, and increases compile time by a third to two thirds."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
-(70B, 405B). The listed device kinds always use 32 MiB. With `d_model=4096`, this limit saves 1 to
-2% on v5p, nothing with experts (`benchmarks/tpu_step.md`) and 13% on v6e
-(`benchmarks/low_precision.md`)."""
+(models with 70B and 405B parameters). The listed device kinds always use 32 MiB. With
+`d_model=4096`, this limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On v5p,
+it saves 1 to 2%, and nothing for models with experts (`benchmarks/tpu_step.md`)."""
 
 
 def compiler_options(
@@ -193,8 +193,8 @@ def compiler_options(
 ) -> dict[str, str]:
     """Return the XLA options of the train step for a platform and device kind.
 
-    `spares_memory` prefers less memory over fewer cycles. `in_8_bits` indicates that some matmuls
-    are 8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
+    `spares_memory` reduces memory at the cost of more cycles. `in_8_bits` indicates that some
+    matmuls are 8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
         return {}
@@ -213,7 +213,7 @@ def use_cpu_only() -> None:
 
 
 def _remove_log_printers() -> None:
-    """Remove the log handler that orbax adds on import, which prints every warning twice."""
+    """Remove the log handler that orbax adds on import: with it, every warning appears twice."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if type(handler) is logging.StreamHandler:

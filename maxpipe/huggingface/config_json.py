@@ -1,7 +1,7 @@
 """Conversion between the `model` section and `config.json`, without jax.
 
 Duplicate values in a `config.json` are resolved first, with the precedence of transformers 5.
-After the resolution, table rows read each value from a single key.
+Each row of a family's table then reads its value from a single key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
 """Rotary types that use the original context length."""
 
 _HETEROGENEOUS = "per_layer_config"
-"""Key that overrides the config of single layers, for every class of transformers."""
+"""Key with which the config of any transformers class overrides values of single layers."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
 def _select_language_model(
     found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
 ) -> None:
-    """Select the section of the language model. It takes precedence except for weight tying."""
+    """Select the language model's section; its values take precedence except for weight tying."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
         found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
@@ -285,7 +285,7 @@ def _drop_unread(
         (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
     )
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
-        return  # the row raises an error
+        return  # a later check reports the type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
         rule = f"must be 1 with rope_type = {kind!r}: partial rotation is not supported."
@@ -297,7 +297,7 @@ def _drop_unread(
 
 
 _ALWAYS_SET = (_ORIGINAL, "factor")
-"""Parameters that are set here for all scaling types, but used by only some of them."""
+"""Parameters that this module sets for all scaling types, but that only some types use."""
 
 
 def _is_name(kind: Any) -> bool:
@@ -499,7 +499,7 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """Return the equivalent class of transformers, and its config.json values for a model.
+    """Return the table of the equivalent transformers class, and the model's config.json values.
 
     Raises:
         ConfigError: no class is equivalent.
@@ -535,8 +535,9 @@ def _exportable_families() -> Iterator[str]:
 def to_json(
     table: HuggingFace, said: Mapping[str, Any], kept: Ours, dtype: str, defaults: Ours
 ) -> str:
-    """Return config.json with the table values, and the kept keys from `kept` or else
-    `defaults`.
+    """Return config.json with the values `said` and the kept keys.
+
+    A kept key that `kept` lacks has its value in `defaults`.
     """
     others = {
         row.theirs: found[row.theirs]

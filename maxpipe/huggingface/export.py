@@ -106,7 +106,8 @@ def export(
 ) -> None:
     """Write config.json, safetensors files, and the tokenizer's files if they exist.
 
-    `dtype` is one of `TYPES`. None uses the dtype of the imported weights, or the stored dtype.
+    `dtype` is one of `TYPES`. If it is None, the tensors have the dtype of the imported weights, or
+    else the stored dtype.
 
     Raises:
         ConfigError: the model has no Hugging Face format, or `out` exists.
@@ -278,7 +279,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Group tensors into files, in network order."""
+    """Group tensors into files, in the order of the model's layers."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():

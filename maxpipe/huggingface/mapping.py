@@ -122,7 +122,7 @@ class TensorSlice(NamedTuple):
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if not divisible."""
+        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if indivisible."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
@@ -137,7 +137,7 @@ class TensorSlice(NamedTuple):
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape of the tensor, given its known number of rows.
 
-        If parts are interleaved, each part has all rows.
+        If parts are interleaved, each part extends over all rows.
         """
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
@@ -157,7 +157,8 @@ class TensorMapping:
     params: Mapping[str, Param]
     """Parameters without the layer dim, keyed by checkpoint name."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Tensor shapes in network order, including duplicate tensors, keyed by tensor name."""
+    """Tensor shapes keyed by tensor name, in the order of the model's layers. Duplicate tensors are
+    included."""
     copied_slices: Mapping[str, tuple[TensorSlice, ...]]
     """Slices of duplicate tensors, keyed by checkpoint name. An import may lack these tensors."""
 
@@ -241,8 +242,8 @@ def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Return slices of duplicate tensors, keyed by checkpoint name. A tied table has slices for
-    both uses.
+    """Return slices of duplicate tensors, keyed by checkpoint name. A tied
+    embedding table has slices for both of its uses.
     """
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
@@ -361,7 +362,7 @@ def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, .
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the lead dim per slab
+    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the dim `lead` per slab
     if piece.is_divisible:
         found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):

@@ -237,8 +237,9 @@ def write_adapters(
 ) -> list[str]:
     """Write both adapter files, and return the names of the modules with an adapter.
 
-    `model` has adapters; `both` maps its parameters without the adapters. `base` is the folder or
-    hub id of the base. None writes the address of the base's checkpoint.
+    `model` has adapters; `both` maps the parameters of the model without adapters. `base` is the
+    folder or hub id of the base. If `base` is None, the address of the base's checkpoint
+    is written.
 
     Raises:
         ConfigError: PEFT does not support an adapter.
@@ -280,8 +281,9 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Return our input and output dims in tensor order, and whether they are those of the
-    matmul.
+    """Return our input and output dims in the order of the tensor, and a flag.
+
+    The flag is true if the input dims are the dims that the matmul contracts.
     """
     summed, ours = place.kind.adapters[place.key].num_contracted_dims, piece.axis_mapping.param_dims
     outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)

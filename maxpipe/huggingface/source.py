@@ -127,7 +127,7 @@ class HuggingFaceFolder:
     def read_region(
         self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
     ) -> np.ndarray:
-        """Read a region of one of our parameters, with stacked layers in network order.
+        """Read a region of one of our parameters, with layers stacked in model order.
 
         With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
 
@@ -387,5 +387,5 @@ def _check_entries(
 
 
 def num_params(source: HuggingFaceFolder) -> int:
-    """Return the number of parameters of the model; a tied table counts once."""
+    """Return the number of parameters of the model; a tied embedding table counts once."""
     return sum(math.prod(shape) for shape in source.mapping.shapes.values())

@@ -77,8 +77,9 @@ def _pattern(name: str) -> str:
 
 
 def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the alternative rows if the files have all their tensors and none of the tensors that
-    they replace.
+    """Return the rows `other` if the files have all tensors of these rows.
+
+    Return no rows if some tensors are missing, or if the files have a tensor that `other` replaces.
     """
     wanted = {_pattern(row.theirs) for row in other.values()}
     replaced = {_pattern(rows[name].theirs) for name in other} - wanted

@@ -164,7 +164,8 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 def lock(file: int | IO[bytes], *, wait: bool = False) -> bool:
     """Lock an open file or folder for this process, and return whether it is locked now.
 
-    The lock ends with the process in any way. Not all shared file systems extend it to other hosts.
+    The lock ends when the process ends, for any reason. On some shared file systems, other hosts do
+    not see the lock.
 
     Raises:
         OSError: the file system does not support locks.

@@ -7,8 +7,8 @@ the secret is redacted wherever maxpipe writes it: console, error messages, trac
 Redaction does not affect resuming: a resumed run reads its config from the command line, and
 compares only sections that contain numbers and choices.
 
-A value counts as a secret in three cases: it has the form of a known type of secret, it follows the
-name of a secret, or it equals the value of an environment variable with such a name.
+A value counts as a secret in three cases: it matches the pattern of a known type of secret, it
+follows the name of a secret, or it equals the value of an environment variable with such a name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SECRET_FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Regular expression that matches known forms of secrets. In a path, a URL may have lost one
+"""Regular expression that matches known types of secrets. In a path, a URL may have lost one
 slash."""
 
 _SECRET_NAME = (
@@ -91,7 +91,7 @@ def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
     variables = {value for name, value in os.environ.items() if is_secret_name(name)}
     secrets = [value for value in variables if len(value) >= _MIN_ENVIRONMENT_CHARS]
     for secret in (*_registered_secrets, *secrets):
-        for text in {secret, secret.replace("\n", "\\n")}:  # error headings escape line breaks
+        for text in {secret, secret.replace("\n", "\\n")}:  # some messages escape line breaks
             start = given.find(text)
             while start >= 0:
                 yield start, start + len(text)

@@ -1,4 +1,4 @@
-"""Create a JobSet for GKE: one Job per slice, one pod per host, and restarts by exit code.
+"""Create a JobSet for GKE: one Job per slice, one pod per host, restarts based on exit codes.
 
 A failed pod immediately fails its Job. The JobSet then restarts all Jobs or no Jobs, because the
 processes of a run cannot continue alone. If a queue is named, Kueue admits the JobSet, as XPK
@@ -31,7 +31,7 @@ _MOUNT_OPTIONS = "implicit-dirs,file-mode=666,dir-mode=777"
 _NODE_POOL = "cloud.google.com/gke-nodepool"
 
 _PORTS = (8471, 8431, 8482)
-"""Ports of libtpu between hosts, of libtpu metrics, and of jax's coordinator."""
+"""Ports for libtpu traffic between hosts, libtpu metrics, and jax's coordinator."""
 
 _RULES = (
     ("preempted", "RestartJobSetAndIgnoreMaxRestarts", {"values": [int(ExitCode.PREEMPTED)]}),
@@ -39,10 +39,11 @@ _RULES = (
     ("final", "FailJobSet", {"values": list(filter(is_final, range(1, 256)))}),
 )
 """Failure rules in order, as (name, action of the JobSet, matching pods). All other failures, i.e.
-kills and exit code 71, use up restarts. After the death of a node, the remaining pods exit with 71
-long before Kubernetes reports the lost pod."""
+kills and exit code 71, count toward the restart limit. After the death of a node, the remaining
+pods exit with 71 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Multiplier for `launch.restarts`. A JobSet counts all restarts, even after newer checkpoints."""
+"""Multiplier for `launch.restarts`. A JobSet counts all restarts; a newer checkpoint does not reset
+the count."""
 
 
 _SUBMIT_SCRIPT = """\

@@ -247,7 +247,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
         "runtime.compiled_step": config.runtime.compiled_step,
     }
     folder, restore_from = workdir / run_folder(config.run), config.checkpoint.restore_from
-    # Otherwise, the file is not read.
+    # A run that resumes from its own checkpoint does not read this path.
     if restore_from and newest_step(folder, config.checkpoint.dir) is None:
         named["checkpoint.restore_from"] = _restore_run_path(restore_from, config.run.dir, workdir)
     paths: list[tuple[str, str]] = []

@@ -1,9 +1,9 @@
 """Initial weights of a run: from a checkpoint of another run or from a Hugging Face folder.
 
 The model config is checked before weights are read. The vocabulary may grow. Arrays have checkpoint
-layout: network order, without padding. Checkpoints of runs with adapters hold only the adapters and
-a reference to the base. The base remains at its address, and each read verifies a digest of its
-content.
+layout: layers in model order, without padding. Checkpoints of runs with adapters hold only the
+adapters and a reference to the base. The base remains at its address, and each read verifies a
+digest of its content.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def vocabulary_growth_note(before: int, now: int) -> str:
 KEY = "checkpoint.restore_from"
 
 _MTP_HEADS_KEY, _MTP_KIND_KEY = "model.mtp_heads", "model.mtp_kind"
-"""The number and the architecture of the heads. The architecture is ignored if the number is 0."""
+"""Keys of the number and the architecture of multi-token prediction heads. The architecture is
+ignored if the number is 0."""
 
 # Model keys that may change between a checkpoint and a run that resumes from it.
 _FREE_MODEL_KEYS = frozenset(
@@ -136,8 +137,8 @@ _FREE_MODEL_KEYS = frozenset(
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
 """Keys that may change in the section of any family."""
 
-# Also the dtype of the optimizer state. A run that starts from weights alone has no saved optimizer
-# state, so it can cast the weights.
+# This key is also the dtype of the optimizer state. A run that starts from weights alone has no
+# saved optimizer state, so it can cast the weights.
 _TYPE = "model.param_dtype"
 
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -353,7 +354,7 @@ _FREE = frozenset({"dropout", "targets"})
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record of a base, which checkpoints store."""
+    """Return the record that checkpoints store about a base."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 

@@ -61,9 +61,9 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer with the framing of prompts and texts from the model's training.
+        """Return a tokenizer that formats prompts and texts as in the model's training.
 
-        Other models use the framing of `transformers`.
+        For models that maxpipe did not train, it formats them as `transformers` does.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
@@ -103,10 +103,10 @@ class OpenedModel:
             )
 
     def params(self, steps: Steps) -> Any:
-        """Read the parameters in checkpoint layout, on the mesh of the steps.
+        """Read the parameters in checkpoint layout, on the mesh of `steps`.
 
         Raises:
-            ConfigError: the parameters belong to another model than the config.
+            ConfigError: the config describes another model.
             StorageError: the parameters are damaged.
         """
         return self.read(self.loaded, steps)
@@ -258,7 +258,7 @@ def _open_folder(
 
 
 class _SilentNotifier:
-    """Notifier without output: the run that trained the adapters already reported on the base."""
+    """Notifier without output: the run that trained the adapters has already printed messages."""
 
     def note(self, text: str) -> None:
         """Ignore the text."""

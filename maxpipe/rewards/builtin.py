@@ -70,8 +70,8 @@ def read_pattern(record: Record, field: str) -> re.Pattern[str]:
 def expected_value(record: Record, field: str) -> Fraction:
     """Return the value of the expression in a field of a record, or in its prompt.
 
-    Without the field, the expression is the text before the last `=` of the prompt, on the same
-    line.
+    Without the field, the expression is the text before the last `=` of the prompt, from the start
+    of that line.
     """
     if field in record:
         return evaluate_expression(read_text(record, field))

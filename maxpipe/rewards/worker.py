@@ -21,7 +21,7 @@ from maxpipe.rewards import builtin
 _MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""Time after the limit at which this process ends, if its parent process has not ended it."""
+"""Time from the limit until this process ends itself, if its parent process has not ended it."""
 
 
 def main() -> None:

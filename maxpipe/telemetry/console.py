@@ -1,6 +1,6 @@
 """The console of a run, which prints all output for the user.
 
-The console cannot stop a run: if the terminal is closed, output is lost but no steps are.
+The console cannot stop a run: if the terminal is closed, output is lost, but the run continues.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ class Console:
         self._print(text)
 
     def tell(self, text: str) -> None:
-        """Print a message, on any process."""
+        """Print a message, even if this is not process 0."""
         named = f"[process {self._process_index}] " if self._process_index else ""
         self._print(f"{named}{text}", every_process=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning, on any process."""
+        """Print a warning, even if this is not process 0."""
         self.tell(f"warning: {text}")
 
     def close(self) -> None:

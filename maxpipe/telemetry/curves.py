@@ -228,7 +228,7 @@ class Attempt:
     end: datetime
     """Time of the last record."""
     first: int | None = None
-    """Step from which the attempt resumed, or None if the attempt ended earlier."""
+    """Step from which the attempt resumed, or None if the attempt ended before that."""
     last: int = 0
     ended: str = "killed"
     uptime: float = 0.0

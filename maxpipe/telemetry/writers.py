@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
-A failed write never stops a run: if the disk is full, records are lost but steps are not. The code
-that starts the run creates the run folder. `ours` is called before every record. If `ours` returns
-false, the run has lost the lock of its folder and nothing is written.
+A failed write never stops a run: if the disk is full, records are lost, but the run continues. The
+code that starts the run creates the run folder. `ours` is called before every record. If `ours`
+returns false, the run has lost the lock of its folder and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
@@ -378,8 +378,8 @@ class _TensorBoardFile:
     """A TensorBoard event file that is written without TensorFlow and without a thread.
 
     The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
-    used. Its thread dies on a full disk, which loses all later records, and the class imports
-    TensorFlow if TensorFlow is installed.
+    used: if the disk is full, its thread dies and all later records are lost. The class also
+    imports TensorFlow if TensorFlow is installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):
