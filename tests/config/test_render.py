@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from maxpipe.config import render, schema
-from maxpipe.config.keys import KEYS, NAMED_KEYS, NAMED_SECTIONS, SECTIONS
+from maxpipe.config.keys import ALL_KEYS, ALL_SECTIONS, SECTIONS
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
 from maxpipe.models.count import num_params
@@ -27,7 +27,7 @@ Golden = Callable[[str, str], None]
 
 def test_every_section_and_key_has_a_doc():
     docs = render.field_docs()
-    assert set(docs) == {*SECTIONS, *KEYS, *NAMED_SECTIONS, *NAMED_KEYS}
+    assert set(docs) == {*ALL_SECTIONS, *ALL_KEYS}
     assert all(doc.endswith(".") and "\n" not in doc for doc in docs.values())
 
 
@@ -38,7 +38,7 @@ def test_a_doc_is_the_string_below_its_field():
     assert ast.get_docstring(ast.parse(Path(schema.__file__).read_text())) not in docs.values()
 
 
-@pytest.mark.parametrize("key", ["", *SECTIONS, *KEYS])
+@pytest.mark.parametrize("key", ["", *ALL_SECTIONS, *ALL_KEYS])
 def test_explain_covers_everything(key: str):
     text = render.explain(key)
     assert text.endswith("\n") and max(map(len, text.splitlines())) <= 100
