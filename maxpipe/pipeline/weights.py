@@ -195,6 +195,7 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
 @dataclass(frozen=True)
 class LayerWeights:
     """Weights of one stage's layers, stacked `[R * L, ...]`, in one of three gather modes.
+
     `iteration` stores shards and gathers each layer when it is used. `step` stores all weights
     gathered. `visit` stores a prefetch window of gathered chunks. Gradients of trainable weights
     are accumulated with the same sharding as the stored weights.
