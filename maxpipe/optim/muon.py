@@ -5,10 +5,10 @@ matrices give each device some complete matrices. The device orthogonalizes thes
 inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of B bytes
 sends 2 (n - 1) / n B in total, if n divides the number of matrices.
 
-Source: The Newton-Schulz iteration and its coefficients are those of Keller Jordan's Muon. The
-update is scaled by 0.2 times the square root of the longer side, which matches the magnitude of
-AdamW's updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other variants of Muon also
-distribute matrices over devices.
+Source: Keller Jordan's Muon (the Newton-Schulz iteration and its coefficients). The update is
+scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's
+updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other variants of Muon also distribute
+matrices over devices.
 """
 
 from __future__ import annotations

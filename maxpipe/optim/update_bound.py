@@ -43,8 +43,8 @@ def bound_update(
 
     Returns:
         The same bounds after the update, or infinity if a value might overflow. The bounds are much
-        larger than actual values, because the root of a second moment may be 0. They only exclude
-        overflow.
+        larger than actual values, because the root of a second moment may be 0. They are used only
+        to exclude overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.

@@ -1,14 +1,13 @@
-"""Placement of orders in a table, in several passes that assign ticks to actions and slots to
-values.
+"""Placement of orders in a table: passes that assign ticks to actions and slots to values.
 
 1. `_earliest_ticks` assigns to each action the first tick that its inputs and the order of its
-    stage allow.
+   stage allow.
 2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
    interval of time on one stage. Interval colouring then assigns the fewest possible slots.
 3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
    reduction of the chunk's gradients after the run.
 4. `_prologue_rounds` groups entering microbatches into rounds. The prologue layers run once per
-    round.
+   round.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Ring:
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return the direction of a message: +1 to the next stage, -1 to the previous, 0 for none.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous, 0 to itself.
 
         `repeat` is the sender's repeat; `turns` is true if the receiver's repeat is different.
         """
@@ -340,8 +340,7 @@ def balance_layers(
         """Return the minimum cost of the first n layers in k chunks, and the size of the last
         chunk.
 
-        The cost is the cost of the costliest chunk, or the sum of squared costs if `limit` is
-        finite.
+        The cost is the largest cost of a chunk, or the sum of squared costs if `limit` is finite.
         """
         value = np.full((num_chunks + 1, len(total)), np.inf)
         taken = np.zeros(value.shape, np.int32)

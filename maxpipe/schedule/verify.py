@@ -170,7 +170,7 @@ class _Simulation:
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.weight_window
         self.schedule = schedule
-        # Reading single elements of lists is much faster than of arrays.
+        # A single element of a list is read much faster than an element of an array.
         self.arrivals = [(a.port, a.direction, a.slot.tolist()) for a in schedule.arrivals]
         self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
