@@ -27,7 +27,7 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Value of each 4-bit code as a fraction of the block's largest magnitude, from the paper's
+"""Value of each 4-bit code as a fraction of the block's largest magnitude; from the paper's
 table."""
 
 
@@ -44,7 +44,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # Summing comparisons with the thresholds gives the code without an array over all codes.
+    # The code is the number of thresholds below the value; this sum needs no array over all codes.
     below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -65,7 +65,7 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """Split the dim into (blocks, values of a block). In the result, `dim` indexes the values."""
+    """Split the dim into (blocks, values in a block). In the result, `dim` indexes the values."""
     at = weight.ndim + dim
     size = weight.shape[at]
     return weight.reshape(*weight.shape[:at], blocks, size // blocks, *weight.shape[at + 1 :])
@@ -80,8 +80,8 @@ collide with it."""
 def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
     """Derive all stored layer parameters from the initialized or loaded parameters.
 
-    The arrays may have leading stacking dims. DoRA magnitudes are the column norms of the quantized
-    base, so a new adapter does not change the model.
+    The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
+    of the quantized base matrix, so a new adapter does not change the model.
     """
     base, stored = dict(found), dict[Key, Array]()
     for key, weight in found.items():
@@ -102,7 +102,7 @@ def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
 
 
 def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
-    """Quantize a matrix and return its dequantized values."""
+    """Quantize a matrix and return the dequantized values."""
     return dequantize(*_quantize_param(kind, key, weight), _scale_dim(kind, key), weight.dtype)
 
 

@@ -27,11 +27,11 @@ from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 # Llama 3.1: wavelengths above the original context length are fully scaled. Wavelengths below a
-# quarter of that length are kept.
+# quarter of that length are not scaled.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
-# YaRN's beta: pairs with at least 32 rotations are kept, and pairs with at most one rotation are
-# fully scaled.
+# YaRN's beta: pairs with at least 32 rotations are not scaled, and pairs with at most one rotation
+# are fully scaled.
 _FAST_TURNS = 32.0
 _SLOW_TURNS = 1.0
 
@@ -85,10 +85,10 @@ def _max_visible_tokens(context: LayerContext) -> int:
 def _yarn(
     rope: attention.Rope, frequencies: Float[Array, " half"], context: LayerContext
 ) -> Float[Array, " half"]:
-    """Blend scaled and unscaled frequencies with a ramp over pair indices.
+    """Interpolate between scaled and unscaled frequencies with a ramp over pair indices.
 
-    The ramp is linear in the logarithm of a pair's rotations. The ramp boundaries are integers in
-    most released models (arXiv:2309.00071).
+    The ramp is linear in the logarithm of the number of rotations of a pair. The ramp boundaries
+    are integers in most released models (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
@@ -139,7 +139,7 @@ def _rotate_by_matmul(
 ) -> Float[Array, "B T N H"]:
     """Rotate with a matmul that is exact, because each sum has only one nonzero term.
 
-    The matmul is exact in bfloat16 at any precision and in float32 at the highest precision.
+    For bfloat16 it is exact at any matmul precision, and for float32 at the highest precision.
     """
     half, size = cos.shape[-1], x.shape[-1]
     rest = [(0, 0)] * 3 + [(0, size - 2 * half)]
@@ -161,7 +161,7 @@ def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Arra
 
 
 def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
-    """Rotate by the negative angles, without sums of low-precision gradients."""
+    """Rotate by the negative angles. This avoids sums of low-precision gradients."""
     cos, sin = angles
     return _rotate_by_matmul(grad, cos, -sin), None, None
 
@@ -242,7 +242,7 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the window's name, or "" if the cache size selects the rotary factors."""
+        """Return the window's name, or "" if the rotary factors depend on the cache size."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Decoder: pure functions of the parameters that a model description declares.
 
 Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
-layers of each layer type in network order. `Decoder.apply` is the plain loop over layers, which is
-the reference for pipelined runs. The pipeline calls `layer` and `norm`. The module also initializes
+layers of each layer type in model order. `Decoder.apply` is the plain loop over layers, which is
+the reference for pipelined runs. The pipeline calls `layer` and `norm`. This file also initializes
 parameters and defines `Block`, a layer of any type.
 """
 
@@ -72,7 +72,7 @@ class Block(nnx.Module):
         """Apply the layer; `key` is its dropout key, None disables dropout."""
         branches, keys = self.kind.branches, None
         if key is not None and any(branch.dropout for branch in branches):
-            # Keys depend on the example, so dropout is independent of how the batch is sharded.
+            # Keys depend on the example, so dropout does not depend on how the batch is sharded.
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
@@ -114,8 +114,8 @@ def init_params(
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """Initialize parameters, keyed by name.
 
-    Each random parameter gets a key from its index among the random parameters. Parameters that are
-    derived from others are omitted.
+    The key of a random parameter is derived from its index among the random parameters. Parameters
+    that are derived from others are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -156,7 +156,7 @@ def normal_approximation(
 MTP = "ahead"
 """Key of the parameters and statistics of multi-token prediction heads."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Random stream of each outer parameter. Layers use stream 0."""
+"""Random stream of each parameter outside the layers. Layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -165,13 +165,13 @@ Statistics = Mapping[str, Array]
 
 
 class DecoderOutput(NamedTuple):
-    """Result of the plain loop for a batch."""
+    """Result of the plain loop over layers for a batch."""
 
     logits: Float[Array, "B T V"]
     """Float32 logits."""
     losses: Losses
     """Float32 losses keyed by name, summed over all layers and target tokens. If the batch has
-    targets, they include the losses of multi-token prediction heads."""
+    targets, the losses of multi-token prediction heads are included."""
     statistics: Mapping[str, Statistics]
     """Statistics keyed by layer type and name, summed over tokens, with shape `[layers of the type,
     ...]`. If the batch has targets, the statistics of layer heads are under `ahead`, with shape
@@ -287,11 +287,11 @@ class Decoder:
     ]:
         """Return the function that applies a layer of this type.
 
-        The function receives parameters, x, inputs, the layer's index and a key, and returns x,
-        losses and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`, and
-        `example_ids` `[B]`, the indices of sequences in the global batch. Dropout keys depend on
-        the step (in the key), the layer and the example, so dropout is independent of how the batch
-        is sharded. Without a key, dropout is disabled.
+        The function receives parameters, x, inputs, the layer's index and a key, and returns the
+        output, losses and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`,
+        and `example_ids` `[B]`, the indices of sequences in the global batch. Dropout keys depend
+        on the step (in the key), the layer and the example, so dropout does not depend on how the
+        batch is sharded. Without a key, dropout is disabled.
         """
 
         def run(
@@ -361,7 +361,7 @@ class Decoder:
 
         The output is the input of the output projection and of the next head. `x` is the previous
         head's output, or the final norm's output for the first head. `embedded` holds the
-        embeddings of the tokens ahead, and `number` is the head's zero-based index. Layer indices
+        embeddings of the later tokens, and `number` is the head's zero-based index. Layer indices
         of heads continue after those of the network.
         """
         heads = self.model.ends.mtp_layers
@@ -497,10 +497,10 @@ class Decoder:
     # Decoding.
 
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
-        """Return the parameters with a list of layers in network order instead of stacked layers.
+        """Return the parameters with a list of layers in model order instead of stacked layers.
 
-        Decoding reads every layer for each token; slices of a stacked array would be copied first.
-        `split` splits a stacked array into one array per layer.
+        Decoding reads every layer for each token, and XLA would copy each slice of a stacked array
+        first. `split` splits a stacked array into one array per layer.
         """
         stacks = params["layers"]
         if not isinstance(stacks, Mapping):
@@ -522,20 +522,20 @@ class Decoder:
         return self._of_caching_part(kind, lambda module, part: module.cache_axes(part))
 
     def _of_caching_part(self, kind: str, read: Callable[[Any, Part], Any]) -> Any:
-        """Return `read(module, part)` of the part that caches earlier tokens; None without one."""
+        """Return `read(module, part)` for the part that caches earlier tokens; None without one."""
         parts = (branch.part for branch in self.model.layer_types[kind].branches)
         values = (read(_MODULES[type(part)], part) for part in parts)
         return next((value for value in values if value is not None), None)
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
-        """Return the empty caches of all layers, in network order.
+        """Return the empty caches of all layers, in model order.
 
         `piece` is the maximum number of tokens that are appended at once. If it is set, the cache
-        of a windowed layer holds only these tokens and the window of the first of them.
+        of a layer with a window holds only these tokens and the window before them.
         """
         caches = []
         for number, kind in enumerate(self.model.layers):
-            # The name of the per-layer value that limits the cache.
+            # Name of the per-layer value that limits the cache size.
             window = self._of_caching_part(
                 kind, lambda module, part: module.cache_window(part) or None
             )

@@ -1,8 +1,8 @@
 """Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
-For expert parallelism, every device reserves capacity for tokens from every other device. Tokens
-are sent in buffers of a fixed size, whose last rows may be empty. On TPUs, a ragged all-to-all
-sends only the rows in use.
+For expert parallelism, every device reserves capacity for tokens from each of the other devices.
+Tokens are sent in buffers of a fixed size, whose last rows may be empty. On TPUs, a ragged
+all-to-all sends only the rows in use.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def dispatch_tokens(
     """Send each token to the devices of its experts. `room` is the capacity per device pair in
     rows.
 
-    Expert index E means no expert. If the capacity is exceeded, first choices precede second
-    choices and earlier tokens precede later tokens, regardless of the expert.
+    Expert index E means no expert. If the capacity is exceeded, first choices have priority over
+    second choices and earlier tokens over later tokens, regardless of the expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
     local_experts = num_experts // size
@@ -128,7 +128,7 @@ def _ragged(x: Array, sent: Array, got: Array) -> Array:
     size, me = axis_size(EXPERT), axis_index(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
-    # With one buffer for input and output, XLA would copy the rows one tile line at a time.
+    # If input and output shared a buffer, XLA would copy the rows one tile line at a time.
     empty = mark_varying(lax.empty(x.shape, x.dtype))
     return lax.ragged_all_to_all(
         x, empty, mark_varying(own), sent, mark_varying(there), got, axis_name=EXPERT
@@ -217,12 +217,12 @@ def compute_router_metrics(
 def _balance(
     routes: Routing, counts: Float[Array, "B T 1"], over: experts.BalanceOver
 ) -> tuple[Float[Array, ""], Float[Array, " E"]]:
-    """Compute the balance loss and the number of tokens of each expert.
+    """Compute the balance loss and the number of tokens that each expert receives.
 
-    With the fraction f of tokens that an expert receives and its mean probability p, the loss per
-    token is `E / k * sum(f * p)` (arXiv:2101.03961). Gradients flow through p. f is computed per
-    sequence, over the sequences of this call, or over the sequences of all devices
-    (arXiv:2501.11873).
+    The loss per token is `E / k * sum(f * p)`, where f is the fraction of tokens that an expert
+    receives and p is its mean probability (arXiv:2101.03961). Gradients flow through p. The
+    fraction f is computed per sequence, over the sequences of this call, or over the sequences of
+    all devices (arXiv:2501.11873).
     """
     used, likely = (
         (counts * weight).sum(1) for weight in (routes.expert_mask, routes.probabilities)
@@ -233,7 +233,7 @@ def _balance(
     else:
         # A sequence may be sharded over devices, and each device adds its share of p.
         used = sum_count(used if over == "sequence" else load, (CONTEXT,))
-    # The sum of `used` is tokens times k, so dividing by the mean gives E / k * f.
+    # The sum of `used` is the number of tokens times k, so division by the mean gives E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
     return (relative * likely).sum(), load
 
@@ -263,9 +263,9 @@ class Experts(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Apply the experts. The output has losses and statistics if there is a `loss_mask`.
+        """Apply the experts; with a `loss_mask`, also return losses and statistics.
 
-        Decoding drops no tokens, because the number of tokens in a call is arbitrary.
+        Decoding drops no tokens, because capacity would depend on the number of tokens in a call.
         """
         part, split, shards = self.part, context.split(self.rules), x
         x = split.gather_tokens(x)
@@ -341,7 +341,7 @@ class Experts(SpecModule):
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch. Decoding uses it if it computes fewer rows."""
+        """Return whether to use grouped dispatch; in decoding, if it computes fewer rows."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -443,7 +443,7 @@ class Experts(SpecModule):
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
     ) -> Array:
-        """Add the projection's biases, transformed by `spread`, if there are any."""
+        """Add the biases of the projection, if any, after `spread` has transformed them."""
         if not self.part.biased:
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
@@ -451,7 +451,7 @@ class Experts(SpecModule):
     def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
-        """Return the experts of each token, with index E in place of full experts.
+        """Return the experts of each token, with index E in place of experts at capacity.
 
         Capacity is counted over full sequences, even if this device holds only a shard.
         """
@@ -465,7 +465,7 @@ class Experts(SpecModule):
     ) -> TokenPermutation:
         """Assign token-expert pairs to capacity slots of the experts, separately for each sequence.
 
-        Padding (segment 0) uses no capacity.
+        Padding (segment 0) does not count toward capacity.
         """
         rows, tokens, _ = places.shape
         queues = self.part.num_experts * rows

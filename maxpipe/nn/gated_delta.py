@@ -60,9 +60,9 @@ class GatedDeltaCache(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Float32 arrays through which a chunk reads and updates the state, including decay.
+    """Float32 arrays with which a chunk reads and updates the state, including decay.
 
-    Entries that would cross a document boundary are 0.
+    Entries between tokens of different documents are 0.
     """
 
     query: Float[Array, "B K r C dk"]
@@ -72,9 +72,9 @@ class Chunk(NamedTuple):
     value: Float[Array, "B K r C dv"]
     """Values that are written to an empty state."""
     known: Float[Array, "B K r C dk"]
-    """Keys that read values which the state already contains."""
+    """Keys that read the values already stored in the state."""
     mixing: Float[Array, "B K r C C"]
-    """Weights of written values in the outputs."""
+    """Weights of the written values in the outputs."""
     keep: Float[Array, "B K r"]
     """Decay of the state over the chunk."""
     gate: Float[Array, "B K r C dv"]
@@ -275,10 +275,10 @@ def _chunks(
 def _cumulative_log_decay(
     within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
 ) -> Float[Array, "N B K r C"]:
-    """Return each token's log decay since the start of the chunk or of the token's document.
+    """Return the log decay at each token since the start of the chunk or of the token's document.
 
-    Differences of cumulative sums over full chunks would be inaccurate, because the decay of other
-    documents may be large enough to cause visible rounding errors.
+    Differences of cumulative sums over full chunks would be inaccurate, because a large decay in
+    other documents would cause rounding errors.
     """
     factors, each = within[:, :, 0, 0].astype(jnp.float32), forget[..., 0]
     return jnp.einsum("nbcj,nbkrj->nbkrc", factors, each, precision=lax.Precision.HIGHEST)
@@ -291,7 +291,7 @@ def _causal_convolution(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
-    """Return the convolved queries and keys with norm 1, and the convolved values."""
+    """Return the convolved queries and keys, normalized to length 1, and the convolved values."""
     row, of = before.prepend_tail(mixed, segments)
     heads, tokens = part.num_key_heads, mixed.shape[1]
     kernel = jnp.concatenate(
@@ -302,7 +302,7 @@ def _causal_convolution(
         axis=1,
     ).astype(jnp.float32)
     total: Any = 0.0
-    for at in range(part.kernel):  # the last kernel entry multiplies the current token
+    for at in range(part.kernel):  # the last entry of the kernel multiplies the current token
         there = slice(at, at + tokens)
         seen = (of[:, there] == segments)[..., None, None]
         total += jnp.where(seen, row[:, there], 0).astype(jnp.float32) * kernel[..., at]
@@ -366,7 +366,7 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
 
 
 def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:
-    """Multiply in full float32, because lower precision would accumulate errors over the chunk."""
+    """Multiply in full float32, because rounding errors would accumulate over the chunk."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 

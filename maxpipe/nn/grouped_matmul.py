@@ -2,8 +2,8 @@
 
 Each row holds one token-expert pair, and rows are sorted by expert. TPUs use megablox kernels
 (arXiv:2211.15841). Other platforms use a loop over blocks of rows; a block with rows of several
-experts is processed once per expert. Gradients of rows and of weights are separate matmuls, so a
-split backward pass can schedule them separately.
+experts is processed once per expert. The gradients of rows and of weights are separate matmuls, so
+a split backward pass can schedule them separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupedMatmulOptions(NamedTuple):
     axes: tuple[str, ...]
     """Mesh axes that shard the width of an expert."""
     complete: bool = True
-    """Whether every token-expert pair has a row."""
+    """Whether every token-expert pair has a row (no pair is dropped)."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer of the operands. Kernels multiply the dequantized values."""
     fill_fraction: float = 1.0
@@ -47,7 +47,7 @@ class GroupedMatmulOptions(NamedTuple):
     def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
         """Quantize rows that are multiplied by weights.
 
-        `divided` means that the rows are sharded over `axes`.
+        `divided` means that the last dim of the rows is sharded over `axes`.
         """
         if self.quantizer is None:
             return rows
@@ -56,7 +56,7 @@ class GroupedMatmulOptions(NamedTuple):
         )
 
     def quantize_weights(self, weights: Array, dim: int) -> Array:
-        """Quantize weights with the expert dim `dim`; the matmul contracts dim `1 - dim`."""
+        """Quantize weights whose expert dim is `dim`; the matmul contracts dim `1 - dim`."""
         if self.quantizer is None:
             return weights
         over = () if dim == 1 else self.axes
@@ -335,7 +335,7 @@ def outer_tiles(
 
 
 def _rows_tile(num_rows: int, num_experts: int) -> int:
-    """Return the row tile size, smaller than a loop's block because a kernel step costs less."""
+    """Return the row tile size: less than a loop's block, because a kernel step costs less."""
     return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
 
 
@@ -378,7 +378,7 @@ class _BlockSteps(NamedTuple):
 
 
 def row_block_size(num_rows: int, num_experts: int) -> int:
-    """Return the number of rows per block, at most a quarter of an expert's mean number of rows."""
+    """Return the rows per block: at most a quarter of the mean number of rows of an expert."""
     quarter = max(1, num_rows // num_experts // 4)
     power = 1 << quarter.bit_length() - 1
     return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
@@ -408,7 +408,7 @@ def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
     blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
     ends = jnp.cumsum(blocks)
     turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
-    expert = (turns[:, None] >= ends).sum(1)  # equals the number of experts in unused steps
+    expert = (turns[:, None] >= ends).sum(1)  # in unused steps, equal to the number of experts
     expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
     number = firsts[expert] // block + turns - (ends - blocks)[expert]
     # The last block ends at the last row and may overlap the previous block.

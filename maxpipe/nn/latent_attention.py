@@ -29,8 +29,8 @@ _HEADS = (None, None, "heads", "head_dim")
 class LatentAttention(SpecModule):
     """Self-attention with N heads, whose keys and values are projected from one latent per token.
 
-    Internally, the rotated entries of a head come first, as pairs (i, i + half), so rotation is the
-    same as in other families. Weights are reordered instead of activations because they are
+    Internally, the rotated entries of a head come first, as pairs (i, i + half), so the rotation is
+    the same as in other families. Weights are reordered instead of activations because they are
     smaller.
     """
 

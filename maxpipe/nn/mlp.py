@@ -35,7 +35,7 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """Compute `function(gate) * up`, optionally weighted, and materialize it once for all matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and store it once for all matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
@@ -112,8 +112,8 @@ _UP_AXES = ("embed", "mlp")
 order."""
 
 
-# Fully quantized MLP. The differentiation rules below determine which arrays are quantized, and
-# where.
+# Fully quantized MLP. The differentiation rules below determine which arrays are quantized and in
+# which pass.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -156,9 +156,9 @@ def _quantized_gated_mlp_backward(
 ) -> Any:
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
-    The first computation is fused into the matmul of their cotangent and determines the scales. The
-    second computation quantizes the arrays. Otherwise, XLA for TPU would materialize some of the
-    arrays, and both computations would need a third more cycles.
+    The first computation is fused into the matmul that computes their cotangent, and determines the
+    scales. The second computation quantizes the arrays. With a single computation, XLA for TPU
+    would materialize some of the arrays and need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved

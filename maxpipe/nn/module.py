@@ -33,10 +33,10 @@ class LayerContext:
     cache: Any = None
     """Cache of earlier tokens in decoding, created by `empty_cache`."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of matmuls with weights. None uses the compute dtype."""
+    """Quantizer of matmuls with weights. None: matmuls use the compute dtype."""
     max_abs: Float[Array, "B T 1"] | None = None
-    """Largest magnitude in each input token. Set if matmuls are in 8 bits and the preceding norm
-    computes it."""
+    """Largest magnitude of each input token. Set if matmuls are in 8 bits and the preceding norm
+    computes the magnitudes."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
         """Return the number, or this layer's value if `number` is a name."""
@@ -82,7 +82,7 @@ class Output(NamedTuple):
 
 
 class SpecModule(nnx.Module):
-    """Module whose parameters are attributes with the names that the part declares."""
+    """Module whose parameters are attributes, named as in the part's declarations."""
 
     def __init__(self, part: Part):
         for name, param in part.params.items():
@@ -93,17 +93,17 @@ class SpecModule(nnx.Module):
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
         The cache is a tree of arrays with sequences in dim 0, and of scalar token counts. A
-        sequence of another cache may replace a sequence if both caches have the same token count.
-        The slot of a token must therefore be a function of the count, as in a ring buffer.
+        sequence may be replaced by a sequence of another cache if both caches have the same token
+        count. Therefore, the slot of a token must depend only on the count, as in a ring buffer.
         """
         del part, rows, tokens, dtype
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the per-layer value with the number of visible tokens, including the
-        query.
+        """Return the name of the per-layer value with the number of visible tokens.
 
-        The cache may then omit older tokens. The name is empty if the cache must keep all tokens.
+        The number includes the query. The cache may omit older tokens. The name is empty if the
+        cache must keep all tokens.
         """
         del part
         return ""
@@ -152,7 +152,8 @@ def rms_norm(
 ) -> Float[Array, "*dims"]:
     """Normalize over as many trailing dims as the scale has.
 
-    Statistics are in float32. With an offset, scaling is also in float32, as in released models.
+    Statistics are in float32. With an offset, the multiplication by the scale is also in float32,
+    as in released models.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
     normed = wide * _inverse_rms(wide, over, part)

@@ -35,7 +35,7 @@ class TokenPermutation(NamedTuple):
 def sort_by_expert(
     places: Int[Array, "n k"], num_experts: int
 ) -> tuple[TokenPermutation, Int[Array, " E"]]:
-    """Assign a row to each pair, sorted by expert. Also returns the number of rows per expert.
+    """Assign a row to each pair, in the order of experts; also return the rows per expert.
 
     Expert index `num_experts` means no expert; such a pair has no row.
     """
@@ -51,12 +51,12 @@ def assign_capacity_slots(
 ) -> TokenPermutation:
     """Assign up to `room` rows to the pairs of each queue, in the order of the queues.
 
-    First choices precede second choices, and earlier tokens precede later tokens
+    First choices have priority over second choices, and earlier tokens over later tokens
     (arXiv:2006.16668). `lengths` are the lengths of the Q queues. Queue index Q means that a pair
     is in no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
-    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices, then all second choices
+    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices precede all second choices
     first = jnp.cumsum(lengths) - lengths
     in_line = stable_argsort(queue, num_queues)
     before = invert_permutation(in_line) - first.at[queue].get(mode="clip")
@@ -71,8 +71,8 @@ def assign_capacity_slots(
 
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     """Return the permutation that stably sorts keys between 0 and `largest`."""
-    # Each sorted word holds a key and its index. XLA for TPU compiles a sort of single words in one
-    # second. It needs five seconds for a stable sort or a sort of two words. A layer has several of
+    # A sorted 32-bit integer holds a key and its index. XLA for TPU compiles a sort of one array in
+    # one second, but a stable sort or a sort of two arrays in five seconds. A layer has several of
     # these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
@@ -133,7 +133,7 @@ row_weights.defvjp(
 def row_biases(
     biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: TokenPermutation
 ) -> Float[Array, "N F"]:
-    """Return the bias of each row's expert. A matmul avoids a scatter in the gradient."""
+    """Return the bias of each row's expert, by a matmul that avoids a scatter in the gradient."""
     return _one_hot_experts(places, rows, biases) @ biases
 
 
@@ -173,7 +173,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above, tokens without an expert may hold any values.
+    # As above, mask tokens without an expert, which may hold any values.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
@@ -196,7 +196,7 @@ def sum_rows_by_token(
 ) -> Float[Array, "n D"]:
     """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
-    # A single gather, because XLA for TPU needs a second to compile each gather.
+    # Use a single gather, because XLA for TPU needs a second to compile each gather.
     index = row.T.reshape(-1)
     for array in arrays:
         rows_of_array = (
@@ -206,8 +206,8 @@ def sum_rows_by_token(
     return total.astype(arrays[0].dtype)
 
 
-# Permutation with empty rows, which occur with a capacity. An empty row holds an arbitrary token
-# with weight 0.
+# Permutation with empty rows, which occur if experts have a capacity. An empty row holds an
+# arbitrary token with weight 0.
 
 
 @custom_vjp_with_static(static=2)

@@ -1,10 +1,10 @@
 """Detection of bad steps on the devices, before the update is applied.
 
-The host receives the result of a step only while the next step runs, after the update. Therefore
-the step itself compares its loss and gradient norm with recent steps. If the step is bad,
+The host receives the result of a step only after the update, while the next step runs. Therefore,
+the step itself compares its loss and gradient norm with those of recent steps. If the step is bad,
 parameters and optimizer state are left unchanged. `train.bad_steps` implements the host's reaction.
 
-Source: OLMo, which compares the loss and gradient norm with recent steps.
+Source: OLMo, which compares the loss and gradient norm with those of recent steps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class GuardState(NamedTuple):
     skipped: Int[Array, ""]
     """int32: number of steps whose update was skipped."""
     spikes: Int[Array, ""]
-    """int32: number of steps that were spikes."""
+    """int32: number of steps with a spike of the loss or the gradient norm."""
     recent: Float[Array, "2 window"]
     """Float32 loss (nats per token) and gradient norm of the latest updates, newest last. Missing
-    entries are NaN. The window is 0 if spike detection is off."""
+    entries are NaN. Without spike detection, the window is 0."""
     bounds: Float[Array, " 2"]
     """Float32 bounds on the absolute values of parameters and of first moments; infinite if
     unknown. See `update_bound.bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON values for a checkpoint; `bounds` are recomputed instead."""
+        """Return the state as JSON values for a checkpoint; `bounds` is omitted and recomputed."""
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),
@@ -51,7 +51,7 @@ class GuardState(NamedTuple):
 
 
 def init_guard_state(config: GuardConfig, facts: Mapping[str, Any] | None = None) -> GuardState:
-    """Return the state as numpy arrays: that of a new run, or the one restored from `facts`."""
+    """Return the state of a new run, or the state restored from `facts`, as numpy arrays."""
     facts = facts or {"skipped": 0, "spikes": 0, "recent": [[], []]}
     window = config.spike_window if config.spike_sigmas else 0
     known = np.asarray(facts["recent"], np.float32)
@@ -74,9 +74,9 @@ def check_step(
     """Return (whether the update is applied, new guard state), identical on all devices.
 
     `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
-    `check` receives a device's shards of the operands, which are sharded by `specs`. It returns
-    whether all values remain finite, and bounds on their magnitude. The update is skipped if a
-    value would not remain finite.
+    `check` receives a device's shards of the operands, which are sharded according to `specs`. It
+    returns whether all values remain finite, and bounds on their absolute values. The update is
+    skipped if a value would not remain finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
@@ -91,8 +91,8 @@ def check_step(
 def select_update(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
     """Return `new` if the update is applied, otherwise `old`.
 
-    XLA fuses the elementwise selection into the computation of `new`. Therefore no second copy is
-    stored, unless `old` is used later.
+    XLA fuses the elementwise selection into the computation of `new`. Therefore, no second copy is
+    stored unless `old` is used later.
     """
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
@@ -117,8 +117,8 @@ def _reduce_over_devices(
     """Return (broken, spike, bounds), each the maximum over all devices, on every device.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
-    unless a device is faulty. Even then the decision must be identical on all devices, or the
-    processes would deadlock.
+    unless a device is faulty. Even with a faulty device, the decision must be identical on all
+    devices; otherwise, the processes would deadlock.
     """
 
     def largest(flags: Array, operands: Tree) -> Array:

@@ -35,7 +35,7 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 
 
 def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Return the schedule of `lr_phases`; the step after a phase has the phase's end value."""
+    """Return the schedule of `lr_phases`; the first step after a phase has its end value."""
     peak, shapes, borders = config.learning_rate, [], []
     phases = resolve_phases(config.lr_phases, total_steps)
     for phase in phases:

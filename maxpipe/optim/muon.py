@@ -1,13 +1,13 @@
-"""Muon updates: orthogonalized matrices, computed in a distributed way.
+"""Muon updates: orthogonalized matrices. The computation is distributed over devices.
 
 Each device holds a shard of every matrix of its layers. All-to-alls over the axes that shard the
 matrices give each device some complete matrices. The device orthogonalizes these matrices, and the
 inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of B bytes
 sends 2 (n - 1) / n B in total, if n divides the number of matrices.
 
-Source: Keller Jordan's Muon, for the Newton-Schulz iteration and its coefficients. The update is
+Source: Keller Jordan's Muon (the Newton-Schulz iteration and its coefficients). The update is
 scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's
-updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other versions of Muon also distribute
+updates (arXiv:2502.16982). Dion (arXiv:2504.05295) and other variants of Muon also distribute
 matrices over devices.
 """
 
@@ -51,14 +51,14 @@ class Matrices(NamedTuple):
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor that scales an orthogonalized matrix to an update."""
+    """Return the factor by which an orthogonalized matrix is multiplied to obtain an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """Return a matrix with the same singular vectors and singular values of about 0.7 to 1.2.
 
-    A zero matrix is returned unchanged. I should be at most O; otherwise the matmuls are larger
+    A zero matrix is returned unchanged. I should be at most O; otherwise, the matmuls are larger
     than necessary.
     """
     # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
@@ -78,12 +78,13 @@ def compute_updates(
 
     Args:
         arrays: float32 directions of the updates, with the shapes described by `declared`.
-        declared: descriptions of the matrices in each array and their sharding.
+        declared: description of the matrices in each array, and of their sharding.
         mesh: mesh of the devices.
     """
 
     def on_device(shards: dict[KeyPath, Array]) -> dict[KeyPath, Array]:
-        # Matrices of the same shape are exchanged together, padded to a multiple of the devices.
+        # Matrices of the same shape are exchanged together; their number is padded to a multiple of
+        # the number of devices.
         groups: dict[tuple[object, ...], list[_Flat]] = defaultdict(list)
         for path, shard in shards.items():
             flat = _Flat.from_shard(path, shard, declared[path], mesh)
@@ -100,7 +101,7 @@ def compute_updates(
 
 
 class _Flat(NamedTuple):
-    """A shard as a batch of matrices, transposed so that the rows are the shorter side."""
+    """A shard as a batch of matrices, transposed if the columns are the shorter side."""
 
     path: KeyPath
     matrices: Float[Array, "K i o"]
@@ -116,8 +117,8 @@ class _Flat(NamedTuple):
     def from_shard(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
         """Convert a shard to matrices.
 
-        If several dims form a side, the order of its entries may differ between devices, because
-        the entries of the singular vectors are permuted in the same way.
+        If several dims form a side, the order of its entries may differ between devices. The result
+        is the same, because the entries of the singular vectors are permuted in the same way.
         """
         inputs, outputs, _ = matrices
         others = tuple(dim for dim in range(shard.ndim) if dim not in inputs + outputs)
@@ -144,7 +145,7 @@ def _orthogonalize_group(group: Sequence[_Flat], mesh: Mesh) -> Iterator[tuple[K
     split = [(over, dim) for over, dim in zip(axes, (1, 2), strict=True) if _ways(mesh, over) > 1]
     for over, dim in split:
         x = _deal_matrices(x, over, dim, _ways(mesh, over))
-    # Process one matrix at a time, in place, so that temporary memory is that of one matrix.
+    # Process one matrix at a time, in place, so that only one matrix needs temporary memory.
     x = update_scale(*x.shape[1:]) * lax.fori_loop(0, len(x), _orthogonalize_at, x)
     for over, dim in reversed(split):
         x = _return_matrices(x, over, dim, _ways(mesh, over))
@@ -164,7 +165,7 @@ def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Arra
     """Gather the shards of each matrix along `dim` on one device.
 
     The all-to-all uses a separate dim. The CPU backend fails if one dim is split and another is
-    concatenated, because the parts have different layouts.
+    concatenated, because the layouts of the parts differ.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

@@ -1,8 +1,7 @@
 """Specifications of the optimizer-state arrays of each parameter.
 
-The specifications determine the state in memory and in checkpoints, the memory predictions of
-`plan`, and the size of a checkpoint. `optim.update` computes the arrays. This module does not
-import jax.
+The specifications define the state in memory and in checkpoints. `plan` uses them to predict memory
+and the size of a checkpoint. `optim.update` computes the arrays. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"
-"""Name of the tree with the EMA of the parameters, which updates do not use."""
+"""Name of the tree with the EMA of the parameters; updates do not use the EMA."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
@@ -23,10 +22,10 @@ class StateArray(NamedTuple):
     """An optimizer-state array of one parameter."""
 
     dims: Dims
-    """The parameter's dims that the array keeps."""
+    """Dims of the parameter that the array also has."""
     dtype: str
     dropped_dims: tuple[int, ...] = ()
-    """Indices of the parameter's dims that the array does not have."""
+    """Indices of the dims of the parameter that the array does not have."""
 
 
 MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]
@@ -52,9 +51,9 @@ def matrix_dims(param: Param) -> MatrixDims | None:
 def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping[str, StateArray]:
     """Return the optimizer-state arrays of a parameter, keyed by their tree name in checkpoints.
 
-    `mu` and `nu` are moving averages of the gradients and the squared gradients. `rows` and
-    `columns` are moving averages of squared gradients, averaged over the outputs and the inputs of
-    a matrix, respectively (arXiv:1804.04235).
+    `mu` and `nu` are moving averages of the gradients and of the squared gradients. `rows` and
+    `columns` are moving averages of the means of squared gradients over the outputs and over the
+    inputs of a matrix, respectively (arXiv:1804.04235).
     """
     if not param.trainable:
         return {}

@@ -5,12 +5,12 @@ over memory. Only Muon processes several matrices together, because it exchanges
 
 Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. They
 return the direction, before weight decay and learning rate, and the new state arrays, or the old
-state arrays if the update is skipped. The new or old moments are selected before they are used;
-otherwise XLA would store the old, new and selected moments at the same time.
+state arrays if the update is skipped. The new or the old moments are selected before they are used;
+otherwise, XLA would store the old, new and selected moments at the same time.
 
-Stochastic rounding to bfloat16 rounds up with the probability that makes the expected result equal
-to the input. The random bits are a hash of the seed, the step, the array's name, the layer and the
-entry's index. They do not depend on the mesh or on padding.
+Stochastic rounding to bfloat16 rounds up with a probability for which the expected value of the
+result is the input. The random bits are a hash of the seed, the step, the array's name, the layer
+and the entry's index. They do not depend on the mesh or on padding.
 
 Sources: stochastic rounding in training, arXiv:1502.02551; the integer hash is "lowbias32", which
 passes the usual avalanche tests.
@@ -78,7 +78,7 @@ def map_layers(
     """Apply `run` to each layer's slices, and return the arrays with the new slices.
 
     If a computation uses an array in host memory, XLA may copy the full array to the device at any
-    time. In a loop that slices the array along exactly one dim, XLA copies only the slice.
+    time. In a loop whose slices are along exactly one dim, XLA copies only the slice.
 
     Args:
         run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
@@ -116,13 +116,15 @@ Taken = Bool[Array, ""] | bool
 DECAY_EXPONENT = 0.8
 """Exponent in Adafactor's decay of second moments, which is `1 - t**-0.8` at step t."""
 SQUARE = 1e-30
-"""Constant that Adafactor adds to mean squares when they are used, so that padding remains 0."""
+"""Constant that Adafactor adds to mean squares when it uses them, so that stored padding remains
+0."""
 HUGE = 1e15
-"""Limit of a gradient divided by its root mean square. The square of this limit fits in float32."""
+"""Maximum of a gradient divided by its root mean square. The square of this maximum fits in
+float32."""
 
 
 class BiasCorrections(NamedTuple):
-    """Divisors that correct moments for their initialization at 0; identical for all parameters."""
+    """Divisors that correct moments for their initialization at 0; the same for all parameters."""
 
     mu: Float[Array, ""]
     nu: Float[Array, ""]
@@ -169,7 +171,7 @@ class FactoredDims(NamedTuple):
     outputs: tuple[int, ...]
     """Output dims of a matrix, or empty for other parameters."""
     num_inputs: int
-    """Number of entries along the input dims, excluding padding, whose gradients are 0."""
+    """Number of entries along the input dims, without padding entries, whose gradients are 0."""
     num_outputs: int
 
 
@@ -179,7 +181,7 @@ def adafactor(
     """Return Adafactor's direction (arXiv:1804.04235), without momentum or relative step size.
 
     The second moments of a matrix are approximated by the product of row and column moments. The
-    root mean square of each parameter's direction is at most 1.
+    root mean square of the direction of each parameter is at most 1.
     """
     decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -DECAY_EXPONENT
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
@@ -222,7 +224,7 @@ def factored_dims(
 
 
 def hash_bits(x: Array) -> Array:
-    """Hash each uint32 to a pseudo-random uint32; the mapping is one-to-one."""
+    """Hash each uint32 to a pseudo-random uint32. The mapping is one-to-one."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -242,9 +244,9 @@ def random_bits(
         seed: seed of the run.
         name: name of the array, which does not depend on the layout.
         step: number of updates.
-        layers: network position of each layer, int, with the shape of the leading stacked dims.
-            None: the array is not stacked.
-        sizes: sizes of the other dims, excluding padding, which determine the index of an entry.
+        layers: int array with the index in the network of each layer, in the shape of the leading
+            stacked dims. None: the array is not stacked.
+        sizes: sizes of the other dims without padding, which determine the index of an entry.
         shape: shape of the full array.
     """
     base = zlib.crc32(f"{seed} {name}".encode())
@@ -304,7 +306,7 @@ class _UpdateContext(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainableParam:
-    """A trainable parameter in stacked form, with its update settings."""
+    """A trainable parameter in stacked form and its update settings."""
 
     param: Param
     name: str = ""
@@ -314,8 +316,8 @@ class TrainableParam:
     decay: float = 0.0
     """Weight decay."""
     layers: np.ndarray | None = None
-    """int array with the network position of each layer in the stacked dims; None without stacked
-    dims."""
+    """int array with the index in the network of each layer in the stacked dims; None without
+    stacked dims."""
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     """PartitionSpec of the gradient and the update."""
 
@@ -360,7 +362,7 @@ class Optimizer:
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return the result of `of` for each state array, as trees keyed by name."""
+        """Return trees, keyed by name, with the result of `of` for each state array."""
         return {
             name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
             for name, arrays in self.state_arrays.items()
@@ -398,9 +400,7 @@ class Optimizer:
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """Return bounds after `update` for the learning rate `rate`; see
-        `update_bound.bound_update`.
-        """
+        """Return bounds after an update; see `update_bound.bound_update`."""
         targets = self.trainable_params.values()
         return bound_update(
             self.config,
@@ -439,7 +439,7 @@ class Optimizer:
             params: trainable parameters.
             norm: norm of the full gradient, if known.
             taken: `False` skips the update.
-            draw: whether to round as configured. False: round to nearest.
+            draw: whether to use the configured rounding. False: round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
         gradients_by_path, params_by_path = flatten(gradients), flatten(params)
@@ -506,9 +506,7 @@ class Optimizer:
         return finite
 
     def max_abs(self, tree: Tree) -> Float[Array, ""]:
-        """Return the largest absolute value in a state tree of first moments, computed layer by
-        layer.
-        """
+        """Return the largest absolute value of the first moments, computed layer by layer."""
         largest = jnp.zeros(())
         for path, x in flatten(tree).items():
 
@@ -524,7 +522,7 @@ class Optimizer:
     ) -> Arrays:
         """Apply `run` to a parameter and its arrays, layer by layer if the state is offloaded.
 
-        Layers along a sharded dim, such as those of different stages, are computed together.
+        Layers along a sharded dim, such as the layers of different stages, are computed together.
         """
         if not self.config.offload_state:
             return run(ALL_LAYERS, have)
@@ -548,7 +546,7 @@ class Optimizer:
     def _update_moments(
         self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """Return the direction under the gradient's key, and the new state arrays."""
+        """Return the direction, stored under the key of the gradient, and the new state arrays."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
         direction, new = self._direction(
@@ -592,10 +590,10 @@ class Optimizer:
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """Return a function that clips bitwise like optax; compute `norm` if it is None.
+        """Return a function that clips bitwise like optax. If `norm` is None, it is computed.
 
-        Both moments use the clipped gradients, so XLA may store them. Clipping depends on `taken`,
-        so that XLA cannot store them before the update has been checked.
+        Both moments use the clipped gradients, so XLA may store the clipped gradients. Clipping
+        depends on `taken`, so that XLA cannot do this before the update has been checked.
         """
         limit = self.config.clip_norm
         if not limit:
@@ -624,7 +622,7 @@ class Optimizer:
             return lion(config, gradient, old, taken)
         if config.name != "adafactor":
             return adam(config, gradient, old, by, taken)
-        # Adafactor averages over sharded dims, whose output sharding is ambiguous with explicit
+        # Adafactor averages over sharded dims, so the output sharding is ambiguous with explicit
         # axes.
         specs = {name: target.spec_of(self.state_arrays[name][path]) for name in old}
         sides = factored_dims(
@@ -673,5 +671,5 @@ class Optimizer:
         drawn = partial(
             random_bits, self.seed, f"{target.name} {name}", now.updates, layers, sizes, x.shape
         )
-        # The bits depend only on positions, so their sharding is ambiguous with explicit axes.
+        # The random bits have no sharded input, so their sharding is ambiguous with explicit axes.
         return round_stochastically(x, auto_sharded(drawn, target.spec_of(one))())

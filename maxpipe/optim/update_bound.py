@@ -15,7 +15,8 @@ from maxpipe.optim import muon
 from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 
 _ROUNDING_FACTOR = 1.05
-"""Upper bound on the growth caused by several bfloat16 roundings of at most 1/256 each."""
+"""Upper bound on the factor by which several bfloat16 roundings, of at most 1/256 each, increase a
+value."""
 
 MOMENTUM = "mu"
 """Name of the first moments, whose magnitude bounds the next update."""
@@ -41,8 +42,9 @@ def bound_update(
         largest: `max_direction` of all parameters.
 
     Returns:
-        The same bounds after the update, infinite if a value might overflow. The bounds are very
-        loose, because the root of a second moment may be 0; they only rule out overflow.
+        The same bounds after the update, or infinity if a value might overflow. The bounds are much
+        larger than actual values, because the root of a second moment may be 0. They are used only
+        to exclude overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.
@@ -81,7 +83,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Return a bound on update directions that are not divided by a second moment."""
+    """Return a bound on update directions that involve no division by a second moment."""
     bounds = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
@@ -89,6 +91,6 @@ def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
-        elif config.name == "adafactor":  # worst case: a single nonzero entry
+        elif config.name == "adafactor":  # worst case: a single entry is nonzero
             bounds.append(math.sqrt(math.prod(param.shape)))
     return max(bounds)

@@ -76,9 +76,9 @@ def find_zero1_dim(
         axes: number of devices along each mesh axis.
 
     Returns:
-        The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped,
-        and also the vocabulary, whose padding differs between forms. None: every device holds the
-        full state.
+        The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped.
+        The vocabulary is also skipped, because its padding differs between the forms of the train
+        state. None: every device holds the full state.
     """
     if axes["data"] == 1:
         return None
@@ -91,12 +91,12 @@ def find_zero1_dim(
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the table from logical axes to mesh axes, with `mesh.axis_rules` applied."""
+    """Return the mesh axes of each logical axis, with `mesh.axis_rules` applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
 def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return `axis_table` with the axes that shard tokens between a layer's matmuls."""
+    """Return `axis_table` with a rule for the axes that shard tokens between a layer's matmuls."""
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
@@ -157,36 +157,36 @@ class MeshConfig:
     context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
     """Communication of attention over the context axis. `gather`: each device gathers the keys and
     values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each device
-    has full sequences of some heads; context x tensor must divide the numbers of heads and
-    key/value heads. `ring`: keys and values are sent around a ring, so no device holds those of
-    full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `heads` if the sizes
-    allow it, else `gather`."""
+    computes some heads, each over full sequences; context x tensor must divide the numbers of heads
+    and key/value heads. `ring`: keys and values are sent around a ring, so no device holds the keys
+    and values of full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `heads` if
+    the sizes permit it, otherwise `gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
-    program's inputs and outputs. `explicit`: array types carry the shardings over all axes except
+    program's inputs and outputs. `explicit`: array types include the shardings over all axes except
     tensor, and an ambiguous operation is an error. Results are the same. Generation and scoring
     always use `auto`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
     """Sharding of activations between the matmuls of a layer (residual stream, norms, messages,
-    saved inputs) over tokens on the tensor axis. All-reduces become all-gathers and
+    saved inputs): their tokens are sharded over the tensor axis. All-reduces become all-gathers and
     reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
     """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
-    consume or produce them. Each collective is replaced by a ring of messages and smaller matmuls.
-    Ignored unless `mesh.sequence_parallel` is set."""
+    use their results or compute their operands. Each collective is replaced by a ring of messages
+    and smaller matmuls. Ignored unless `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """Maximum size in bytes of a parameter, across all layers of a stage, that is replicated over
-    the fsdp, expert and context axes. Larger parameters are an error, unless an axis rule `[]`
-    replicates them explicitly; such parameters are reported. 0: no limit."""
+    """Maximum size in bytes of a parameter that is replicated over the fsdp, expert and context
+    axes, counting all layers of a stage. A larger parameter is an error, unless an axis rule `[]`
+    replicates it explicitly; such a parameter is reported. 0: no limit."""
 
 
 QUANTIZATION_BLOCK = 128
 """Block size with `model.matmul_scales=block`: number of values along a dim that share a scale. If
-the block size does not divide the dim, the largest power of two that divides both is used."""
+it does not divide the size of the dim, the largest power of two that divides both is used."""

@@ -1,10 +1,10 @@
 """Collective matmuls: all-gather or reduce-scatter overlapped with the matmul.
 
 Moving arrays are sharded over tokens (dim 1) and stationary arrays over features, both over the
-same mesh axis. Shards are sent around the ring in both directions and multiplied as they arrive,
-overlapped with the transfer of the next shard. Partial sums are sent around the ring in the same
-way, and every device adds one matmul. In shapes, t is T divided by the axis size, and weights have
-this device's dims.
+same mesh axis. Shards are sent around the ring in both directions. Each shard is multiplied while
+the next shard is transferred. Partial sums are sent around the ring in the same way, and every
+device adds its matmul to them. In shapes, t is T divided by the axis size, and weights have this
+device's dims.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -34,7 +34,7 @@ def all_gather_matmul(
     axis: str,
     multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
-    """Return the gathered `x` times each weight, using a single ring of messages."""
+    """Return the gathered `x` multiplied by each weight, with a single ring of messages."""
     outputs: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
@@ -57,10 +57,10 @@ def matmul_reduce_scatter(
     axis: str,
     dtype: Any,
 ) -> Float[Array, "B t D"]:
-    """Return this device's tokens of the sum of all matmuls, over devices and arrays.
+    """Sum the matmuls over devices and arrays, and return this device's tokens of the sum.
 
     `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function in `multiplies` multiplies
-    the corresponding array by this device's weights in float32. Sums are float32 on a device, and
+    the corresponding array by this device's weights in float32. Sums are computed in float32 and
     are sent in `dtype`.
     """
     size, own_index = lax.axis_size(axis), lax.axis_index(axis)
@@ -92,10 +92,10 @@ def matmul_reduce_scatter(
 
 
 def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
-    """Gather all shards for a sum over tokens, overlapping the transfers with other matmuls.
+    """Gather all shards for a matmul that sums over tokens, overlapped with other matmuls.
 
-    Multiplying each shard on arrival would read and write the full float32 sum for every shard. For
-    weight gradients, this would be slower than the matmul itself.
+    If each shard were multiplied when it arrives, the full float32 sum would be read and written
+    for every shard. For weight gradients, this would be slower than the matmul itself.
     """
     rows, length, width = x.shape
     whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)
@@ -118,7 +118,7 @@ def outer_product(one: Array, other: Array) -> Array:
 
 
 def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (step, hops) for both directions, which together reach all other devices."""
+    """Return (step, hops) for both directions, which together reach all devices of the ring."""
     return (1, size // 2), (-1, (size - 1) // 2)
 
 

@@ -1,7 +1,7 @@
 """Collectives over the manual axes of the per-device program, and related helpers.
 
 Axes with a single device are omitted from the program, because their collectives would be no-ops
-and some compilers fail on them. Callers name axes and do not depend on their sizes.
+and some compilers fail on them. Callers specify axes by name and do not depend on the sizes.
 
 `with_layout` fixes the memory layout of an array on TPUs.
 """
@@ -26,7 +26,7 @@ from maxpipe.parallel.sharding import auto_axes, restrict_spec
 def mark_varying(tree: Any) -> Any:
     """Mark every leaf as varying over all manual axes.
 
-    Inside the per-device program, JAX tracks the axes over which a value is replicated. Autodiff
+    Inside the per-device program, JAX tracks over which axes a value is replicated. Autodiff
     would sum the gradient of a replicated value over devices, and a conditional on the stage index
     would silently give wrong results (jax#40823). Marking values as varying avoids both problems.
     """
@@ -48,10 +48,10 @@ def map_shards(
     """Return `run` mapped over the shards of all axes that are not yet manual.
 
     The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
-    to be manual, including axes of size 1. A kernel declares no varying axes, so type checks are
-    disabled inside, and results are marked as varying. The returned function must not be
-    differentiated, because the marks would become sums over devices. `states_types` enables the
-    checks, for a `run` that declares varying axes.
+    to be manual, including axes of size 1. A kernel declares no varying axes, so the type checks
+    for varying axes are disabled inside, and results are marked as varying. The returned function
+    must not be differentiated, because the marks would become sums over devices. If `run` declares
+    varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -79,7 +79,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens, without a gradient.
+    """Return a count summed over the axes that shard tokens; no gradient flows through it.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -90,7 +90,7 @@ def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
 
 
 LANES = 128
-"""Number of lanes of a TPU register, which hold elements of the last dim."""
+"""Number of lanes of a TPU register. The lanes hold elements of the last dim."""
 
 
 def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
@@ -107,12 +107,12 @@ def _manual_axes(axes: str | Sequence[str]) -> tuple[str, ...]:
 def map_auto_axes(
     run: Callable[[jax.Array], jax.Array], entries: Sequence[Any]
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return `run` mapped over the shards of the auto axes as well.
+    """Return `run` mapped over the shards of the auto axes, in addition to the manual axes.
 
-    `entries` name the auto axes of each dim, in the format of a PartitionSpec. XLA's partitioner
-    keeps such a dim sharded in all-reduces and permutes. However, it gathers the dim before an
-    all-gather or reduce-scatter of another dim. With a tensor axis of size 4, this needs four times
-    the traffic and memory.
+    `entries` name the auto axes of each dim, in the format of a PartitionSpec. Without this
+    function, XLA's partitioner keeps such a dim sharded in all-reduces and permutes, but gathers it
+    before an all-gather or reduce-scatter of another dim. With a tensor axis of size 4, this would
+    need four times the traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -141,7 +141,7 @@ def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
 
 
 def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Add in float32 on CPU, where XLA aborts on bfloat16 sums if there is an auto axis."""
+    """Use float32 on CPU: with an auto axis, XLA for CPU aborts on bfloat16 sums."""
     if x.dtype != jnp.bfloat16:
         return add(x)
     wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
@@ -172,15 +172,15 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
 
 
 def _is_cpu_program() -> bool:
-    """Whether the traced program is for CPUs. Unlike `lax.platform_dependent`, a choice at trace
-    time adds nothing to programs for other devices.
+    """Whether the program being traced is for CPUs. Unlike `lax.platform_dependent`, a choice at
+    trace time adds nothing to programs for other devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "cpu"
 
 
 def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
-    """Return this device's shard along `dim` of the sum over the axes."""
+    """Sum over the axes, and return this device's shard of the sum along `dim`."""
     present = _manual_axes(axes)
     if not present:
         return x
@@ -189,8 +189,8 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
         first = jnp.moveaxis(x, dim, 0)
         return jnp.moveaxis(_sum_in_float32(partial(add, scatter_dimension=0), first), 0, dim)
     # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic. This affects
-    # arrays with dims of size 1, with several leading dims, or with a last dim whose shards are not
-    # a multiple of a register's lanes.
+    # arrays with dims of size 1, with several leading dims, or with a last dim whose shard size is
+    # not a multiple of the number of lanes.
     size = x.shape[dim] // axis_size(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     after = [size for size in x.shape[dim + 1 :] if size > 1]

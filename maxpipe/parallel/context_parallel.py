@@ -1,8 +1,8 @@
 """Sequences whose tokens are sharded over the context axis.
 
 A sequence is divided into 2C chunks, where C is the number of devices along the axis. Device c
-holds the chunks c and 2C - 1 - c. Tokens attend to all earlier tokens, so this zig-zag order
-balances the work (as in Llama 3, arXiv:2407.21783).
+holds the chunks c and 2C - 1 - c. Later tokens attend to more tokens than earlier tokens, so this
+zig-zag order balances the work between devices (as in Llama 3, arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return this device's tokens of a batch of full sequences, and add the full segment ids.
+    """Return a batch of full sequences with only this device's tokens, and add all segment ids.
 
-    `by_row` names further arrays without a token dim.
+    `by_row` contains the names of further arrays without a token dim.
     """
     if axis_size(CONTEXT) == 1:
         return batch
@@ -52,7 +52,7 @@ def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
 
 
 def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Return the start positions of the two chunks of a given device of the axis."""
+    """Return the start positions of the two chunks of the given device."""
     run = contiguous_length(tokens)
     return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
 

@@ -1,9 +1,9 @@
-"""Frozen weights with a low-rank update (LoRA, DoRA), as operands of a layer's matmuls.
+"""Frozen weights with a low-rank update (LoRA, DoRA) that are operands of a layer's matmuls.
 
 `SequenceParallel` computes `x @ W + scale * (x @ A) @ B`. Neither the forward nor the backward pass
-creates another matrix of the size of W, and W has no gradient. With DoRA, each column of the result
-is multiplied by its magnitude divided by the norm of the updated column; no gradient flows through
-the norm (arXiv:2402.09353, section 4.3).
+creates another matrix as large as the weight W, and W has no gradient. With DoRA, each column of
+the result is multiplied by its magnitude divided by the norm of the updated column; no gradient
+flows through the norm (arXiv:2402.09353, section 4.3).
 
 Dropout masks do not depend on how the batch is split.
 """
@@ -83,7 +83,7 @@ class LoraWeight:
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
-        """Apply `change` to the last dim of every array that has the columns."""
+        """Apply `change` to the last dim of every array that has the weight's columns."""
         lengths = None if self.magnitudes is None else change(self.magnitudes)
         return replace(self, weight=change(self.weight), up=change(self.up), magnitudes=lengths)
 
@@ -125,9 +125,9 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Compute both gradients together, so that a split backward does not defer `by`'s gradient.
+    """Compute both gradients together, so that a split backward pass does not defer that of `by`.
 
-    A deferred gradient of `by` would repeat the matmul with the weight and store its inputs.
+    If it were deferred, the matmul with the weight would be repeated and its inputs stored.
     """
     x, by = saved
     both = cotangent * by, cotangent.astype(jnp.float32) * x

@@ -33,12 +33,12 @@ BATCH_AXES = (DATA, FSDP, EXPERT)
 """Axes along which devices hold different sequences of the batch."""
 
 TOKEN_AXES = (*BATCH_AXES, CONTEXT)
-"""Axes along which devices hold different tokens, and therefore partial sums of losses and
-gradients."""
+"""Axes along which devices hold different tokens, so that each device has partial sums of losses
+and gradients."""
 
 
 class Device(Protocol):
-    """Attributes of a JAX device that this module uses."""
+    """Attributes of JAX devices that this module uses."""
 
     @property
     def platform(self) -> str: ...
@@ -122,14 +122,14 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """Split off the last `count` devices; for 0, both parts contain all devices.
+    """Split off the last `count` devices; if `count` is 0, both parts contain all devices.
 
     Every process contributes the same number of devices and keeps at least one, so both parts span
     all processes.
 
     Raises:
-        ConfigError: no devices would remain, or the processes cannot contribute equally. `key` is
-            the config key of `count`.
+        ConfigError: no devices would remain, or the processes cannot contribute the same number of
+            devices. `key` is the config key of `count`.
     """
     if not count:
         return list(devices), list(devices)

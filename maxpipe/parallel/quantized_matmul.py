@@ -1,10 +1,10 @@
 """Matmuls of activations and weights in 8 bits, and their gradients.
 
 Every token has a separate scale in the forward and backward pass, so results depend neither on
-other sequences in the batch nor on sharding. `channel` and `tensor` multiply 8-bit values and apply
-the scales to the sums. `block` rounds blocks along the contracted dim to 8-bit values times a power
-of two. The dequantized values are then multiplied in the dtype of the activations, which represents
-them exactly.
+other sequences in the batch nor on sharding. With `channel` and `tensor` scales, 8-bit values are
+multiplied and the scales are applied to the sums. With `block` scales, each block along the
+contracted dim is rounded to 8-bit values multiplied by a power of two. The dequantized values are
+then multiplied in the dtype of the activations, which represents them exactly.
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -70,8 +70,8 @@ class MatmulQuantizer:
         )
         if x.ndim > 3:
             return quantized
-        # Otherwise XLA for TPU would choose the layout of attention, with tokens as the last dim,
-        # and add a copy.
+        # Otherwise, XLA for TPU would use the layout of attention, in which tokens are the last
+        # dim, and add a copy.
         return quantized._replace(values=with_layout(quantized.values, (0, 1, 2)))
 
     def matmul(
@@ -83,8 +83,7 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Return the quantized matmul over the last `dims` dims of `x` and first `dims` of
-        `weight`.
+        """Return the matmul that contracts the last `dims` dims of `x` with the first of `weight`.
 
         Mesh axes in `over` shard the contracted dims. Mesh axes in `around` shard any dims of the
         weight. The caller must sum the result over the axes in `over`.
@@ -117,7 +116,7 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Return the gradient of `matmul` with respect to its first operand, as a matmul.
+        """Return the matmul that computes the gradient of `matmul` with respect to `x`.
 
         `dims` is the number of dims in `K`. Mesh axes in `over` shard `N`. Mesh axes in `around`
         shard `N` or `K`.
@@ -179,9 +178,7 @@ class MatmulQuantizer:
         back: bool = False,
         each: Dims = (),
     ) -> QuantizedArray:
-        """Quantize a weight for a matmul that contracts the dims `summed`. The dims `each` are
-        batch dims.
-        """
+        """Quantize a weight for a matmul; `summed` are contracted dims, and `each` batch dims."""
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
         if self.scales == "tensor":
@@ -208,9 +205,7 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Array:
-        """Quantize and dequantize a weight that contracts dims `inside`; dims `each` are batch
-        dims.
-        """
+        """Quantize and dequantize a weight; `inside` are contracted dims, and `each` batch dims."""
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
@@ -228,10 +223,12 @@ class MatmulQuantizer:
     ) -> Float[Array, "*I *O"]:
         """Return a float32 weight gradient, summed over sequences and tokens.
 
-        With `into`, the weight projects into a layer. The operand inside the layer (the cotangent
-        with `into`, else `x`) reuses its 8-bit values with a scale per token; mesh axes in `over`
-        shard its width. The other operand is multiplied by these scales and quantized with one
-        scale per sequence. `most` contains the maximum absolute value of each of its tokens, if
+        If `into` is set, the weight is an input projection of attention or an MLP, and the inner
+        operand is the cotangent. Otherwise, the weight is an output projection, and the inner
+        operand is `x`. The inner operand has one scale per token. If it is already quantized, its
+        8-bit values are reused. Its width is sharded over the mesh axes in `over`. The outer
+        operand is multiplied by the scales of the inner operand and quantized with one scale per
+        sequence. `most` contains the maximum absolute value of each token of the outer operand, if
         known.
         """
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
@@ -324,7 +321,7 @@ def is_quantized_weight(tree: Any) -> bool:
 
 
 class TokenOperand(NamedTuple):
-    """The operand of a matmul whose rows are tokens."""
+    """A matmul operand whose rows are tokens."""
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
@@ -332,7 +329,7 @@ class TokenOperand(NamedTuple):
 
 
 class ScaledMatmul(NamedTuple):
-    """A quantized matmul with known scales that is not yet computed."""
+    """A quantized matmul that is not yet computed, but whose scales are known."""
 
     tokens: TokenOperand
     weight: Array
@@ -354,10 +351,10 @@ class ScaledMatmul(NamedTuple):
 def quantize_array(
     x: Array, dims: Dims, dtype: Any, over: Sequence[str] = (), most: Array | None = None
 ) -> QuantizedArray:
-    """Return values of `dtype`, and scales of size 1 in `dims`, whose product approximates `x`.
+    """Return values of `dtype` and scales (of size 1 in `dims`) whose product approximates `x`.
 
-    A non-finite value makes its scale non-finite, and therefore every result computed with that
-    scale. Mesh axes in `over` shard `dims`. `most` is the maximum absolute value, if known.
+    A non-finite value makes its scale non-finite, and thus every result that uses this scale. Mesh
+    axes in `over` shard `dims`. `most` is the maximum absolute value, if known.
     """
     most = compute_max_abs(x, dims) if most is None else most
     scale = compute_scale(max_over(most, over), dtype)
@@ -375,7 +372,7 @@ def compute_scale(most: Array, dtype: Any) -> Array:
 
 
 def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
-    """Round `x` to values of `dtype` times powers of two, with one power per block of `dims`.
+    """Round `x` to values of `dtype` multiplied by a power of two for each block of `dims`.
 
     The result has the dtype of `x`, which represents the values exactly.
     """
@@ -420,7 +417,7 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """Return the matmul of `matmuls` for a single weight."""
+    """Return the result of `matmuls` for a single weight."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 
@@ -434,8 +431,8 @@ def matmuls(
 ) -> list[Float[Array, "B T *N"]]:
     """Return `MatmulQuantizer.matmul` with each weight, in the dtype of `x`.
 
-    With `into`, the weights project into a layer. `most` is the maximum absolute value of each
-    token, if known.
+    If `into` is set, the weights are input projections of attention or an MLP. `most` is the
+    maximum absolute value of each token, if known.
     """
     return list(_matmuls(x, most, tuple(weights), dims, how, into))
 
@@ -447,7 +444,8 @@ def _matmuls(
     quantized: Array | QuantizedArray = x
     if how.scales != "block":
         quantized = how.quantize_tokens(x, most)
-        # Several matmuls share the rounded input. A single matmul may fuse the rounding.
+        # Store the rounded input if several matmuls share it. With a single matmul, XLA may fuse
+        # the rounding.
         quantized = lax.optimization_barrier(quantized) if into else quantized
     return tuple(
         how.matmul(quantized, weight, dims).compute().astype(x.dtype) for weight in weights
@@ -527,7 +525,7 @@ def weight_grad(
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
-# Batched matrices: dequantized values are multiplied in the compute dtype.
+# For batched matrices, dequantized values are multiplied in the compute dtype.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -576,7 +574,7 @@ class _EinsumDims(NamedTuple):
     batch_of_weight: Dims
     """Batch dims of the weight."""
     contracted_of_result: Dims
-    """Dims of the result that the gradient of `x` contracts."""
+    """Dims of the result that the matmul for the gradient of `x` contracts."""
 
     @classmethod
     def from_equation(cls, form: str) -> _EinsumDims:

@@ -1,8 +1,8 @@
-"""Named scopes that annotate operations, for tools that analyze the compiled program.
+"""Named scopes that annotate operations for tools that analyze the compiled program.
 
 XLA has no cost estimate for custom kernels, and no trip count for data-dependent loops. The author
-of such an operation declares its cost in a scope. Every `op_name` keeps the scope through
-differentiation, partitioning and optimization.
+of such an operation declares its cost in a scope. Differentiation, partitioning and optimization
+keep the scope in every `op_name`.
 
     with jax.named_scope(scopes.flops(4 * pairs * head_dim)):
         kernel(query, key, value)
@@ -21,7 +21,7 @@ _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 def flops(count: float, backward: float = 0.0) -> str:
     """Return the scope of a kernel with `count` operations; a multiply-add counts as 2.
 
-    `backward` is the number of operations of the kernel that computes its transpose.
+    `backward` is the number of operations of the kernel for the backward pass.
     """
     return f"flops_{round(count)}_{round(backward)}" if backward else f"flops_{round(count)}"
 
@@ -97,7 +97,7 @@ GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
 """Scopes of the weight prefetch loop (`pipeline.weight_gather=visit`): gathers of chunks, gradient
 reductions, and ticks."""
 UPDATE = "update"
-"""Scope of the optimizer update, outside the per-device program."""
+"""Scope of the optimizer update, which runs outside the per-device program."""
 
 
 def layer_type(kind: str) -> str:

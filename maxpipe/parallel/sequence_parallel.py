@@ -1,10 +1,11 @@
 """Sequence parallelism: activations between a layer's matmuls are sharded over tokens.
 
 The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls, all
-devices would repeat the same computation, so each device processes a shard of the tokens. A
-column-parallel projection gathers the tokens, and a row-parallel projection reduce-scatters them.
-Gradients of activations and of weights are separate equations, so that a split backward can defer
-weight gradients. Activations are saved as shards and gathered again in the backward pass.
+devices along this axis would repeat the same computation. Therefore, each device processes only a
+shard of the tokens there. A column-parallel projection gathers the tokens, and a row-parallel
+projection reduce-scatters them. Gradients of activations and of weights are computed by separate
+equations, so that a split backward pass can defer weight gradients. Activations are saved as shards
+and gathered again in the backward pass.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """
@@ -47,7 +48,7 @@ class SequenceParallel:
 
     @classmethod
     def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
-        """Return the settings of the axis rules for the current program.
+        """Return the sharding that the axis rules define for the current program.
 
         If all axes are auto axes, tokens are not sharded, because sequences may have any length.
         """
@@ -70,7 +71,7 @@ class SequenceParallel:
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
     def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
-        """Whether the caller may quantize the input once for matmuls with all these weights."""
+        """Whether the input may be quantized only once for the matmuls with all these weights."""
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
         return not any(isinstance(weight, LoraWeight) for weight in weights)
@@ -111,7 +112,7 @@ class SequenceParallel:
         quantized = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
-        # Replicated weights multiply each device's own tokens.
+        # Multiply each device's own tokens by replicated weights.
         return [
             quantized[number] if number in quantized else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
@@ -120,7 +121,7 @@ class SequenceParallel:
     def row_parallel(
         self, x: Float[Array, "B T *dims"], weight: Weight | LoraWeight, axes: LogicalAxes
     ) -> Float[Array, "B T D"]:
-        """Multiply by the weight, whose `dims` are sharded, and sum over the devices."""
+        """Multiply by a weight whose `dims` are sharded, and sum over the devices."""
         if not isinstance(weight, LoraWeight):
             return self._row_parallel(x, weight, axes)
         how, product = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
@@ -175,12 +176,12 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Return matmuls that contract the weights' first `summed` dims, with tokens flattened.
+    """Return matmuls that contract the first `summed` dims of the weights, with flattened tokens.
 
     Sequences and tokens become one dim, over which weight gradients are summed. With two dims, the
-    CPU backend first transposes an operand, fused with its producer, and the strided access is
-    slow. The TPU backend chooses the order of both dims, and needs 3 to 11% more cycles if they are
-    flattened.
+    CPU backend fuses a transpose of an operand into the operation that computes it, and the strided
+    access is slow. The TPU backend chooses the order of the two dims, and needs 3 to 11% more
+    cycles if they are flattened.
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
@@ -197,7 +198,7 @@ def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array
 def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Compute weight gradients as matmuls over inner dims, the fastest form on CPU.
+    """Compute weight gradients as matmuls over inner dims, which is the fastest form on CPU.
 
     For each matrix, the narrower operand is transposed; `x` is transposed once for all matrices.
     Barriers prevent XLA from merging the transpose and the matmul.
@@ -270,10 +271,10 @@ class _ShardedMatmul:
     def all_gather_matmul(
         self, x: Array, weights: Sequence[Array], *, gradient: bool = False
     ) -> list[Array]:
-        """Return matmuls over the unsharded dim of the weights, on one device.
+        """Return this device's matmuls that contract the unsharded dim of each weight.
 
-        The contracted dim is the first dim of a weight. With `gradient`, `x` is a cotangent, and
-        the contracted dim is the last one.
+        This dim is the first dim of a weight. With `gradient`, `x` is a cotangent, and the dim is
+        the last dim.
         """
 
         def multiply(x: Array, weight: Array) -> Array:
@@ -292,7 +293,7 @@ class _ShardedMatmul:
     def matmul_reduce_scatter(
         self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
     ) -> Array:
-        """Return the sum of matmuls over the sharded dims of the weights, on one device.
+        """Sum matmuls that contract the sharded dims of weights; return this device's tokens.
 
         The contracted dims are all dims of a weight except the last. With `gradient`, `arrays` are
         cotangents, and the contracted dims are all dims except the first.
@@ -330,9 +331,7 @@ class _ShardedMatmul:
     def all_gather_weight_grad(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
-        """Return weight gradients on one device; `moving` is the input if `first`, else a
-        cotangent.
-        """
+        """Return local weight gradients; `moving` is the input if `first`, else a cotangent."""
         moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
         if self.quantizer is not None:
             outer = partial(

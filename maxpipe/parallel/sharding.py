@@ -3,7 +3,7 @@
 Model code gives dims logical names ("heads", "mlp"). `axes` defines the mesh axes over which such a
 dim is sharded. Only this module converts logical names to JAX partition specs.
 
-With `mesh.shard_mode=explicit`, array types carry shardings: JAX tracks at trace time how each
+With `mesh.shard_mode=explicit`, array types include shardings: JAX tracks at trace time how each
 array is sharded, and ambiguous operations are errors. Functions in this module resolve the
 ambiguity, and have no effect on a mesh with auto axes. Inside the pipeline's per-device program,
 all explicit axes become manual, so the mode has no effect there.
@@ -32,7 +32,7 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """Return `run` with shardings chosen by the compiler, except for the output shardings.
+    """Return `run` with all shardings except those of the outputs chosen by the compiler.
 
     This is needed for operations whose output sharding is ambiguous with explicit axes: reshapes,
     indexing and newly created arrays. `specs` is a tree of output PartitionSpecs, or a prefix of
@@ -72,7 +72,7 @@ def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return `run`, traced under this mesh. Without arguments on the mesh, JAX could not infer the
+    """Return `run`, traced under this mesh. If no argument is on the mesh, JAX cannot infer the
     mesh of the outputs.
     """
 
@@ -129,7 +129,8 @@ class AxisRules:
     context_attention: str = "auto"
     """Communication of attention over the context axis: `mesh.context_attention`."""
     collective_matmul: bool = False
-    """Whether all-gathers and reduce-scatters of tokens overlap with matmuls, in a ring."""
+    """Whether all-gathers and reduce-scatters of tokens run as a ring that overlaps with
+    matmuls."""
     flattens_tokens: bool = False
     """Whether matmuls flatten sequences and tokens into one dim."""
 
@@ -224,7 +225,7 @@ def make_global_batch(
 
 
 def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
-    """Move arrays `[B, ...]` that are sharded over sequences only to the mesh of `sharding`.
+    """Move arrays `[B, ...]`, which are sharded over sequences only, to the mesh of `sharding`.
 
     A process's devices must already hold all sequences that they need. With several processes, the
     arrays are copied through host memory.
@@ -244,7 +245,7 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
-    """Constrain an array over the auto axes, if any, to the sharding in the table.
+    """Constrain an array to the table's sharding over the auto axes, if there are any.
 
     Inside the pipeline's per-device program, only the auto axes are constrained. If the batch axes
     are auto axes, dims without a name remain unconstrained, because sequences are sharded over the
@@ -263,11 +264,11 @@ def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> 
 
 
 def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
-    """Reshard embeddings `[B, T, D]` from dim D, as in the table, to dim B.
+    """Reshard embeddings `[B, T, D]` from dim D, which is sharded in the table, to dim B.
 
     The batch axes move from D to B, and the context axis is removed. XLA would replicate the array
     to do both at once; two constraints result in an all-to-all and an all-gather. This is a no-op
-    unless such axes are auto axes.
+    unless these axes are auto axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
     other_axes = tuple(

@@ -1,8 +1,8 @@
-"""Run a schedule: the layer stack as a ring of stages in one jitted SPMD program.
+"""Run a schedule: one jitted SPMD program executes the layers on a ring of stages.
 
 The program is written for one device: every mesh axis is manual except `tensor`, which is an auto
-axis. One loop runs the ticks of the schedule table, which is an argument of the program. The table
-contains both forward and backward slots, so JAX never differentiates this program.
+axis. One loop runs the ticks of the schedule table. The table is an argument of the program. The
+table contains both forward and backward slots, so JAX never differentiates this program.
 
 The engine receives functions and stacked parameters, never a model class or a config.
 """
@@ -49,12 +49,12 @@ class PerSourceSums(NamedTuple):
 
 
 class StepGradients(NamedTuple):
-    """Results of a training step, which minimizes `loss` plus the weighted sum of `losses`."""
+    """Results of a training step. The step minimizes `loss` plus the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
     """Mean of the objective. For cross entropy: nats, averaged over all target tokens."""
     reports: dict[str, Float[Array, ""]]
-    """Means of the objective's reports, keyed by name."""
+    """Means of the objective's metrics, keyed by name."""
     losses: dict[str, Float[Array, ""]]
     """Unweighted auxiliary losses of the layers and MTP heads, divided by the number of target
     tokens."""
@@ -84,7 +84,8 @@ class Engine:
     trainable: Tree = None
     """Whether each parameter has a gradient. None: all parameters have gradients."""
     has_own_dtype: Tree = None
-    """Whether each parameter is used in its stored dtype. None: all use the compute dtype."""
+    """Whether each parameter is used in its stored dtype. None: all are cast to the compute
+    dtype."""
     contracted_dims: Tree = None
     """Number of leading dims that the matmul of each parameter contracts, for parameters that are
     quantized to 8 bits; 0 for other parameters. None: no parameter is quantized."""
@@ -120,8 +121,8 @@ class Engine:
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return the forward-only loss: (params, batch, None) -> (sums, number of target tokens).
 
-        The sums `[R]` contain the loss and the reports. With several data sources, the two shapes
-        are `[R, sources]` and `[sources]`.
+        The sums `[R]` contain the loss and the objective's metrics. With several data sources, the
+        sums have the shape `[R, sources]` and the counts `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
@@ -158,7 +159,7 @@ class Engine:
 
     @property
     def _per_sequence_arrays(self) -> tuple[str, ...]:
-        """Names of the objective's arrays that have no token dim."""
+        """Names of the objective's batch arrays that have no token dim."""
         return tuple(
             name for name, each in self.network.objective.batch_arrays.items() if each.per_sequence
         )
@@ -168,7 +169,7 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree with the structure of the parameters and this value at every leaf."""
+        """Return a tree with the structure of the parameters in which every leaf is this value."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:
@@ -294,7 +295,7 @@ def _read_outputs(
 
     def of_rows(found: jax.Array) -> jax.Array:
         found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
-        # A context device has only some tokens of its sequences, but all of their segments.
+        # Per-token outputs are sharded over context. Per-segment outputs are complete.
         if not plan.network.objective.segments_per_loss:
             assert found.shape[1] == num_tokens
             found = gather_sequences(found, 1)
@@ -312,7 +313,7 @@ def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
 
 
 def _sum_sources(sums: jax.Array) -> jax.Array:
-    """Return the sum over all data sources; scalars are returned unchanged."""
+    """Return the sum over all data sources, or a scalar unchanged."""
     return sums.sum() if sums.ndim else sums
 
 

@@ -1,9 +1,10 @@
-"""Map layers between network order (checkpoints) and stacks `[R, P, L]` (train state).
+"""Map layers between model order (checkpoints) and stacks `[R, P, L]` (train state).
 
-A layer partition divides the network's layers into chunks of consecutive layers; the ring assigns
-chunks to stages. Every layer type has its own stacks. Chunks may differ in length and layer types.
-Shorter stacks are padded with zeros, which the engine skips. The network's first layers may form a
-prologue outside the ring, replicated on every stage.
+Model order is the order in which the network runs its layers. A layer partition divides the layers
+into chunks of consecutive layers; the ring assigns chunks to stages. Every layer type has its own
+stacks. Chunks may differ in length and layer types. Shorter stacks are padded with zeros, which the
+engine skips. The network's first layers may form a prologue outside the ring, replicated on every
+stage.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ class LayerLayout:
 
     ring: Ring
     layer_partition: tuple[int, ...]
-    """Number of layers of each chunk, in network order."""
+    """Number of layers of each chunk, in model order."""
     num_prologue_layers: int = 0
     """Number of prologue layers, which precede the first chunk and are replicated on every
     stage."""
     layer_types: tuple[str, ...] = ()
-    """Type of each layer of the network, in order. Empty: all layers have the same type."""
+    """Type of each layer, in model order. Empty: all layers have the same type."""
 
     @property
     def num_layers(self) -> int:
@@ -55,13 +56,13 @@ class LayerLayout:
 
     @cached_property
     def type_of_layer(self) -> tuple[str, ...]:
-        """Type of each layer of the network, in order."""
+        """Type of each layer, in model order."""
         assert len(self.layer_types) in (0, self.num_layers)
         return self.layer_types or (SINGLE_LAYER_TYPE,) * self.num_layers
 
     @cached_property
     def stacks(self) -> dict[str, LayerTypeStack]:
-        """Stack of each layer type, in order of first appearance in the network."""
+        """Stack of each layer type, in the order in which the types first appear in the network."""
         return {
             kind: LayerTypeStack.from_layout(self, kind)
             for kind in dict.fromkeys(self.type_of_layer)
@@ -100,7 +101,7 @@ class LayerLayout:
 
     @cached_property
     def first_layer(self) -> np.ndarray:
-        """int32 `[R, P]`: network position of each chunk's first layer."""
+        """int32 `[R, P]`: index in the network of each chunk's first layer."""
         sizes = np.array(self.layer_partition)
         return (self.num_prologue_layers + np.cumsum(sizes) - sizes).astype(np.int32)[
             self._chunk_at
@@ -108,7 +109,7 @@ class LayerLayout:
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: network position of each layer of a chunk, -1 for padding."""
+        """int32 `[R, P, L]`: index in the network of each layer of a chunk, -1 for padding."""
         position = np.arange(self.max_layers_per_chunk)
         layers = self.first_layer[..., None] + position
         used = position < self.chunk_sizes[..., None]
@@ -132,7 +133,7 @@ class LayerLayout:
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers `{type: [n, ...]}`, given in network order. Types may be missing.
+        """Stack layers `{type: [n, ...]}`, given in model order. Types may be missing.
 
         Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
@@ -151,7 +152,7 @@ class LayerLayout:
         return ring, front
 
     def unstack(self, ring: Tree, front: Tree) -> Tree:
-        """Return `{type: [n, ...]}` in network order, without padding: the inverse of `stack`.
+        """Return `{type: [n, ...]}` in model order, without padding: the inverse of `stack`.
 
         Types that are missing from both trees are missing from the result.
         """
@@ -170,13 +171,14 @@ class LayerTypeStack:
     """Positions of the layers of one type in the ring's stacks and in the prologue."""
 
     layers: tuple[int, ...]
-    """Network positions of all layers of this type, in order."""
+    """Indices in the network of all layers of this type, in ascending order."""
     num_prologue_layers: int
     """Number of layers of this type that are in the prologue."""
     shape: tuple[int, int, int]
     """Leading dims `(R, P, L)` of a stacked parameter; L is the largest count in one chunk."""
     layer_at: np.ndarray
-    """int32 `[R * P * L]`: network position of the layer in each stack entry, -1 for padding."""
+    """int32 `[R * P * L]`: index in the network of the layer in each stack entry, -1 for
+    padding."""
 
     @classmethod
     def from_layout(cls, layout: LayerLayout, kind: str) -> LayerTypeStack:
@@ -199,7 +201,7 @@ class LayerTypeStack:
 
     @property
     def prologue_layers(self) -> tuple[int, ...]:
-        """Network positions of the prologue layers of this type."""
+        """Indices in the network of the prologue layers of this type."""
         return self.layers[: self.num_prologue_layers]
 
     @property
@@ -215,13 +217,11 @@ class LayerTypeStack:
 
     @property
     def _is_network_order(self) -> bool:
-        """Whether the stacks are in network order, without padding."""
+        """Whether the stacks are in model order, without padding."""
         return bool((self._number_at == np.arange(self._number_at.size)).all())
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """Return the ring's layers as zero-padded `[R, P, L, ...]`, given `[n, ...]` in network
-        order.
-        """
+        """Zero-pad the ring's layers to `[R, P, L, ...]`, given `[n, ...]` in model order."""
         ring = layers[self.num_prologue_layers :]
         if not self._is_network_order:
             padded = jnp.concatenate([ring, jnp.zeros_like(ring[:1])])
@@ -229,7 +229,7 @@ class LayerTypeStack:
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
-        """Return `[n, ...]` in network order, without padding, given `[R, P, L, ...]`.
+        """Return `[n, ...]` in model order, without padding, given `[R, P, L, ...]`.
 
         `outside` contains the prologue layers of this type, if there are any.
         """

@@ -1,9 +1,9 @@
 """The loss head with the vocabulary sharded over the stages.
 
-Each stage holds V / P columns of the projection and computes their logits. Small reductions over
-the stage axis combine the partial results, so every stage does an equal share of the work. The
-forward and backward passes are written by hand. Autodiff is applied only to the objective, which is
-a function of a few values per token.
+Each stage holds V / P columns of the projection and computes the logits of these columns. Small
+reductions over the stage axis combine the partial results, so every stage does an equal share of
+the work. The forward and backward passes are written by hand. Autodiff is applied only to the
+objective, which is a function of a few values per token.
 
 Logits can be computed for one block of tokens at a time, which limits their memory.
 
@@ -52,7 +52,7 @@ def map_token_blocks(
     mask: Float[Array, "B T"],
     more: Tree,
 ) -> tuple[Tree, Tree]:
-    """Call `run` on blocks of at most `size` tokens. A `size` of 0 uses a single block.
+    """Call `run` on blocks of at most `size` tokens. If `size` is 0, all tokens form one block.
 
     `more` is a tree of arrays `[B, T, ...]`.
 
@@ -96,7 +96,7 @@ def map_token_blocks(
 
 
 _COTANGENTS = "cotangents"
-"""Key of the precomputed cotangents of the per-token scores, if they are among the token arrays."""
+"""Key of the precomputed cotangents of the per-token scores, if the token arrays include them."""
 
 TokenArrays = Mapping[str, Any]
 """Arrays `[B, T, ...]` that the objective uses, and the data source of each token."""
@@ -110,7 +110,7 @@ class LossGradients(NamedTuple):
     """Summed losses of one microbatch, and their gradients."""
 
     sums: Float[Array, "*sums"]
-    """Float32 sums of the loss and the objective's reports: `[R]`, or `[R, sources]` with several
+    """Float32 sums of the loss and the objective's metrics: `[R]`, or `[R, sources]` with several
     sources."""
     output: Float[Array, "B T D"]
     """Cotangent of the last layer's output."""
@@ -163,7 +163,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Float[Array, "*sums"]:
-        """Return the weighted sums of the loss and the reports over the microbatch."""
+        """Return the weighted sums of the loss and the metrics over the microbatch."""
         if self.objective.segments_per_loss:
             scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
             return self._segment_losses(scores, inputs, None)[0]
@@ -196,15 +196,13 @@ class LossHead(NamedTuple):
         count: int,
         temperature: float,
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """Return the `count` largest log-probabilities for each token, in descending order, and
-        their ids.
-        """
+        """Return the `count` largest log-probabilities of each token, sorted, and their ids."""
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
-            # Ties are broken by the smaller id, independently of how the columns are sharded.
+            # In a tie, the smaller id comes first, regardless of how the columns are sharded.
             local_logits, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
             all_logits, all_ids = (all_gather(array, STAGE, 2) for array in (local_logits, ids))
@@ -225,11 +223,11 @@ class LossHead(NamedTuple):
         scale: Float[Array, ""],
         ahead: Callable[..., Any] | None = None,
     ) -> tuple[LossGradients, Any]:
-        """Return the loss and the gradients of `scale` times the loss.
+        """Return the loss, and the gradients of the loss multiplied by `scale`.
 
         `output` is read from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads (`ahead`) add to both gradients. Their other results are the
-        second return value (see `MtpLossHeads.add`).
+        microbatch's arrays. MTP heads (`ahead`) add their gradients to both gradients. Their other
+        results are the second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -321,7 +319,7 @@ class LossHead(NamedTuple):
     # Scores.
 
     def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
-        """Return the last layer's output, the loss mask and the other per-token arrays."""
+        """Return the output of the last layer, the loss mask and the other per-token arrays."""
         extra = (
             name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
@@ -350,9 +348,7 @@ class LossHead(NamedTuple):
     def _log_probs(
         self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
-        """Return the log-probabilities listed in `reads`, and the softmax that each was computed
-        from.
-        """
+        """Return the log-probabilities listed in `reads`, and the softmax used for each of them."""
         scores, softmaxes, known = [], [], {}
         for read in reads:
             if read.temperature not in known:
@@ -397,7 +393,7 @@ class LossHead(NamedTuple):
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Return the sums, and the cotangents of the scores for `scale` times the loss."""
+        """Return the sums, and the cotangents of the scores for the loss multiplied by `scale`."""
         lost, cotangents, reports = _value_and_grad(objective, scores, given, mask, scale)
         return self._weighted_sums((lost, *reports), mask, given.get("source_ids")), cotangents
 
@@ -443,7 +439,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the cotangents of the scores (empty without `scale`) and the reports."""
+    """Return the losses, the cotangents of the scores (empty without `scale`) and the metrics."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)
@@ -500,7 +496,7 @@ def _logits_cotangent(
         is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
     place, is_local = _local_columns(logits, ids)
-    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # dropped as out of range
+    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # dropped: out of range
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place
@@ -511,7 +507,7 @@ def sum_by_source(
     values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
 ) -> Float[Array, " sources"]:
     """Return the sum over the tokens of each data source."""
-    # One sum per source, because a scatter-add would add in a device-dependent order.
+    # Compute one sum per source, because the order of a scatter-add depends on the device.
     is_source = sources == jnp.arange(num_sources)[:, None, None]
     return jnp.where(is_source, values, 0.0).sum((1, 2))
 

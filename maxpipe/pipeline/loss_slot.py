@@ -35,7 +35,8 @@ class LossSlot:
     """Whether each parameter of the final norm has a gradient."""
     head_weights: LayerWeights
     local_head: Tree
-    """Tree from which this stage's head columns are read, as a stack of one layer."""
+    """Tree from which this stage's head columns are read. The head is stored as a stack of one
+    layer."""
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     mtp: MtpLossHeads | None
@@ -43,7 +44,7 @@ class LossSlot:
     """Factor of the objective's gradients. None in forward-only programs."""
 
     def trainable_norm(self, tree: Tree) -> Tree:
-        """Return the leaves of a tree of the final norm whose parameters have gradients."""
+        """Return the leaves of a final-norm tree whose parameters have gradients."""
         return select_trainable(tree, self.norm_is_trainable)
 
     def loss(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
@@ -59,7 +60,7 @@ class LossSlot:
     def read_outputs(
         self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
     ) -> Buffers:
-        """Write the reader's output for the leaving microbatch to the per-sequence arrays."""
+        """Compute the reader's output for the leaving microbatch and store it in `rows`."""
 
         def work(rows: Tree) -> Tree:
             outputs = reader(self.head, *self._head_inputs(row.loss, output))

@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP) heads, which run in the loss slot on the leaving microbatch.
 
 Like the final norm, all heads are computed on every stage. Each stage propagates only the gradient
-of the vocabulary columns that it holds. The backward pass is linear, so one sum over the stages
-combines all gradients. Control flow is the same on all stages. Rationale:
+of the vocabulary columns that it holds. The backward pass is linear, so a sum over the stages gives
+the full gradients. Control flow is the same on all stages. Rationale:
 docs/decisions/0021-multi-token-prediction.md.
 
 Heads are either projections of the final norm's output or full layers. The input of each layer is
@@ -37,7 +37,7 @@ ScoreFn = Callable[
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
 """(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
-activations, gradient of the head columns). Both gradients cover this stage's columns only."""
+activations, gradient of the head columns). Both gradients include this stage's columns only."""
 
 
 class MtpProjectionFns(NamedTuple):
@@ -66,7 +66,7 @@ MtpFns = MtpProjectionFns | MtpLayerFns
 
 
 class MtpResults(NamedTuple):
-    """Losses and reports of MTP heads, summed over microbatches and identical on all stages."""
+    """Losses and statistics of MTP heads, summed over microbatches and identical on all stages."""
 
     losses: Float[Array, " heads"]
     """Float32 cross entropy of each head, in nats."""
@@ -125,7 +125,7 @@ class MtpLossHeads:
         """Whether these heads contribute to the embedding's gradient."""
         return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
-    # Start and end of a step.
+    # Start and end of a step
 
     def zeros(self) -> Tree:
         """Return zero gradient accumulators."""
@@ -172,8 +172,8 @@ class MtpLossHeads:
         """Add the results of all heads, one head at a time to keep only one head's logits in
         memory.
 
-        `hidden` is the final norm's output. `d_hidden` and `d_head` are the gradients computed by
-        the ordinary head. `trips` is the number of heads as a traced value.
+        `hidden` is the final norm's output. `d_hidden` and `d_head` are the gradients that the
+        ordinary head has computed. `trips` is the number of heads as a traced value.
         """
         with jax.named_scope(scopes.MTP):
             if isinstance(self.functions, MtpLayerFns):
@@ -222,12 +222,12 @@ class MtpLossHeads:
         hidden: Array,
         state: tuple[Array, Array, MtpTotals],
     ) -> tuple[Array, Array, MtpTotals]:
-        """Run three loops: the forward pass of all layers, all logits, and the backward pass.
+        """Run three loops: the forward pass of all layers, all losses, and the backward pass.
 
         Only the layers' outputs are kept between the loops. Therefore, the activations of two
-        layers are never in memory at once, nor are activations and logits. The trip count is a
-        traced value; otherwise XLA would unroll one-iteration loops and merge duplicate
-        computations.
+        layers are never in memory together, and neither are the activations of a layer and logits.
+        The trip count is a traced value; otherwise XLA would unroll one-iteration loops and merge
+        duplicate computations.
         """
         d_hidden, d_head, sums = state
         embedded = mark_varying(self.embedding.lookup(self.table, inputs["tokens"]))
@@ -251,7 +251,7 @@ class MtpLossHeads:
 
         start = mark_varying((empty[1:], d_head, found))
         cotangents, d_head, found = lax.fori_loop(0, trips, scored, start)
-        # All stages compute the same losses of layers, and only stage 0 may propagate them.
+        # All stages compute the same layer losses, so only stage 0 propagates their gradients.
         is_first = axis_index(STAGE) == 0
         seeds = {
             name: mark_varying(jnp.where(is_first, seed, 0)) for name, seed in self.seeds.items()
@@ -282,7 +282,7 @@ class MtpLossHeads:
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """Run a head's layer. Its losses count only tokens that have a target for this head."""
+        """Run a head's layer. Its losses include only tokens that have a target for this head."""
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
@@ -291,7 +291,7 @@ class MtpLossHeads:
 
 
 def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
-    """Add the reports of the MTP layers to `reports`, which are already summed over stages."""
+    """Add the MTP layers' losses and statistics to `reports`, already summed over stages."""
     if found is None or found.reports is None:
         return reports
     of_one = jax.tree.map(lambda leaf: broadcast_from(leaf, STAGE, 0), found.reports)
@@ -302,8 +302,8 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """Return the targets `distance` tokens after the ordinary targets, and their loss mask.
 
-    A shifted target counts if the ordinary loss mask includes its token and the token is in the
-    same sequence and segment.
+    A shifted target is included if its token is in the ordinary loss mask and in the same sequence
+    and segment.
     """
     later = lambda name: jnp.roll(inputs[name], -distance, axis=1)  # noqa: E731
     return later("targets"), later("loss_mask") * _in_same_segment(inputs, distance)

@@ -1,6 +1,6 @@
 """Training objectives: loss functions of the log-probabilities that a network assigns to tokens.
 
-An objective declares the log-probabilities that it uses for each token, and is a plain function of
+An objective declares which log-probabilities of each token it uses, and is a plain function of
 them. The loss head computes the log-probabilities with a sharded vocabulary and propagates their
 cotangents to the logits. Objectives therefore do not depend on stages or shards.
 """
@@ -42,9 +42,9 @@ class Objective(ABC):
     A per-token objective receives scores with the same shape as the ids and returns losses `[B,
     T]`, which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
     each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
-    `segments_per_loss` times N, and segment s contains the tokens with segment id s + 1. Reports
-    have the same shape as the losses. The step divides sums by the sum of `normaliser` over the
-    batch.
+    `segments_per_loss` times N, and segment s contains the tokens with segment id s + 1. Metrics
+    have the same shape as the losses. The step divides the sum of the losses and of each metric by
+    the sum of the `normaliser` array over the batch.
     """
 
     segments_per_loss: ClassVar[int] = 0
@@ -52,7 +52,7 @@ class Objective(ABC):
     normaliser: ClassVar[str] = "loss_mask"
     """Name of the batch array with the weight of each loss, `[B, T]` or `[B, N]`."""
     report_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the reports, which are returned after the losses."""
+    """Names of the metrics, which are returned after the losses."""
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
@@ -71,7 +71,7 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return (losses, reports). `inputs` contains `batch_arrays` and the ids of
+        """Return (losses, metrics). `inputs` contains `batch_arrays` and the ids of
         `log_prob_specs`.
         """
 
@@ -95,9 +95,7 @@ def segment_sums(
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return the value of each token's segment, or 0 for other tokens: the transpose of
-    `segment_sums`.
-    """
+    """Return the value of each token's segment, or 0 without one; transpose of `segment_sums`."""
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))
 
 
@@ -108,7 +106,7 @@ def _segment_one_hot(segment_ids: Int[Array, "B T"], count: int) -> Float[Array,
 def reference_loss(
     objective: Objective, logits: Float[Array, "B T V"], batch: Mapping[str, Array]
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Return the mean loss and reports for unsharded logits, as a reference for pipelined runs."""
+    """Return the mean loss and metrics for unsharded logits, as a reference for pipelined runs."""
     mask = jnp.asarray(batch["loss_mask"], jnp.float32)
     weight = jnp.asarray(batch[objective.normaliser], jnp.float32)
     scores = tuple(

@@ -1,8 +1,8 @@
-"""The per-device program of one step: buffers, messages, and the order of work in a tick.
+"""The program that a device runs for one step: buffers, messages, and the order of work in a tick.
 
 The inputs are a network and its execution plan on a ring of stages. The code is written for one
 device. Stages differ only in their columns of the schedule table. Collectives over the stage axis
-run where all stages execute the same code: between slots, never inside a slot.
+run between slots, where all stages execute the same code, never inside a slot.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class StepProgram:
             lambda leaf: leaf.reshape(schedule.num_microbatches, -1, *leaf.shape[1:]),
             mark_varying(batch),
         )
-        # If the prefetch window can hold all chunks, chunks are never evicted, so weights are
+        # If all chunks fit in the prefetch window, chunks are never evicted, so weights are
         # gathered once per step.
         self.uses_weight_window = (
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
@@ -207,7 +207,7 @@ class StepProgram:
         }
 
     def _activation(self) -> jax.Array:
-        """Return an uninitialized activation `[B, T, D]`."""
+        """Return an uninitialized activation array `[B, T, D]`."""
         like = jax.eval_shape(self.embedding.lookup, self.table, self.batch["tokens"][0])
         return mark_varying(lax.empty(like.shape, like.dtype))
 
@@ -265,7 +265,7 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Return the ports whose output is carried to the next tick."""
+        """Return the ports whose output is sent in the next tick."""
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -325,7 +325,7 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Send outputs to neighboring stages; return received messages, keyed by arrival index."""
+        """Send outputs to neighbouring stages; return received messages, keyed by arrival index."""
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
@@ -426,7 +426,7 @@ class StepProgram:
     # Embedding, prologue and loss head.
 
     def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
-        """Return `x`, or for the first chunk, the embedded microbatch that enters the network."""
+        """Return `x`, or the embeddings of the entering microbatch if this is the first chunk."""
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.prologue is not None:
             assert carry.outside is not None
@@ -517,8 +517,8 @@ class StepProgram:
     def finish_reports(self, carry: Buffers) -> Reports:
         """Return losses summed over layers and sequences, and the statistics of each layer.
 
-        Statistics are sums over all sequences, keyed by place: `layers` for the ring, `[R, 1, L,
-        ...]`; `outside` for the prologue, `[layers, ...]`; and `ahead` for MTP layers, `[heads,
+        Statistics are sums over all sequences. The key `layers` contains the ring's layers, `[R, 1,
+        L, ...]`; `outside` the prologue, `[layers, ...]`; and `ahead` the MTP layers, `[heads,
         ...]`.
         """
         assert carry.reports is not None
@@ -579,15 +579,15 @@ class Network:
     mtp: MtpFns | None = None
     """MTP heads, computed in training only."""
     num_sources: int = 0
-    """Number of data sources with separate losses. `source_ids` in the batch contains the source of
-    each sequence (-1 for none). 0: all sequences have one source."""
+    """Number of data sources with separate losses. The batch array `source_ids` contains the source
+    of each sequence (-1 for none). 0: all sequences have one source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
     """Objective that training minimizes."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Shape of the summed loss and reports: `[R]`, or `[R, sources]` with several sources."""
+        """Shape of the summed loss and metrics: `[R]`, or `[R, sources]` with several sources."""
         sources = (self.num_sources,) if self.num_sources else ()
         return (1 + len(self.objective.report_names), *sources)
 
@@ -616,7 +616,7 @@ class PipelinePlan:
 
     @property
     def prologue_gather_mode(self) -> GatherMode:
-        """Gather mode of weights outside the ring, which are not in the prefetch window."""
+        """Gather mode of weights outside the ring, which the prefetch window does not contain."""
         return "step" if self.weight_gather == "visit" else self.weight_gather
 
     def has_mtp(self, schedule: Schedule) -> bool:

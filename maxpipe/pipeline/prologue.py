@@ -9,12 +9,12 @@ Control flow is the same on all stages.
 
 The embedding's vocabulary is sharded over the stages. Each stage holds V / P rows of the table and
 looks up the tokens in those rows. One small sum over the stage axis combines the results. Every
-stage thus does an equal share of work that would otherwise fall on the first stage. The forward and
-backward passes are written by hand, and their control flow is the same on all stages.
+stage thus does an equal share of the lookup; otherwise, the first stage would do all of it. The
+forward and backward passes are written by hand, and their control flow is the same on all stages.
 
 The table's columns remain sharded over fsdp, expert and context. Tokens are sent to all shards and
-activations are returned, which needs less traffic than gathering the table. In shapes, `v` is V /
-P, this stage's share of the padded vocabulary. `d` is the number of table columns that a device
+activations are returned; this needs less traffic than gathering the table. In shapes, `v` is V / P,
+this stage's share of the padded vocabulary. `d` is the number of table columns that a device
 holds: D, or a shard of D.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
@@ -57,7 +57,7 @@ from maxpipe.schedule.table import IDLE, Schedule
 
 
 class Embedding(NamedTuple):
-    """Lookup in this stage's rows `[v, d]` of the embedding table."""
+    """Embedding lookup in this stage's rows `[v, d]` of the table."""
 
     weight_sharding: WeightSharding
     """Sharding of the table."""
@@ -72,7 +72,7 @@ class Embedding(NamedTuple):
         return self.weight_sharding.dim == 1
 
     def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
-        """Return the part of the table that `lookup` uses."""
+        """Return the table for `lookup`: this shard, or all gathered shards."""
         return (
             mark_varying(shard.astype(dtype))
             if self.is_column_sharded
@@ -97,7 +97,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the cotangent from stage 0 to the float32 gradient of this device's table."""
+        """Add stage 0's cotangent to the float32 gradient of this device's table."""
         return self._add(
             total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
         )
@@ -139,16 +139,16 @@ class Embedding(NamedTuple):
 
     def _add(self, total: jax.Array, tokens: jax.Array, cotangent: jax.Array) -> jax.Array:
         row, is_local = self._local_rows(tokens, total.shape[0])
-        row = jnp.where(is_local, row, total.shape[0])  # an out-of-range index is dropped
+        row = jnp.where(is_local, row, total.shape[0])  # out-of-range indices are dropped
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """Exchange this device's columns of all shards' tokens for all columns of its tokens."""
+        """Convert from this device's columns of all shards' tokens to all columns of its tokens."""
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Exchange all columns of this device's tokens for its columns of all shards' tokens."""
+        """Convert from all columns of this device's tokens to its columns of all shards' tokens."""
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.
@@ -169,9 +169,7 @@ Tree = Any
 
 
 class PrologueRow(NamedTuple):
-    """Prologue work of one tick, from the columns of `table.PrologueRounds`; identical on all
-    stages.
-    """
+    """Prologue work of one tick (see `table.PrologueRounds`), identical on all stages."""
 
     forward: Any
     forward_slot: Any
@@ -269,8 +267,7 @@ class PrologueLayers:
         totals: Tree,
         embedding: Float[Array, "v d"] | None,
     ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
-        """Store the returned microbatch's cotangent from stage 0; if it completes a round, run that
-        round backward.
+        """Store the returned microbatch's cotangent; run its round backward when complete.
 
         `totals` and `embedding` are the accumulated gradients of the layers and the embedding.
         `embedding` is None if the embedding is frozen.

@@ -1,9 +1,9 @@
 """Differentiate a layer once, and define its forward, backward and weight-gradient functions.
 
-A layer is traced into a forward function, which also returns residuals, and a backward function,
-which uses the residuals. Weights, batch arrays and values computed from weights alone are never
-saved, because a backward slot has access to the weights and the batch. Such values are identified
-by data flow, not by shape.
+A layer is traced into a forward function and a backward function. The forward function also returns
+residuals, which the backward function uses. Weights, batch arrays and values computed from weights
+alone are never saved, because a backward slot has access to the weights and the batch. Such values
+are identified by data flow, not by shape.
 
 A split backward divides the traced program into two parts: input gradients first, weight gradients
 later. Both parts come from one program, so shared values are computed once, in the first part.
@@ -11,8 +11,9 @@ Values that the second part needs are saved between the parts; a minimum cut of 
 minimizes their size in bytes. Cheap elementwise operations may be recomputed in the second part;
 matmuls are never recomputed.
 
-Source: JaxPP partitions the backward's jaxpr for zero-bubble schedules (arXiv:2412.14374); the
-minimum cut follows arXiv:2206.11719, which uses it for recomputation.
+Source: JaxPP partitions the jaxpr of the backward pass for zero-bubble schedules
+(arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, where it selects the values to
+recompute.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class SplitProgram:
 def split_program(
     program: jex.ClosedJaxpr, *, first_outputs: Sequence[int], free_inputs: Sequence[int]
 ) -> SplitProgram:
-    """Split `program`: the first part computes `first_outputs`, the second all other outputs.
+    """Split `program`: the first part computes `first_outputs`, the second the remaining outputs.
 
     `free_inputs` are available to both parts, so keeping them costs no memory.
     """
@@ -169,7 +170,7 @@ class FlatJaxpr:
         return equations
 
     def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
-        """Return the equations, in order, that compute the `wanted` values from those in `have`."""
+        """Return, in order, the equations that compute the `wanted` values from those in `have`."""
         equations: set[int] = set()
         stack = [value for value in wanted if value not in have]
         while stack:
@@ -180,7 +181,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value from which only reshapes lead to this value."""
+        """Return the value that this value is a reshaped copy of, or the value itself."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -219,16 +220,14 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Whether a value is already marked as varying over the axes of `mark`, as kept values are."""
+    """Whether a value is already varying over the axes of `mark`, as kept values are."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
 
 
 def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
-    """Return the (jaxpr, constants) that an equation calls with its inputs, or None if it is not a
-    call.
-    """
+    """Return the (jaxpr, constants) that an equation calls, or None for other equations."""
     if equation.primitive.name not in _CALL_PRIMITIVES:
         return None
     inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
@@ -357,11 +356,11 @@ class LayerConstants(NamedTuple):
     inputs: Tree
     """Arrays of the microbatch."""
     layer: jax.Array
-    """Network position of the layer."""
+    """Index of the layer in the network."""
     key: jax.Array | None
     """Random key of the step."""
     seeds: Tree
-    """Cotangents of the losses of all layers; a layer may return only some of the losses."""
+    """Cotangents of all losses that any layer returns; a layer may return only some of them."""
 
 
 @dataclass(frozen=True)
@@ -424,7 +423,7 @@ def differentiate_layer(
     flat = FlatJaxpr(traced)
     sources = _ValueSources.from_program(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
-    # An array and its reshaped copies are saved only once.
+    # Save an array and its reshaped copies only once.
     stored = [v for v in dict.fromkeys(map(flat.undo_reshape, leaves)) if sources.must_be_saved(v)]
 
     def forward(
@@ -470,7 +469,7 @@ def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
 
 @dataclass(frozen=True)
 class _ValueSources:
-    """Numbers of a layer's weights, input and constants in the flat program."""
+    """Value numbers of a layer's weights, input and constants in the flat program."""
 
     flat: FlatJaxpr
     weights: list[int]

@@ -1,13 +1,14 @@
 """Run the layers of one chunk in a slot of the schedule: forward, backward or weight gradients.
 
-The layers of a slot run in a loop whose trip count comes from the table: 0 when the stage is idle.
-This way, no conditional copies a buffer. With several layer types, every iteration contains one
-inner loop per type with a trip count of 0 or 1. Reads from a type's stacks are indexed by the inner
-counter; otherwise XLA would treat them as loop-invariant and copy them out of the loop. With
-`idle="compute"` every stage runs as many iterations as the busiest stage and discards unused
-results, so that control flow is identical on all stages.
+The layers of a slot run in a loop whose trip count is read from the table: 0 when the stage is
+idle. Conditionals are not used, because XLA would copy buffers in them. With several layer types,
+every iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's
+stacks are indexed by the inner counter; otherwise XLA would treat them as loop-invariant and copy
+them out of the loop. With `idle="compute"` every stage runs as many iterations as the busiest stage
+and discards unused results, so that control flow is identical on all stages.
 
-Buffers that hold arrays between slots have one entry per slot and are indexed by slot number.
+Arrays that are kept between slots of the schedule are stored in buffers with numbered entries,
+which are also called slots.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
 
 
 def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
-    """Return one slot of each buffer; `pinned` fixes the layout as in `write_slots`."""
+    """Return one slot of each buffer; `pinned` fixes the memory layout as in `write_slots`."""
     values = [read_slot(buffer, slot) for buffer in buffers]
     return [_pin_layout(value) for value in values] if pinned else values
 
@@ -77,7 +78,7 @@ def write_slots(
     """Write each value to its buffer, unless `used` is false.
 
     `pinned` fixes the memory layout of the values. XLA propagates the layout that the writing loop
-    prefers into the reading loop, but only through one loop level. In nested loops, which several
+    prefers to the reading loop, but only through one loop level. In nested loops, which several
     layer types need, writer and reader choose their layouts independently, and XLA copies the full
     buffer in every tick. Without nested loops XLA's own choice is a few percent faster.
     """
@@ -125,7 +126,7 @@ State = TypeVar("State")
 
 
 class SlotRow(NamedTuple):
-    """Table columns of one slot kind, for one tick on one stage; all entries are scalars."""
+    """Table entries of one slot kind for one tick on one stage; all entries are scalars."""
 
     microbatch: jax.Array
     repeat: jax.Array
@@ -137,7 +138,7 @@ class SlotRow(NamedTuple):
     any_work: jax.Array
     """Whether any stage works in this slot."""
     any_layer_type: Any = None
-    """`[L, types]`: whether any stage has a layer of this type at this position of its chunk. Set
+    """`[L, types]`: whether any stage's chunk has a layer of this type at this position. Set
     only if all stages run the same iterations and there are several layer types."""
 
 
@@ -146,11 +147,11 @@ class SlotWork(NamedTuple):
 
     row: SlotRow
     chunk: jax.Array
-    """Index of the chunk in the stage's weight stacks."""
+    """Index of the chunk in the stage's stacked weights."""
     gradient: jax.Array
-    """Index of the chunk in the stage's gradient stacks."""
+    """Index of the chunk in the stage's stacked gradients."""
     first: jax.Array
-    """Network position of the chunk's first layer."""
+    """Index in the network of the chunk's first layer."""
     size: jax.Array
     """Number of layers, 0 when idle."""
     num_iterations: jax.Array
@@ -164,7 +165,7 @@ class SlotWork(NamedTuple):
     seeds: Tree
     """Cotangents of the layers' losses."""
     exists: jax.Array | None = None
-    """Whether the microbatch belongs to the step; false if it only fills up a prologue round. None:
+    """Whether the microbatch is part of the step; false if it only pads a prologue round. None:
     always true."""
 
 
@@ -206,15 +207,13 @@ class LayerSlots:
         return len(self.layer_types) > 1
 
     def max_layers_per_chunk(self, kind: str) -> int:
-        """Return the largest number of layers of a type in one chunk, the stride of per-layer
-        arrays.
-        """
+        """Return the stride of per-layer arrays: the most layers of a type in a chunk."""
         return self.layout.stacks[kind].max_layers_per_chunk
 
     def differentiate_layers(
         self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
     ) -> dict[str, LayerVJP]:
-        """Differentiate the layers in a separate trace, which adds nothing to this program."""
+        """Differentiate the layers in a separate trace that adds no operations to this program."""
         found: dict[str, LayerVJP] = {}
         keep = RematPolicy("full") if self.remat_policy.remat == "chunk" else self.remat_policy
 
@@ -303,9 +302,9 @@ class LayerSlots:
     ) -> State:
         """Call `run(kind, step, place, used, state)` for each layer, and return the final state.
 
-        `step` is the layer's position in its chunk, and `place` is its index among the chunk's
-        layers of the same type. `used` is whether the iteration's result is kept; None if every
-        result is kept.
+        `step` is the layer's index in its chunk, and `place` is its index among the chunk's layers
+        of the same type. `used` is true if the iteration's result is kept, and None if every result
+        is kept.
         """
         computes = self.idle == "compute"
 
@@ -332,7 +331,7 @@ class LayerSlots:
         return lax.fori_loop(0, work.num_iterations, turn, state)
 
     def _stack_offsets(self, number: jax.Array) -> dict[str, jax.Array]:
-        """Return the index of chunk `number`'s first entry in the stacks of each type."""
+        """Return the index of the first entry of chunk `number` in the stack of each type."""
         return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
@@ -346,7 +345,7 @@ class LayerSlots:
         found: Sequence[Tree],
         counts: jax.Array | None,
     ) -> Reports:
-        """Add one layer's losses and statistics to the reports, unless `counts` is false."""
+        """Add one layer's losses and statistics to `reports`, unless `counts` is false."""
         losses, statistics = found
         if not losses and not statistics:
             return reports
@@ -369,7 +368,7 @@ class LayerSlots:
     def forward(
         self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
-        """Run a chunk without saving activations; return its output and the updated reports."""
+        """Run a chunk without saving activations; return its output and the updated `reports`."""
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -393,9 +392,7 @@ class LayerSlots:
         stash: Tree,
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
-        """Run a chunk and save its activations; return its output, the stash and the updated
-        reports.
-        """
+        """Run a chunk, saving its activations; return output, stash and reports."""
         if self.remat_policy.remat != "chunk":
             bases = self._stack_offsets(work.row.stash)
             return self._forward_layers_and_save(pieces, held, work, x, stash, bases, reports)

@@ -27,7 +27,7 @@ Tree = Any
 
 
 class TickRow(NamedTuple):
-    """Table columns of one stage, for one tick or (before the loop starts) for all ticks."""
+    """Table columns of one stage, for one tick or for all ticks (before the loop starts)."""
 
     forward: SlotRow
     backward: SlotRow
@@ -117,7 +117,7 @@ class Buffers(NamedTuple):
     """Saved activations: arrays `[slots * L, ...]` keyed by layer type, or the input of each chunk
     `[slots, B, T, D]`."""
     deferred: Tree
-    """Deferred inputs of weight gradients: arrays `[slots * L, ...]` keyed by layer type."""
+    """Deferred inputs of weight gradients: arrays `[slots * L, ...]`, keyed by layer type."""
     sent: dict[str, jax.Array]
     """Outputs to send to other stages in the next tick, keyed by port."""
     window: Tree
@@ -130,11 +130,12 @@ class Buffers(NamedTuple):
     reports: Reports | None
     """Losses and statistics of the layers in the ring."""
     loss: jax.Array
-    """Sums of the objective's loss and reports `[R]`, or `[R, sources]` with several sources."""
+    """Sums of the objective's loss and metrics `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """Output of a reader: per-sequence arrays `[M, B, ...]`. None: the program computes losses."""
+    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None: the program computes
+    losses."""
     ahead: MtpResults | None
-    """Losses and reports of the MTP heads."""
+    """Losses and statistics of the MTP heads."""
 
 
 class TickProgram(Protocol):
@@ -154,8 +155,8 @@ class TickProgram(Protocol):
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     """Run all ticks of a program, and gather weights into the prefetch window between them."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
-    # Iteration i runs the ticks between gathers i - 1 and i, overlapped with gather i. The first
-    # iteration has no ticks. The last iteration has no new gather, so it repeats the previous
+    # Iteration i runs the ticks between gathers i - 1 and i and overlaps them with gather i. The
+    # first iteration has no ticks. The last iteration has no new gather, so it repeats the previous
     # gather.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])

@@ -4,8 +4,8 @@ This code runs inside the per-device program, where every collective is explicit
 inserts no collectives. Weights are gathered in the compute dtype. Gradients are accumulated in
 float32 and are not reduced over `data` until the end of the step.
 
-Trees of gradients are nested dicts with the structure of the parameters, without frozen parameters
-and without dicts that would be empty.
+Trees of gradients are nested dicts with the structure of the parameters. They contain neither
+frozen parameters nor empty dicts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the leaves of a tree selected by a tree of bools, or None for a single frozen leaf.
+    """Return the leaves of a tree that a tree of bools selects, or None for a single frozen leaf.
 
     Frozen leaves may already be missing from the tree.
     """
@@ -86,8 +86,8 @@ class WeightSharding:
     """Whether the parameter is used in its stored dtype instead of the compute dtype. Such
     parameters have no gradient."""
     zero1_dim: int = NOT_SHARDED
-    """Dim, including stacked dims, along which the gradient is reduce-scattered over the data axis
-    at the end of a step. `NOT_SHARDED` if each device receives the full gradient."""
+    """Dim along which the gradient is reduce-scattered over the data axis at the end of a step;
+    stacked dims are counted. `NOT_SHARDED` if each device receives the full gradient."""
     reduce_dtype: str = "float32"
     """Dtype in which gradients are communicated in reductions."""
     quantizer: MatmulQuantizer | None = None
@@ -134,7 +134,7 @@ class WeightSharding:
 
     @property
     def stacked(self) -> WeightSharding:
-        """Sharding of weights of this kind stacked along a new first dim."""
+        """Sharding of such weights stacked along a new first dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)
@@ -170,7 +170,7 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
 
     def whole(leaf: jax.Array) -> jax.Array:
         if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
-            return mark_varying(leaf)  # one scale for the full dim
+            return mark_varying(leaf)  # the full dim shares one scale
         entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
@@ -194,7 +194,7 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one stage's layers, stacked `[R * L, ...]`, for a given gather mode.
+    """Weights of one stage's layers, stacked `[R * L, ...]`, in one of three gather modes.
 
     `iteration` stores shards and gathers each layer when it is used. `step` stores all weights
     gathered. `visit` stores a prefetch window of gathered chunks. Gradients of trainable weights

@@ -1,7 +1,7 @@
 """Catalog of the schedules, keyed by name, and their construction.
 
-A schedule consists of a generator of orders, the shape of the ring, and metadata. `make_schedule`
-places and verifies the orders, and the engine runs the resulting table.
+An entry defines a generator of orders, the shape of the ring, and metadata. `make_schedule` places
+and verifies the orders, and the engine runs the resulting table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from maxpipe.schedule.verify import verify
 FILE_PREFIX = "file:"
 """Prefix of schedule names that refer to CSV files, such as `file:PATH`."""
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
-"""Schedules that messages and forecasts suggest: plain 1F1B, and two schedules that support any
+"""Schedules that messages and forecasts suggest: plain 1F1B and two schedules that support any
 number of repeats."""
 
 MAX_FORWARDS = 300_000
-"""Limit of stages x repeats x microbatches. At this limit, placement takes about 30 s and 1 GiB."""
+"""Limit of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1 GiB of
+memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,15 @@ class ScheduleSpec:
     repeats: int | None = None
     """Required number of repeats. None: any number is allowed."""
     default_repeats: int | None = None
-    """Number of repeats that the name usually implies. With other numbers, the name is an alias of
+    """Number of repeats that the name implies. With any other number, the name is an alias of
     `interleaved`."""
     split: bool = False
     """Whether backward passes are split into I and W, so that slots are mixed."""
     dominated: bool = False
-    """Whether another schedule is as fast with less memory. Searches skip dominated schedules."""
+    """Whether another schedule is as fast and needs less memory. Searches skip dominated
+    schedules."""
     supports_delay: bool = False
-    """Whether the schedule supports delayed messages, which need two ticks."""
+    """Whether the schedule supports delayed messages. A delayed message needs two ticks."""
     idle: Callable[[int, int, int], float] | None = None
     """Closed form of the idle fraction as a function of (stages, repeats, microbatches), for F = I
     = W."""
@@ -240,6 +242,6 @@ def _check_sizes(
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Return the text of the rule for schedules with a fixed number of repeats."""
+    """Return the text of the rule that a schedule with a fixed number of repeats imposes."""
     reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

@@ -2,9 +2,8 @@
 
 `2F0` is the forward pass of chunk 2 for microbatch 0. `B` is a full backward pass; `I` and `W` are
 the gradients of the chunk's input and weights. Empty cells are idle slots. Chunks are numbered in
-network order. The format is also used by torch.distributed.pipelining, so schedules can be
-exchanged. A file defines only the order of the actions on each stage; the ticks follow from the
-order.
+model order. The format is also used by torch.distributed.pipelining, so schedules can be exchanged.
+A file defines only the order of the actions on each stage; the ticks follow from the order.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def read_orders(
     repeats: int | None = None,
     microbatches: int | None = None,
 ) -> tuple[Ring, Orders]:
-    """Read the ring and the orders from a file, whose sizes must match the given sizes.
+    """Read the ring and the orders from a file. The sizes in the file must match the given sizes.
 
     Raises:
         ConfigError: the file cannot be read, a cell is not an action, an action is missing or
@@ -73,7 +72,7 @@ def read_orders(
 
 
 class _CsvCell(NamedTuple):
-    """An action in the file, and its column."""
+    """An action in the file and its column."""
 
     chunk: int
     kind: ActionKind
@@ -90,7 +89,7 @@ class _CsvCell(NamedTuple):
 
 
 class _CsvLine(NamedTuple):
-    """The actions of a stage, and the line number in the file."""
+    """The actions of a stage and the line number in the file."""
 
     number: int
     cells: list[_CsvCell]
@@ -148,7 +147,7 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
 
 
 def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
-    """Return the ring that assigns each chunk to the stage of its line."""
+    """Return the ring that assigns each chunk to the stage on whose line it appears."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
     repeats, remainder = divmod(num_chunks, len(lines))
     if remainder:
@@ -169,7 +168,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
         ]
         for ring in rings
     ]
-    # Assume the shape with the fewest misplaced actions.
+    # Assume the ring shape with the fewest misplaced actions.
     ring, wrong = min(zip(rings, misplaced, strict=True), key=lambda pair: len(pair[1]))
     if wrong:
         line, cell = wrong[0]
@@ -186,7 +185,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
 
 
 def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
-    """Check that the line has F and either B or I and W exactly once per chunk and microbatch."""
+    """Check that each chunk and microbatch has one F, and either one B or one I and one W."""
     done: dict[tuple[int, int, ActionKind], _CsvCell] = {}
     for cell in line.cells:
         for part in cell.parts:
@@ -199,7 +198,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
                     "Remove one of the two cells.",
                 )
     stage = ring.locate_chunk(line.cells[0].chunk)[0]
-    # Use a generator, because a very large microbatch number would produce billions of actions.
+    # Use a generator, because a very large microbatch number would require billions of actions.
     wanted = (
         (ring.chunk(stage, repeat), microbatch, part)
         for microbatch in range(count)
@@ -223,7 +222,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
 
 
 def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
-    """Return the orders. If a file splits some backward passes, every B becomes I followed by W."""
+    """Return the orders; if any backward pass is split, every B is replaced by I and W."""
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [
         [

@@ -1,4 +1,4 @@
-"""Text output of schedules: a timeline of one schedule, or a table that compares several.
+"""Text output of schedules: a timeline of one schedule, or a table that compares several schedules.
 
 A timeline has one line per stage if slots are mixed. Otherwise it has two lines per stage: one for
 forward slots and one for backward slots.
@@ -81,7 +81,7 @@ _MARGIN = len("stage 00 F ")
 
 
 def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[str, list[str]]]:
-    """Return (title, one cell per tick) for every line."""
+    """Return a title and one cell per tick for every line."""
     ticks = range(schedule.num_ticks)
     rows = [("tick", [str(tick) for tick in ticks])]
     for stage in range(schedule.num_stages):
@@ -127,7 +127,7 @@ def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) 
 
 
 def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """Return a table with one line per schedule, with its time and memory per stage."""
+    """Return a table with one line per schedule that contains its time and its memory per stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -253,7 +253,7 @@ class Label(NamedTuple):
 
 
 def text_width(text: str, size: float) -> float:
-    """Return an estimate of the width in pixels that is sufficient for most fonts."""
+    """Return an estimated width in pixels that is sufficient for most fonts."""
     return 0.56 * size * len(text)
 
 
@@ -316,7 +316,7 @@ class Canvas:
             )
 
     def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
-        """Write a PNG at `scale` times the SVG size; large drawings are written at scale 1."""
+        """Write a PNG of `scale` times the SVG size; large drawings are written at scale 1."""
         from PIL import Image, ImageDraw, ImageFont
 
         scale = scale if self.width * self.height < _LARGE_PIXELS else 1
@@ -329,7 +329,7 @@ class Canvas:
         for box in self.boxes:
             corners = [box.x, box.y, box.x + box.width, box.y + box.height]
             left, top, right, bottom = (round(value * scale) for value in corners)
-            # Pillow's coordinates include the far edge.
+            # Pillow's coordinates include the right and bottom edges.
             edges = (left, top, max(left, right - 1), max(top, bottom - 1))
             pen.rounded_rectangle(edges, box.radius * scale, box.fill, box.line, scale)
         for area in self.areas:

@@ -27,7 +27,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
 
 
 def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> list[Action]:
-    """Return the actions of every stage of a loop, in order."""
+    """Return the ordered forward or backward actions of a loop, the same on all stages."""
     repeats = range(num_repeats)
     sequence: list[Action] = []
     start = 0
@@ -41,7 +41,8 @@ def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> 
 def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
     """Run all forward, then all backward passes; memory grows with the number of microbatches.
 
-    Source: GPipe (arXiv:1811.06965); with repeats, the circular schedule of praxis and MaxText.
+    Source: GPipe (arXiv:1811.06965). With repeats, it is the circular schedule of praxis and
+    MaxText.
     """
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
     both = [_ring_sequence(sizes, ring.num_repeats, kind) for kind in ("F", "B")]
@@ -61,8 +62,8 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
     (R-1) * N forward passes until the first microbatch leaves the network, and two more for each
     later stage. Memory does not depend on the number of microbatches.
 
-    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473); with one
-    group, breadth-first (arXiv:2211.05953).
+    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). With one group,
+    it is the breadth-first order (arXiv:2211.05953).
     """
     stages, repeats = ring.num_stages, ring.num_repeats
     sizes = group_sizes(num_microbatches, stages, group)
@@ -80,7 +81,7 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
 
 
 def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Split the backward passes of 1F1B: weight gradients fill the bubble at the same memory.
+    """Split the backward passes of 1F1B: weight gradients fill the bubble with the same memory.
 
     Source: ZB-H1 (arXiv:2401.10241).
     """
@@ -89,7 +90,7 @@ def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Use almost twice the memory of ZB-H1, so that stages are idle only in the initial fill.
+    """Use almost twice the memory of ZB-H1, so that stages are idle only while the pipeline fills.
 
     Source: ZB-H2 (arXiv:2401.10241).
     """
@@ -124,12 +125,13 @@ def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Pair forward passes of one chunk with backward passes of the other, in DualPipe's phases.
+    """Pair forward passes of one chunk with backward passes of the other, as in DualPipe's phases.
 
     Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
     """
     stages, orders = ring.num_stages, []
-    # The phases require two microbatches per stage; surplus microbatches are removed at the end.
+    # The phases require two microbatches per stage; actions of surplus microbatches are then
+    # removed.
     available = max(num_microbatches, 2 * stages)
     for stage in range(stages):
         up = stages - 1 - stage
@@ -164,8 +166,9 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 class _GreedyScheduler:
     """Greedy scheduler: every stage prefers I, then F, then W, and later chunks first.
 
-    A stage stores at most `live` chunks from F to W, and at most `pending` of them between I and W.
-    Each F leaves capacity for the stage's later chunks; otherwise a V could deadlock.
+    A stage stores at most `live` chunks from F to W, and at most `pending` of these chunks between
+    I and W. An F runs only if capacity remains for the stage's later chunks; otherwise, a V could
+    deadlock.
     """
 
     def __init__(self, ring: Ring, num_microbatches: int, *, live: int, pending: int):
@@ -233,12 +236,12 @@ _INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
 def _repeated_block(
     ring: Ring, num_microbatches: int, offsets: tuple[int, int, int, int]
 ) -> Orders:
-    """Return orders that repeat one microbatch's pattern over a V every six ticks.
+    """Return orders for a V that repeat the pattern of one microbatch every six ticks.
 
-    `offsets` are the numbers of ticks between neighbouring stages for four parts. The parts are the
-    forward passes of the first and second chunk and the input gradients of the second and first
-    chunk. A microbatch uses memory for the sum of the offsets times the number of stages. Weight
-    gradients run in the free ticks.
+    The pattern has four parts: the forward passes of the first and second chunk, and the input
+    gradients of the second and first chunk. `offsets` contains the number of ticks between
+    neighbouring stages for each part. The memory of a microbatch is proportional to the sum of the
+    offsets times the number of stages. Weight gradients run in the free ticks.
 
     Source: the building blocks of arXiv:2405.15362.
     """
@@ -267,7 +270,7 @@ def _repeated_block(
 
 
 def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return the earliest ticks of the four parts on stage 0 that never collide on any stage."""
+    """Return the earliest ticks on stage 0 for which the four parts never collide on any stage."""
     down, up, back, home = (offset * (stages - 1) for offset in offsets)
     for second in range(down + up + 1, down + up + 1 + _INTERVAL):
         for turn in range(second + 1, second + 1 + _INTERVAL):

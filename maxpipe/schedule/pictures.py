@@ -1,8 +1,9 @@
 """Pictures of schedules, as SVG or PNG, and traces for Perfetto.
 
-A picture has one lane per stage. It shows the stage's work over time, labeled with microbatch
-numbers, and below it the number of chunks with saved activations. Colours distinguish repeats, and
-shades distinguish slot kinds. Ticks advance in lockstep, with the given costs.
+A picture has one lane for each stage. The lane shows the stage's work over time, labeled with
+microbatch numbers. The number of chunks with saved activations is shown below the work. Colours
+distinguish repeats, and shades distinguish slot kinds. Ticks advance in lockstep, with the given
+costs.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
 
 
 def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
-    """Return a drawing with the pictures of several schedules, one below the other."""
+    """Return a drawing with the pictures of several schedules, one below another."""
     canvas = draw_schedule(schedules[0], costs)
     for schedule in schedules[1:]:
         canvas.append_canvas(draw_schedule(schedule, costs), canvas.height)
@@ -118,8 +119,8 @@ def draw_overview(schedule: Schedule) -> Canvas:
 def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Return a trace for ui.perfetto.dev or chrome://tracing; a cost of 1 is shown as 1 ms.
 
-    Stages are threads, slots are slices, messages between stages are arrows, and the number of
-    chunks with saved activations is a counter per stage.
+    The trace shows stages as threads, slots as slices, and messages between stages as arrows. Each
+    stage has a counter of the chunks with saved activations.
     """
     times = _Timeline(schedule, costs)
     about = {"name": summary(schedule).splitlines()[0]}
@@ -152,7 +153,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         )
     for number, (sender, receiver) in enumerate(_messages(schedule)):
         arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
-        # An arrow must start inside a slice; at the end of a slice, the next slice may have
+        # An arrow must start inside a slice; at the end of a slice, the next slice may already have
         # started.
         sent = times.start(sender) + costs.of(sender.kind) / 2
         read = times.start(receiver)
@@ -205,7 +206,7 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
 
 
 class _Timeline:
-    """Start times of ticks and slots, with all stages in lockstep."""
+    """Start times of ticks and slots when all stages advance in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         spent = schedule.tick_costs(costs)
@@ -236,7 +237,7 @@ class _Shade(NamedTuple):
 
 
 _INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
-# Light, dark and pale colour of each repeat; further repeats reuse the colours.
+# Light, dark and pale colour of each repeat. With more repeats than entries, colours are reused.
 _COLOURS = (
     ("#8fb8f4", "#2456a6", "#dfeafc"),
     ("#f6b26b", "#a8530a", "#fdebd3"),
@@ -253,7 +254,7 @@ _LEGEND_LINE = 24.0
 _OVERVIEW_TICKS = 64
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
-"""Preferred width of the lanes, subject to the limits `_MIN_UNIT` and `_MAX_UNIT`."""
+"""Preferred width of the lanes, within the limits that `_MIN_UNIT` and `_MAX_UNIT` imply."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
@@ -365,7 +366,7 @@ class _Picture:
                 f"{_KIND_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
                 f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
             )
-            inside = 0.5 if shade.line else 0.0  # half of the outline is outside the box
+            inside = 0.5 if shade.line else 0.0  # half of the outline's width is outside the box
             self.boxes.append(
                 Box(
                     x + gap + inside,
@@ -387,7 +388,7 @@ class _Picture:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _draw_saved_chunks(self) -> None:
-        """Draw the number of chunks with saved activations below each lane, and its maximum."""
+        """Below each lane, draw the number of chunks with saved activations and its maximum."""
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         ticks = self.times.ticks

@@ -1,11 +1,13 @@
-"""Placement of orders in a table, in passes that assign ticks to actions and slots to values.
+"""Placement of orders in a table: passes that assign ticks to actions and slots to values.
 
-1. `_earliest_ticks` assigns each action the first tick that its inputs and its stage's order allow.
+1. `_earliest_ticks` assigns to each action the first tick that its inputs and the order of its
+   stage allow.
 2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
-   interval of time on one stage. Interval colouring then uses the fewest possible slots.
+   interval of time on one stage. Interval colouring then assigns the fewest possible slots.
 3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
    reduction of the chunk's gradients after the run.
-4. `_prologue_rounds` groups entering microbatches into rounds, which run the prologue layers.
+4. `_prologue_rounds` groups entering microbatches into rounds. The prologue layers run once per
+   round.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from maxpipe.schedule.table import (
 )
 
 WINDOW_REPEATS = 2
-"""Number of chunks in a window: the current and the next chunk. With at most this many repeats, the
-window is never refilled."""
+"""Number of chunks in a window: the current and the next chunk. If a stage has at most this many
+repeats, its window is never refilled."""
 
 
 class OrderError(ConfigError):
-    """Orders with a deadlock, in which every stage waits for another stage."""
+    """Orders with a deadlock: every stage waits for another stage."""
 
 
 def place_orders(
@@ -127,7 +129,7 @@ def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delay
 def _inputs(
     ring: Ring, action: Action, stage: int, at: _Ticks, mixed: bool, delayed: bool
 ) -> Iterator[tuple[_Cell | None, int]]:
-    """Yield the cells that an action depends on, each with a delay in ticks."""
+    """Yield the cells on which an action depends, each with a delay in ticks."""
     kind, microbatch, repeat = action
     own_forward = at.get((Action("F", microbatch, repeat), stage))
     if kind == "W":
@@ -190,7 +192,7 @@ def _colour(intervals: Iterable[_Interval]) -> int:
     return used
 
 
-# Phases of a tick, in the order in which the engine accesses buffers.
+# Phases of a tick, in the order of the engine's buffer accesses.
 _LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
 _PHASES_PER_TICK = 8
 
@@ -219,9 +221,7 @@ class _BufferAllocator:
     def _spans(
         self, first: ActionKind, last: ActionKind
     ) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
-        """Yield each action of kind `first`, paired with the action of kind `last` on the same
-        data.
-        """
+        """Yield each action of kind `first` and the action of kind `last` on the same data."""
         for (action, stage), cell in self.at.items():
             if action.kind == first:
                 end = self.at.get((action._replace(kind=last), stage))
@@ -251,7 +251,7 @@ class _BufferAllocator:
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
         """Assign slots to messages, which live from their arrival to the slot that reads them.
 
-        In every tick, a message from every direction is written. A message without a reader has a
+        In every tick, a message from every direction is written. A message that is not read has a
         lifetime of one phase, so it is written to a slot that is free in that phase.
         """
         ways = self._directions()
@@ -277,7 +277,7 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """Return (port, step) for every direction in which messages travel on the ring."""
+        """Return (port, step) for every direction in which messages are sent on the ring."""
         ring = self.ring
         directions = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
@@ -291,7 +291,7 @@ class _BufferAllocator:
         return [("loss", 0), *order] if trains else order
 
     def _arrival_phase(self, way: tuple[str, int]) -> int:
-        """Return the phase of a tick in which arriving messages are written."""
+        """Return the phase of a tick in which messages that arrive are written."""
         port, step = way
         if port == "loss":
             return _LOSS_MIXED if self.mixed else _LOSS
@@ -328,7 +328,7 @@ class _BufferAllocator:
 
 
 class _Run(NamedTuple):
-    """Consecutive work of a stage on the chunk of one repeat, from tick `first` to tick `last`."""
+    """Consecutive work of a stage on the chunk of one repeat, from tick `first` to `last`."""
 
     repeat: int
     first: int
@@ -338,7 +338,7 @@ class _Run(NamedTuple):
 
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
-    """Return each stage's maximal runs of work on one repeat, in slots of one kind."""
+    """Return each stage's longest runs of work on one repeat, in slots of one kind."""
     runs_of_stages: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
@@ -353,7 +353,7 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """Return one list per event e with the e-th run of every stage."""
+    """Return one list for each event e, with the e-th run of every stage."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 
@@ -373,7 +373,7 @@ def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
 def _weight_window(
     ring: Ring, slots: dict[str, SlotColumns], num_ticks: int, *, mixed: bool
 ) -> WeightWindow:
-    """Return gathers and reductions; they are in the same ticks on all stages."""
+    """Return gathers and reductions, which are in the same ticks on all stages."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)
@@ -390,7 +390,7 @@ def _weight_window(
 
     trained = slots["W" if mixed else "I"]
     events = _align_runs(_runs(trained, trained.gradient))
-    # Delay each reduction to the next gather, so that both are issued together.
+    # Delay each reduction until the next gather, so that both are issued together.
     boundaries = np.append(gather_tick, num_ticks)
     done = [1 + max(run.last for run in runs) for runs in events]
     reduce_tick = boundaries[np.searchsorted(boundaries, done)].astype(np.int32)
@@ -406,7 +406,7 @@ def _weight_window(
 def _event_slots(
     ring: Ring, events: list[list[_Run]], starts: list[int], ends: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the repeat and slot of each event on each stage, and the number of slots."""
+    """Return the repeat and the slot of each event on each stage, and the number of slots."""
     repeat = np.zeros((len(events), ring.num_stages), np.int32)
     slot = np.zeros_like(repeat)
     found: dict[int, list[_Interval]] = {stage: [] for stage in range(ring.num_stages)}
@@ -428,9 +428,7 @@ def _event_slots(
 
 
 def _prologue_rounds(ring: Ring, entering: np.ndarray, returning: np.ndarray) -> PrologueRounds:
-    """Return the prologue rounds, given the microbatch that enters and that returns in each tick
-    `[K]`.
-    """
+    """Return the prologue rounds for the microbatches that enter and return in each tick `[K]`."""
     forward, backward = (np.full(len(entering), IDLE, np.int32) for _ in range(2))
     forward_slot, backward_slot = np.zeros_like(forward), np.zeros_like(backward)
 

@@ -1,10 +1,10 @@
-"""Placed schedules: int32 arrays with the action and buffer slots of each stage in each tick.
+"""Placed schedules: int32 arrays with the action and the buffer slots of each stage in each tick.
 
 Stages advance in ticks. There are two types of schedules:
 
 - *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
-  passes. Slots of one kind cost the same on every stage, so no stage waits for a slower neighbour.
-  The transfer of a message overlaps with the other slot.
+  passes. Slots of one kind cost the same on every stage, so no stage waits for a neighbour.
+  The transfer of a message overlaps with the slot of the other kind.
 - *mixed* slots: a tick is one action of any kind on each stage. An action is a forward pass (F),
   the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
   fill ticks that would otherwise be idle.
@@ -51,7 +51,7 @@ Orders = list[list[Action]]
 class Ring:
     """The ring of stages, which defines the stage of each chunk and the direction of messages.
 
-    In a `loop`, every repeat visits the stages in the same direction. In a `v`, the direction
+    In a `loop`, every repeat runs over the stages in the same direction. In a `v`, the direction
     alternates, and each repeat starts on the stage where the previous repeat ended.
     """
 
@@ -65,7 +65,7 @@ class Ring:
         return self.num_stages * self.num_repeats
 
     def chunk(self, stage: int, repeat: int) -> int:
-        """Return the network position of the chunk that the stage runs in this repeat."""
+        """Return the index in the network of the chunk that the stage runs in this repeat."""
         turned = self.shape == "v" and repeat % 2 == 1
         return repeat * self.num_stages + (self.num_stages - 1 - stage if turned else stage)
 
@@ -86,10 +86,9 @@ class Ring:
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 for
-        none.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous, 0 to itself.
 
-        `repeat` is the sender's repeat; `turns` is whether the receiver's repeat is different.
+        `repeat` is the sender's repeat; `turns` is true if the receiver's repeat is different.
         """
         if self.shape == "v" and turns:
             return 0
@@ -117,11 +116,12 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot of the inputs of W, which are written by I."""
+    """Slot of the inputs of W. I writes these inputs."""
     window: np.ndarray
-    """Window slot of the chunk's gathered weights for F, B and I, if there is a prefetch window."""
+    """Window slot with the gathered weights of the chunk for F, B or I, if there is a prefetch
+    window."""
     gradient: np.ndarray
-    """Slot of the chunk's gradient accumulator for B or W, if there is a prefetch window."""
+    """Slot with the gradient accumulator of the chunk for B or W, if there is a prefetch window."""
 
     @property
     def active(self) -> np.ndarray:
@@ -130,19 +130,20 @@ class SlotColumns:
 
     @property
     def at_first_chunk(self) -> np.ndarray:
-        """`[K]`: microbatch that is in the network's first chunk in this tick, or `IDLE`."""
+        """`[K]`: microbatch that the network's first chunk processes in this tick, or `IDLE`."""
         return np.where(self.repeat[:, 0] == 0, self.microbatch[:, 0], IDLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Messages from one direction, which are written to the inbox in every tick.
+    """Messages from one direction, written to inbox slots.
 
-    If a tick has no message, `slot` is an inbox slot that is free at that time.
+    The inbox is written in every tick. If no message arrives, `slot` is an inbox slot that is free
+    at that time.
     """
 
     port: Literal["F", "B", "X", "loss"]
-    """Source of the messages: F slots, B slots, any slot of a mixed tick (X), or the loss head."""
+    """Source of the messages: F slots, B slots, slots of mixed ticks (X), or the loss head."""
     direction: int
     """Direction on the ring: +1, -1, or 0 for a message from a stage to itself."""
     slot: np.ndarray
@@ -153,10 +154,10 @@ class Arrival:
 class WeightWindow:
     """Ticks at which chunks are gathered into the prefetch window and gradients are reduced.
 
-    Event e gathers one chunk per stage, on all stages at once; stage p gathers its chunk of repeat
-    `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and the chunk
-    may be used from tick `gather_tick[e]`. The gradients of reduction e are complete before
-    `reduce_tick[e]`.
+    Event e gathers one chunk per stage on all stages at the same time. Stage p gathers its chunk of
+    repeat `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and
+    the chunk may be used from tick `gather_tick[e]`. The gradients of reduction e are complete
+    before `reduce_tick[e]`.
     """
 
     gather_tick: np.ndarray
@@ -173,8 +174,8 @@ class WeightWindow:
 class PrologueRounds:
     """Ticks at which prologue layers run, if there are any; arrays `[K]`, identical on all stages.
 
-    The layers run for a round of P microbatches: in round i, stage p has microbatch i*P + p. A
-    round runs forward when its first microbatch enters the ring, and backward when its last
+    The layers process a round of P microbatches at a time: in round i, stage p has microbatch i*P +
+    p. A round runs forward when its first microbatch enters the ring, and backward when its last
     microbatch has returned. Between the two passes, each stage stores its microbatch of the round
     in one slot.
     """
@@ -200,7 +201,8 @@ class Schedule:
     group: int
     """Number of consecutive microbatches that a stage runs before the next repeat."""
     mixed: bool
-    """Whether a tick is a single action of any kind (F, I or W), instead of typed F and B slots."""
+    """Whether a tick is a single action of any kind (F, I or W) instead of an F slot and a B
+    slot."""
     delayed: bool
     """Whether a message needs two ticks instead of one."""
     trains: bool
@@ -251,7 +253,7 @@ class Schedule:
     def loss_microbatch(self) -> np.ndarray:
         """`[K]`: microbatch whose loss is computed in this tick, or `IDLE`.
 
-        In mixed ticks, the loss head uses the outputs of the previous tick. All stages compute the
+        In mixed ticks, the loss head uses the outputs of the previous tick: all stages compute the
         loss head together, so it must not depend on a slot of the same tick.
         """
         stage = self.ring.last_stage
@@ -265,7 +267,7 @@ class Schedule:
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
-        """Return the time of each tick `[K]`, which is that of its slowest stage."""
+        """Return the time of each tick `[K]`: the time of its slowest stage."""
         spent = [costs.of(kind) * slots.active for kind, slots in self.kinds]
         if self.mixed:
             return np.sum(spent, axis=0).max(axis=1)
@@ -276,7 +278,7 @@ class Schedule:
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:
-        """Return the fraction of the step in which a stage is idle."""
+        """Return the fraction of a step's time in which a stage is idle."""
         costs = costs or Costs()
         total = float(self.tick_costs(costs).sum())
         work = self.num_microbatches * self.num_repeats
@@ -313,13 +315,13 @@ class Costs(NamedTuple):
 def balance_layers(
     costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Return the number of layers of each chunk that minimizes the cost of the costliest chunk.
+    """Return the sizes of chunks, in layers, that minimize the cost of the costliest chunk.
 
     Every chunk has at least one layer. `costs` are the costs of the layers. `first` and `last` are
-    added to the cost of the first and last chunk, for an embedding and a loss head that only one
-    stage computes. Among equally good partitions, the function returns the most even partition,
-    with longer chunks first. Stages advance in lockstep, so long chunks should run at the same
-    time.
+    added to the cost of the first and the last chunk, respectively, for an embedding and a loss
+    head that only one stage computes. Among equally good partitions, the function returns the most
+    even partition, with longer chunks first. Stages advance in lockstep, so long chunks should run
+    at the same time.
 
     Source: dynamic programming over contiguous partitions, as in Alpa (arXiv:2201.12023).
     """
@@ -331,14 +333,14 @@ def balance_layers(
     ends[0] += first
     ends[-1] += last
     points = np.arange(len(total))
-    # Cost of the layers between two points; infinite unless the first point is earlier.
+    # cost of the layers between two boundaries; infinite unless the first boundary is earlier
     spans = np.where(points[:, None] > points, total[:, None] - total, np.inf)
 
     def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the minimum cost of the first n layers in k chunks, and the size of the last
         chunk.
 
-        The cost is that of the costliest chunk, or the sum of squared costs if `limit` is finite.
+        The cost is the largest cost of a chunk, or the sum of squared costs if `limit` is finite.
         """
         value = np.full((num_chunks + 1, len(total)), np.inf)
         taken = np.zeros(value.shape, np.int32)

@@ -1,9 +1,9 @@
-"""Static verification that a schedule computes the network, in milliseconds and without JAX.
+"""Static verification that a schedule computes the network. It needs milliseconds and no JAX.
 
 The table is simulated on strings, with the engine's rules for messages and buffers. Every read must
-return exactly the value that the unpipelined network has at that point. A violated dependency, a
-message in the wrong slot, an overwritten live slot or a read from a dead slot results in a wrong
-string. The error then shows the part of the timeline around the wrong cell.
+return exactly the value that the network without a pipeline has at that point. A violated
+dependency, a message in the wrong slot, an overwritten live slot or a read from a dead slot results
+in a wrong string. The error then shows the part of the timeline around the wrong cell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from maxpipe.schedule import draw
 from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
 
 IDLE_TOLERANCE = 1e-3
-"""Largest allowed difference between the idle fraction and the closed form of the schedule."""
+"""Largest allowed difference between the idle fraction of a schedule and its closed form."""
 
 
 class ScheduleError(MaxpipeError):
@@ -108,7 +108,7 @@ def _check_weight_window(schedule: Schedule) -> None:
 
 
 def _check_kinds(schedule: Schedule) -> None:
-    """Check that only existing slot kinds have work, with at most one action per mixed tick."""
+    """Check that only existing slot kinds have work, and mixed ticks at most one action."""
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]
     if schedule.mixed and not schedule.trains:
@@ -170,7 +170,7 @@ class _Simulation:
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.weight_window
         self.schedule = schedule
-        # Single elements are read much faster from lists than from arrays.
+        # A single element of a list is read much faster than an element of an array.
         self.arrivals = [(a.port, a.direction, a.slot.tolist()) for a in schedule.arrivals]
         self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
@@ -179,7 +179,7 @@ class _Simulation:
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
         self.window = [[_EMPTY] * visits.num_chunk_slots for _ in stages]
-        # (chunk, microbatch) of every term added to each gradient accumulator.
+        # (chunk, microbatch) of every gradient that is added to each accumulator.
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient_slots)] for _ in stages
         ]
@@ -423,19 +423,17 @@ class _Simulation:
 
 
 class _PrologueSimulation:
-    """Simulate the prologue layers, where a slot holds a round from its forward to its backward
-    pass.
-    """
+    """Simulate the prologue layers. A slot holds a round from its forward to its backward pass."""
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.rounds = schedule, schedule.prologue
-        # Keyed by slot: the round, the microbatches that have not entered, and the microbatches
-        # that have not returned.
+        # For each slot: the round, the microbatches that have not entered, and those that have not
+        # returned.
         self.live_rounds: dict[int, tuple[int, set[int], set[int]]] = {}
         self.peak = (0, 0)
 
     def run(self) -> None:
-        """Check that every microbatch enters from, and returns to, the slot of its round."""
+        """Check that every microbatch enters from the slot of its round and returns to it."""
         schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")

@@ -2,11 +2,11 @@
 
 Only the scores of one pair of a query block and a key block are in memory at a time. The forward
 pass uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from each
-query's log-sum-exp (arXiv:2205.14135). It is algorithm 4 of arXiv:2307.08691 with the loop order of
-that paper's forward pass. The number of loop iterations depends on causality, the window and
-document boundaries. This number may differ between devices and layers, because a custom gradient
-avoids differentiation through the loops. Short sequences use no loops: they have few query blocks,
-and each block scores all its visible keys at once.
+query's log-sum-exp (arXiv:2205.14135). It follows algorithm 4 of arXiv:2307.08691, but with the
+loop order of that paper's forward pass. The number of loop iterations depends on causality, the
+window and document boundaries. This number may differ between devices and layers, because a custom
+gradient avoids differentiation through the loops. Short sequences use no loops: they have few query
+blocks, and each block scores all its visible keys at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from maxpipe.parallel.collectives import mark_varying
 _MASK_VALUE = -1e30
 """Score that replaces the scores of masked keys."""
 MIN_SCORE = -1e20
-"""Lower bound for the maximum score of a query. With this bound, a query without visible keys has
-probabilities of exactly 0."""
+"""Lower bound for the maximum score of a query. Because of this bound, the probabilities of a query
+without visible keys are exactly 0."""
 _PADDING_SEGMENT = -2
 """Segment id of the padding after the last key. No query has this segment."""
 
@@ -48,10 +48,11 @@ class Options(NamedTuple):
     key_block: int
     mean_key_blocks: float
     """Mean number of key blocks per query block, averaged over the windows, for sequences with one
-    document. Sequences with several documents need no more blocks."""
+    document. Sequences with several documents need at most as many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
-    """(first key, start, stop) of each query block, for computation without loops. The keys of a
-    block also end at `stop`. If the tuple is empty, attention is computed in loops."""
+    """(first key, start, stop) of each query block, for computation without loops: its queries are
+    `start` to `stop`, and its keys are the first key to `stop`. If the tuple is empty, attention is
+    computed in loops."""
 
 
 class QueryKeyMask(NamedTuple):
@@ -118,7 +119,7 @@ def _mean_trips(
 ) -> float:
     """Return the mean number of loop iterations over key blocks, for a sequence with one document.
 
-    The loop has the bounds of `_Blocks.bounds`.
+    The bounds of the loop are those of `_Blocks.bounds`.
     """
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
@@ -354,7 +355,7 @@ def backward(
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *d_rest = lax.fori_loop(first, last, add, start)
-        if sinks is not None:  # summed in the scan, so a split backward pass saves only the sums
+        if sinks is not None:  # sum in the scan, so that a split backward pass saves only the sums
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*d_rest, d_sinks), d_query
@@ -379,8 +380,8 @@ _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 class _Unrolled:
     """Layouts of queries and keys for attention without loops.
 
-    Query heads that share keys are merged with the query dim, so a sum over queries reduces a
-    single dim.
+    Query heads that share keys are merged with the query dim, so a sum over queries is over one
+    dim.
     """
 
     def __init__(self, groups: int, rows: QueryKeyMask, options: Options):

@@ -265,8 +265,8 @@ def _backward_rule(
             more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
             d_query, d_keys = d_query + more, [*d_keys, of_keys]
         added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
-        # Gradients rotate with their keys and values, and are back on the original device after the
-        # last hop.
+        # Gradients rotate with their keys and values, and return to the original device in the last
+        # hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
 
     zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731

@@ -9,7 +9,7 @@ The kernels run in a program with all mesh axes manual, so each device calls the
 module emits XLA's custom calls directly. The corresponding functions of jax are private and change
 between releases. They also query the local GPU, which is absent in ahead-of-time compilation.
 
-Source: FlashAttention-2 (arXiv:2307.08691), as implemented in cuDNN.
+Source: FlashAttention-2 (arXiv:2307.08691) as implemented in cuDNN.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
-"""Version of the custom-call interface."""
+"""API version of the custom calls."""
 _HEADS_FIRST = (0, 2, 1, 3)
-"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have dims [B, N, T, H] in the memory
-layout of the inputs."""
+"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have the dims [B, N, T, H], but are in
+memory in the order of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Kernel:
     window: int = 0
     """Number of tokens that a query sees, including the query. 0 means all tokens."""
     packed: int = 1
-    """Maximum mean number of documents per sequence. 1 means one document per sequence."""
+    """Maximum number of documents per sequence, as a mean over the batch. 1: one document each."""
 
 
 class DocumentOffsets(NamedTuple):
@@ -300,9 +300,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
-    """Return the partition specs of arrays with heads, of the log-sum-exp, and of arrays that all
-    heads share.
-    """
+    """Return the partition specs of arrays with heads, log-sum-exps, and arrays without heads."""
     rows, heads = interface.query_axes(query)
     batch: Any = PartitionSpec(rows)
     whole: Any = PartitionSpec()
@@ -432,7 +430,7 @@ def _run_fastest_kernel(
     packs: bool,
     arrays: tuple[Array, ...],
 ) -> Any:
-    """Run `run(kernel, known, *arrays)` with the fastest kernel for the mask."""
+    """Call `run(kernel, known, *arrays)` with the fastest kernel that supports the mask."""
     query, key = arrays[:2]
     masked = Kernel(call.causal, call.scale)
     hidden = _MASK_VALUE[str(query.dtype)]

@@ -27,21 +27,21 @@ class Mask:
     """Mask and score transformations of attention.
 
     By default, queries and keys are the same tokens of a sequence, starting with its first token.
-    If the queries are a subset of the sequence, `places` holds their indices. `key_positions` holds
-    the positions of cached keys.
+    If the queries are a subset of the sequence's tokens, `places` holds their indices.
+    `key_positions` holds the positions of cached keys.
     """
 
     segments: Int[Array, "B T"]
     """Document of each query. A query sees only keys of the same document."""
     positions: Int[Array, "B T"] | None = None
-    """Position of each query in its document. None uses the index in the sequence."""
+    """Position of each query in its document. None: the index in the sequence."""
     key_segments: Int[Array, "B S"] | None = None
-    """Document of each key. None uses the documents of the queries."""
+    """Document of each key. None: the documents of the queries."""
     key_positions: Int[Array, "B S"] | None = None
-    """Position of each key in its document. None means that keys are in sequence order."""
+    """Position of each key in its document. None: keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the queries in the sequence of the keys, if the device holds a subset. None uses
-    the indices 0 to T - 1."""
+    """Indices of the queries in the sequence of the keys, if the device holds a subset. None: the
+    indices 0 to T - 1."""
     run: int = 0
     """Number of contiguous queries if `places` is set. Must divide T."""
     causal: bool = True
@@ -98,10 +98,10 @@ AttentionBackend = Callable[
 ]
 """Function (query, key, value, mask) -> attention output of each query head.
 
-A backend gives its result the checkpoint name `context`. A backend with a custom gradient sets the
-name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). A name outside the rule
-would not prevent a second forward pass in the backward pass. Naming the result twice would save two
-copies."""
+A backend gives its result the checkpoint name `context`. A backend with a custom gradient sets this
+name in its forward rule, and also names the log-sum-exp (`LOG_SUM`) there. If the name were set
+outside the rule, the backward pass would repeat the forward pass. Naming the result twice would
+save two copies."""
 
 
 _EMPTY = -1
@@ -180,7 +180,7 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
 
 
 def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
-    """Return the mesh axes that shard sequences in this program, and the axis that shards heads."""
+    """Return the mesh axes that shard sequences and the axis that shards heads, in this program."""
     mesh = jax.sharding.get_abstract_mesh()
     rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows = tuple(axis for axis in BATCH_AXES if axis in rest)
@@ -207,7 +207,7 @@ def _head_shards(num_heads: int) -> int:
 def switch_window(
     run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
 ) -> Any:
-    """Call `run(size, *arrays)` with the size that equals `window`; None selects the only size."""
+    """Call `run(size, *arrays)` with the size that equals `window`; None means the only size."""
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])

@@ -132,7 +132,7 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
 
     def run(*given: Any) -> tuple[Any, ...]:
         d_sinks = _sink_gradients(given[3], *given[5:])
-        # Summed here, so that a split backward pass saves the sum and not its inputs.
+        # Compute the sum here, so that a split backward pass saves the sum and not its inputs.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
         return *local_backward(*given, call=call), d_sinks
 
@@ -154,7 +154,7 @@ def _sink_gradients(
     sums: Float[Array, "B N T"],
     d_mixed: Float[Array, "B T N v"],
 ) -> Float[Array, " N"] | None:
-    """Return the gradients of the sinks, which have probabilities but no values."""
+    """Return the gradients of the sinks. A sink has a probability but no value."""
     if sinks is None:
         return None
     shares = jnp.exp(sinks.astype(jnp.float32)[:, None] - sums)
@@ -241,7 +241,8 @@ def local_backward(
             return _backward_kernels(kernel.kwargs, saved, d_mixed)
 
         # Two kernels run: one with three matmuls for query gradients, and one with four for key
-        # gradients. The scope applies to each kernel, so its FLOPs are half of the total.
+        # gradients. The scope applies to each of the two kernels, so it declares half of the total
+        # FLOPs.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
         with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
@@ -337,9 +338,10 @@ def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
 
 
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
-    """Return the number of pairs that a kernel scores in full blocks, over all sequences and heads.
+    """Return the number of (query, key) pairs in the blocks that a kernel scores.
 
-    For queries with explicit indices, the result is the mean over devices.
+    All sequences and heads are included. For queries with explicit indices, the result is the mean
+    over devices.
     """
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
@@ -362,7 +364,7 @@ def _kernel(
     most = (len(first_keys), len(first))
     if call.causal and window:  # upper bounds for any placement of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # the mask has only documents
+    plain = not (call.causal or window)  # the mask depends only on documents
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
@@ -402,7 +404,7 @@ def _key_step_size(block: int) -> int:
 def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
     """Return the indices `[I, j]` of each block's visible blocks, and a mask of the valid indices.
 
-    Invalid indices repeat the last visible block, so that the kernel fetches no further block.
+    Invalid indices repeat the last visible block, so that the kernel fetches no additional block.
     `most` is the maximum number of visible blocks.
     """
     kind: Any = np if isinstance(seen, np.ndarray) else jnp

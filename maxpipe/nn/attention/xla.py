@@ -24,7 +24,7 @@ def attend(
     """Compute attention in blocks of queries. Each block scores only the keys up to its end.
 
     At T = 2048, the blocks score 9/16 of all pairs. The scores of a block are small enough to stay
-    in on-chip memory. `block` 0 selects the block size automatically.
+    in on-chip memory. If `block` is 0, the block size is selected automatically.
     """
     tokens = query.shape[1]
     by_place = mask.causal and mask.is_self_ordered
@@ -33,7 +33,7 @@ def attend(
     for start, stop in blocks:
         keys = stop if by_place else key.shape[1]
         part = query[:, start:stop], key[:, :keys], value[:, :keys]
-        # The first block is square, so `is_causal` applies.
+        # The first block has as many keys as queries, so `is_causal` can be used.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
         # With a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
@@ -89,7 +89,7 @@ def _attend_unfused(
 def _soft_cap(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
     """Return `cap * tanh(scores / cap)` and save only its slope for the backward pass.
 
-    jax releases differ in the residuals that they save for tanh: the slope, or two arrays that
+    For tanh, some jax releases save the slope as the residual, and others save two arrays that
     determine the slope.
     """
     return cap * jnp.tanh(scores / cap)
