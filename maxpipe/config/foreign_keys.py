@@ -12,8 +12,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from maxpipe.config.rules import did_you_mean, normalize_name
 
 _PREFERRED = "model.moe."
@@ -119,8 +117,11 @@ def match_command(word: str, commands: Collection[str]) -> NameMatch:
 @functools.cache
 def foreign_tables() -> dict[str, Any]:
     """Return the tables in `foreign_keys.yml`."""
+    import yaml  # slow to import, and most commands need no table
+
     text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    safe_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return safe_loader(text).get_single_data()
 
 
 def _normalized(names: str) -> list[str]:

@@ -25,15 +25,8 @@ from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.io.typed_json import legacy_value, renamed_from
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.registry import describe
-from maxpipe.schedule.catalog import (
-    CIRCULAR,
-    FILE_PREFIX,
-    INTERLEAVED,
-    MAX_FORWARDS,
-    SCHEDULES,
-    repeats_rule,
-)
 
+# Schedules import numpy, which completion does not need: functions import them when they run.
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
@@ -132,6 +125,8 @@ def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
 
 @rule("pipeline.schedule")
 def _schedule_is_known(config: Config) -> Iterator[RuleViolation]:
+    from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
+
     name = config.pipeline.schedule
     if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
         yield RuleViolation(
@@ -144,6 +139,8 @@ def _schedule_is_known(config: Config) -> Iterator[RuleViolation]:
 
 @rule("pipeline.repeats", "pipeline.schedule")
 def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
+    from maxpipe.schedule.catalog import CIRCULAR, INTERLEAVED, SCHEDULES, repeats_rule
+
     spec = SCHEDULES.get(config.pipeline.schedule)
     if spec and spec.repeats and spec.repeats != config.pipeline.repeats:
         free = CIRCULAR if spec.repeats == 1 else INTERLEAVED
@@ -156,6 +153,8 @@ def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
 
 @rule("pipeline.delayed_forwarding", "pipeline.schedule")
 def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]:
+    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
+
     schedule = config.pipeline.schedule
     readers = [name for name, spec in SCHEDULES.items() if spec.supports_delay]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
@@ -263,11 +262,15 @@ def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation
 
 
 def _reads_group(schedule: str) -> bool:
+    from maxpipe.schedule.catalog import SCHEDULES
+
     return schedule in SCHEDULES and SCHEDULES[schedule].uses_group
 
 
 @rule("pipeline.group", "pipeline.schedule")
 def _group_is_read(config: Config) -> Iterator[RuleViolation]:
+    from maxpipe.schedule.catalog import INTERLEAVED
+
     schedule = config.pipeline.schedule
     if config.pipeline.group and not _reads_group(schedule):
         yield RuleViolation(
@@ -296,6 +299,8 @@ def _group_is_in_range(config: Config) -> Iterator[RuleViolation]:
 
 @rule("pipeline.microbatches", "pipeline.repeats", *axis_keys("stage"))
 def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
+    from maxpipe.schedule.catalog import MAX_FORWARDS
+
     repeats, microbatches = config.pipeline.repeats, config.pipeline.microbatches
     stages = axis_size(config.mesh, "stage") or 1
     if (count := stages * repeats * microbatches) <= MAX_FORWARDS:
