@@ -144,9 +144,11 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         except yaml.YAMLError as error:
             problems.append(syntax_problem(f"command line: {arg}", error))
             return
+        if node:
+            find_duplicates(node, "", ".".join(path), problems)
         raw = raw_of(node) if node else None
         if isinstance(raw, dict) and (
-            ".".join(path) in KEYS or declared_key(".".join(path)) in NAMED_SECTIONS
+            is_mapping(KEYS.get(".".join(path))) or declared_key(".".join(path)) in NAMED_SECTIONS
         ):
             # `a.b=...` replaces the mapping, while `a.b.c=...` sets a single entry.
             yield Assignment(path, {}, arg, "command line")
@@ -176,10 +178,11 @@ def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
 
 
 def _hint(path: Sequence[str]) -> Any:
-    """Return the declared type of an override's key. For an entry, return the type of the
-    mapping.
+    """Return the declared type of an override's key, which may have an earlier name. For an entry,
+    return the type of the mapping.
     """
-    section, rest = split_key(path)
+    section, rest = split_key(upgrade_setting(".".join(path), None)[0].split("."))
+    path = (section, *rest)
     key = declared_key(".".join(path))
     return NAMED_KEYS[key] if key in NAMED_KEYS else KEYS.get(".".join([section, *rest[:1]]))
 

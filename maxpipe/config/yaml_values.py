@@ -199,7 +199,7 @@ def entries(
     mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
     """Yield (key, line, value) for each entry of a mapping, and add a problem for each duplicate
-    key.
+    key. `file` is empty for an override.
     """
     first: dict[str, int] = {}
     for key_node, value in mapping.value:
@@ -208,9 +208,11 @@ def entries(
         if key in first:
             problems.append(
                 Problem(
-                    f"{file}:{line}: {prefix}{key}",
+                    f"{file}:{line}: {prefix}{key}" if file else f"command line: {prefix}{key}",
                     format_raw(raw_of(value)),
-                    f"appears twice in this file, first on line {first[key]}.",
+                    f"appears twice in this file, first on line {first[key]}."
+                    if file
+                    else "appears twice in this setting.",
                     "Keep one of them.",
                 )
             )

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import jsonschema
 import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import render
-from maxpipe.config.keys import KEYS, SECTIONS, flatten, upgrade_config, upgrade_setting
+from maxpipe.config.assignments import from_override
+from maxpipe.config.keys import (
+    KEYS,
+    RENAMED_KEYS,
+    SECTIONS,
+    flatten,
+    upgrade_config,
+    upgrade_setting,
+)
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.llama import LlamaConfig
+from tests.errors import raises
 
 LLAMA, GEMMA = ["llama3-1b", "train.steps=1"], ["gemma3-1b", "train.steps=1"]
 
@@ -179,3 +188,28 @@ def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:
     again = load([], saved, "config.yml")
     assert not again.config.adapter.rslora and not again.warnings
     assert again.config.checkpoint.on_failure == "continue"
+
+
+@pytest.mark.parametrize(
+    "former", [old for old, new in RENAMED_KEYS.items() if get_origin(KEYS.get(new)) is list]
+)
+def test_former_names_of_list_keys_are_read_from_overrides(former: str) -> None:
+    problems: list[Problem] = []
+    (assignment,) = from_override(f"{former}=[a, b]", problems)
+    assert assignment.raw == ["a", "b"] and not problems
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("mesh.axis_rules={mlp: [tensor], mlp: []}", "mesh.axis_rules.mlp"),
+        ("data.mixture={web: {source: jsonl, source: text}}", "data.mixture.web.source"),
+        (
+            "optim.weight_decays=[{pattern: head, pattern: norm, weight_decay: 1}]",
+            "optim.weight_decays[0].pattern",
+        ),
+    ],
+)
+def test_a_key_appears_once_in_an_override(override: str, key: str) -> None:
+    with raises(ConfigError, key):
+        load([*LLAMA, override])
