@@ -29,7 +29,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Key
 
-from maxpipe.config.schema import GuardConfig
+from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.io.tree import KeyPath, flatten, unflatten
 from maxpipe.models.param_names import chosen, names_in_layers
