@@ -150,7 +150,6 @@ def start(folder: Path) -> list[str]:
 INPUT = """
 import json, sys, time
 from maxpipe.config.load import load
-from maxpipe.config.training_schedule import BatchRamp
 from maxpipe.data.loader import build_loaders
 config = load(["quickstart", *sys.argv[1:]]).config
 found = build_loaders(config.data, config.tokenizer, seed=0, batch_size=config.train.batch_size,

@@ -393,8 +393,11 @@ def _divide(leaf: Any) -> Any:
     replicas = math.prod(sharding.mesh.shape[axis] for axis in unused)
     local = sharding.shard_shape(leaf.shape)
     dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
-    # orbax does not slice small arrays in pinned host memory.
-    if replicas == 1 or dim is None or not leaf.size or sharding.memory_kind == "pinned_host":
+    if replicas == 1 or dim is None or not leaf.size:
+        return leaf
+    # orbax divides only these arrays in pinned host memory.
+    is_divisible = leaf.ndim >= 2 and math.prod(local) % 1024 == 0 and local[-1] % 128 == 0
+    if sharding.memory_kind == "pinned_host" and not is_divisible:
         return leaf
     axes = spec[dim] if isinstance(spec[dim], tuple) else (spec[dim],)
     spec[dim] = (*(axis for axis in axes if axis is not None), *unused)

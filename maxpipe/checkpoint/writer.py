@@ -336,7 +336,10 @@ class CheckpointWriter:
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 **{
-                    STATE_ITEM: ocp.StandardCheckpointHandler(),
+                    # With pinned transfers, orbax would not use the host copies of `copy_to_host`.
+                    STATE_ITEM: ocp.PyTreeCheckpointHandler(
+                        save_concurrent_gb=96, enable_pinned_host_transfer=False
+                    ),
                     METADATA_ITEM: ocp.JsonCheckpointHandler(),
                     digests.DIGEST_ITEM: digests.DigestHandler(),
                 }
@@ -369,7 +372,7 @@ class CheckpointWriter:
                 copies = digests.copy_to_host(parts)
                 items = ocp.args.Composite(
                     **{
-                        STATE_ITEM: ocp.args.StandardSave(parts, _chunks(parts)),
+                        STATE_ITEM: ocp.args.PyTreeSave(parts, _chunks(parts)),
                         METADATA_ITEM: ocp.args.JsonSave(content),
                         digests.DIGEST_ITEM: digests.DigestSaveArgs(facts.step, content, sums),
                     }

@@ -196,7 +196,7 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for section, values in nested.items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            if (
+            if isinstance(value, Mapping) and (
                 key in SECTIONS
                 or declared_key(key) in NAMED_SECTIONS
                 or (f"{key}.{NAME}" in NAMED_SECTIONS and value)
@@ -208,7 +208,13 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a saved config, as nested mappings, to the keys and values of this release."""
+    """Convert a saved config, as nested mappings, to the keys and values of this release.
+
+    Values that should be mappings and are not are unchanged.
+
+    Raises:
+        ValueError: a name is both a value and a section.
+    """
     upgraded: dict[str, Any] = {}
     for section, values in saved.items():
         if not isinstance(values, Mapping):
@@ -220,6 +226,8 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
             inner = upgraded
             for part in path:
                 inner = inner.setdefault(part, {})
+                if not isinstance(inner, dict):
+                    raise ValueError(f"{key} is below a value, not below a section")
             inner[name] = value
     return upgraded
 

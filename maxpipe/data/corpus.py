@@ -385,7 +385,7 @@ def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> Index
     return IndexedSource(
         name,
         documents,
-        seed_of(name, corpus.seed),
+        seed,
         facts,
         byte_counts=index.byte_counts,
         digests=lambda first, stop: index.digests[first:stop],

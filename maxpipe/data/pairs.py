@@ -266,16 +266,6 @@ def _is_same(one: Message, other: Message) -> bool:
     return one.get("role") == other.get("role") and text.strip() == another.strip()
 
 
-def _column_of_prompt(fields: Any, name: str) -> Any:
-    try:
-        return read_field(fields, name, "data.prompt_field")
-    except BadRecord as error:
-        action = (
-            f"{error.action} Set data.prompt_field='' if both responses are full conversations."
-        )
-        raise BadRecord(error.value, error.rule, action) from error
-
-
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
     """Return the common prefix of two conversations, and their remainders."""
     one, other = values

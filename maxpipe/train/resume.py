@@ -25,7 +25,7 @@ from maxpipe.checkpoint.storage import (
     run_folder,
 )
 from maxpipe.config.check import error_location
-from maxpipe.config.keys import flatten, legacy_value_of, may_differ, upgrade_setting
+from maxpipe.config.keys import flatten, legacy_value_of, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config
@@ -404,7 +404,7 @@ def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) 
 
 def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, saved value, new value) for each setting that changed since the checkpoint."""
-    then = dict(upgrade_setting(key, value) for key, value in flatten(saved).items())
+    then = flatten(saved)
     for key, now in flatten(to_dict(redact.redact_value(config))).items():
         before = then.get(key, now)
         if before != now and not may_differ(key):

@@ -173,6 +173,10 @@ def test_saved_configs_of_earlier_releases_are_upgraded() -> None:
     assert upgraded["unknown"] == 3
     current = to_dict(load(GEMMA).config)
     assert upgrade_config(current) == current
+    damaged: dict[str, Any] = {"data": {"mixture": {"web": 3}}, "model": {"llama": 3}, "eval": 1}
+    assert upgrade_config(damaged) == damaged
+    with pytest.raises(ValueError):
+        upgrade_config({"a": {"b": 1, "b.c": 2}})
 
 
 def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:

@@ -310,8 +310,7 @@ def open_logits(
             facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
-        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        rule = f"must contain logits of the sequences of this run: {'; '.join(lines[:4])}{more}."
+        rule = f"must contain logits of the sequences of this run: {shorten_lines(lines)}."
         action = "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again."
         raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
     return LogitsReader(folder, manifest, top_k)
