@@ -190,7 +190,10 @@ def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
     return Compiled(**json.loads(path.read_text(encoding="utf-8")))
 
 
-FORECAST = ("cost", "traffic", "memory", "search", "learn", "calibrate", "report", "advice")
+FORECAST = (
+    *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
+    *("sizes", "shards", "parameter_counts", "activation_sizes", "shardings"),
+)
 """Modules of `maxpipe.plan` that affect neither the program nor its profile."""
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,23 +103,23 @@ def _compiled(name: str) -> Any:
     import numpy as np
     from references import sharded_loss
 
-    from maxpipe.config.sections.optim import OptimConfig
-    from maxpipe.config.sections.pipeline import PipelineConfig
-    from maxpipe.config.sections.train import TrainConfig
+    from maxpipe.config.schema import Config
     from maxpipe.models.config import ModelConfig
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
     from maxpipe.step.build import build_steps
 
+    # Other revisions declare the sections in other modules.
+    sections = typing.get_type_hints(Config)
     mesh, pipeline, _ = LAYOUTS[name]
     sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]
     steps = build_steps(
         build_mesh(sizes, jax.devices()),
         model=ModelConfig(**MODEL),
-        pipeline=PipelineConfig(**{"microbatches": 1} | pipeline),
-        optim=OptimConfig(),
-        train=TrainConfig(batch_size=ROWS, sequence_length=TOKENS),
+        pipeline=sections["pipeline"](**{"microbatches": 1} | pipeline),
+        optim=sections["optim"](),
+        train=sections["train"](batch_size=ROWS, sequence_length=TOKENS),
         total_steps=1000,
         rules=AxisRules.from_config(sizes),
         seed=0,

@@ -55,9 +55,9 @@ class Row:
         return [f"configs/model/{self.model}.yml", *fixed.split(), *keys, *placed]
 
 
-PROGRAM = ("runtime.py", "compile.py", "hlo.py", "hlo_text.py")
+PROGRAM = ("runtime.py", "compile.py", "hlo_parser.py", "instruction_costs.py")
 """Files outside `FOLDERS` that affect the compiled program or its report."""
-FOLDERS = {"model", "schedule", "parallel", "pipeline", "train"}
+FOLDERS = {"models", "nn", "schedule", "parallel", "pipeline", "optim", "step"}
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
 PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")

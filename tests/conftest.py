@@ -30,14 +30,11 @@ NUM_DEVICES = 8
 CHECKED = (
     "maxpipe.nn.attention",
     "maxpipe.nn.decoder",
-    "maxpipe.nn.decoder",
     "maxpipe.nn",
     "maxpipe.pipeline.loss_head",
     "maxpipe.pipeline.prologue",
-    "maxpipe.pipeline.prologue",
     "maxpipe.optim.guard",
     "maxpipe.optim",
-    "maxpipe.step.step",
     "maxpipe.step.step",
 )
 GOLDEN = Path(__file__).parent / "golden"

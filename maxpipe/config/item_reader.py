@@ -28,16 +28,19 @@ def read_items(raw: Raw, key: str) -> list[Any]:
         ItemError: an item or a field is invalid.
     """
     if not isinstance(raw, list):
-        action = f'Set "{key}={EXAMPLES[key]}".'
-        raise ItemError(key, raw, "must be a list of mappings.", action)
+        raise ItemError(key, raw, "must be a list of mappings.", _list_action(key))
     return [_read_item(item, key, f"{key}[{number}]") for number, item in enumerate(raw)]
+
+
+def _list_action(key: str) -> str:
+    return f'Set {key}=[], or items such as "{key}={EXAMPLES[key]}".'
 
 
 def _read_item(raw: Raw, key: str, place: str) -> Any:
     declared, names = ITEM_SECTIONS[f"{key}{ITEM}"], names_in(f"{key}{ITEM}")
     if not isinstance(raw, dict):
         rule = f"must be a mapping with the fields {', '.join(names)}."
-        raise ItemError(place, raw, rule, f'Set "{key}={EXAMPLES[key]}".')
+        raise ItemError(place, raw, rule, _list_action(key))
     for name, value in raw.items():
         if name not in names:
             guess = did_you_mean(name, names)

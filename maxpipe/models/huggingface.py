@@ -582,9 +582,7 @@ class Period:
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """Return the key whose period contradicts `layer_types`, and the value of the key, or
-        None.
-        """
+        """Return the key and the value of a period that contradicts `layer_types`, or None."""
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None
@@ -657,9 +655,7 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """Return the rows for a router and for experts with one tensor per expert. `prefix` is the
-    prefix of the tensor names within a layer.
-    """
+    """Return the rows for a router and experts; `prefix` precedes the names within a layer."""
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
@@ -700,10 +696,5 @@ SANDWICH = norms(
 )
 """Norms before and after attention and MLP."""
 
-LLAMA = (
-    *ENDS,
-    *NORMED,
-    *ATTENTION,
-    *MLP,
-)
+LLAMA = (*ENDS, *NORMED, *ATTENTION, *MLP)
 """All tensors of Llama, which other families share."""

@@ -54,11 +54,15 @@ def map_shards(
     varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    auto_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
-    if not auto_axes:
+    remaining_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    if not remaining_axes:
         return run
     inside = jax.shard_map(
-        run, axis_names=auto_axes, in_specs=in_specs, out_specs=out_specs, check_vma=states_types
+        run,
+        axis_names=remaining_axes,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=states_types,
     )
     return lambda *arguments: mark_varying(inside(*arguments))
 

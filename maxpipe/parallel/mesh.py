@@ -154,11 +154,9 @@ def partition_devices(
             fits.append(f"mesh.cpu_devices={2 * each}")
         action = f"Set {', or '.join([*fits, f'{key}=0 to alternate on all devices'])}."
         raise ConfigError.one(key, count, rule, action)
-    used = [device for devices_of_process in own.values() for device in devices_of_process[-each:]]
-    unused = [
-        device for devices_of_process in own.values() for device in devices_of_process[:-each]
-    ]
-    return unused, used
+    kept = [device for local in own.values() for device in local[:-each]]
+    split_off = [device for local in own.values() for device in local[-each:]]
+    return kept, split_off
 
 
 def _axis_type(axis: str, size: int, config: MeshConfig) -> AxisType:
