@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Collection, Iterator, Mapping
 
+from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import format_value, value_of, violations
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import is_synthetic, named_sources, section_of, train_sources
@@ -204,7 +205,7 @@ def _check_vocabulary(
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
     """Return all rule violations. Rules that read a key in `skip` are not run."""
     problems: list[Problem] = []
-    for key, text, action in violations(config, skip):
+    for key, text, action in violations(config, skip, [*KEYS]):
         value = value_of(config, key)
         shown = format_value(
             redact.redact_variable_names(value) if key == "launch.environment" else value

@@ -568,7 +568,10 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     if hint is str and isinstance(assignment.raw, list) and (action := list_action(key)):
         return assignment.problem("must be one text, not a list.", action)
     if hint is str:
-        return assignment.problem("must be text.", f"Write {key} = '...', or leave the key out.")
+        action = f"Write {key} = '...', or leave the key out."
+        if "[" in key:
+            action = f"Write `{assignment.path[-1]}: ...`."
+        return assignment.problem("must be text.", action)
     example = {int: "8", float: "0.1", bool: "true"}[hint]
     if bound := BOUNDS.get(declared_key(key)):
         example = str(bound.example)

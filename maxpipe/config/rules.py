@@ -280,15 +280,28 @@ def _out_of_range(declared: str, place: str, value: Any) -> Iterator[RuleViolati
             yield RuleViolation(place, "must have a weight above 0.", "Set a weight to 1.")
     elif (bound := BOUNDS.get(declared)) and not bound.holds(value):
         name = place.rpartition(".")[2]
-        yield RuleViolation(place, f"must be {bound}.", f"Write `{name}: {bound.example:g}`.")
+        yield RuleViolation(
+            place, f"must be {bound}.", f"Write `{name}: {format_value(bound.example)}`."
+        )
 
 
-def violations(config: Config, skip: Collection[str] = ()) -> Iterator[RuleViolation]:
-    """Yield all rule violations. Rules that read a key in `skip` are not run."""
+def violations(
+    config: Config, skip: Collection[str] = (), order: Sequence[str] = ()
+) -> Iterator[RuleViolation]:
+    """Yield all rule violations. Rules that read a key in `skip` are not run.
+
+    Rules for a single key run first, in the order of the keys. If one of them fails, rules that
+    relate the key to other keys are skipped.
+    """
     wrong = set(skip)
-    # Rules for a single key run first. If one of them fails, rules that relate the key to other
-    # keys are skipped.
-    for check in sorted(RULES, key=lambda check: (len(check.keys) > 1, not check.is_first)):
+    position = {key: number for number, key in enumerate(order)}
+
+    def turn(check: Rule) -> tuple[bool, bool, int]:
+        relates_keys = len(check.keys) > 1
+        place = 0 if relates_keys else position.get(check.keys[0], len(order))
+        return relates_keys, not check.is_first, place
+
+    for check in sorted(RULES, key=turn):
         if not wrong.isdisjoint(check.keys):
             continue
         findings = list(check.find(config))

@@ -14,7 +14,7 @@ from maxpipe.config import check
 from maxpipe.config.keys import ITEM_SECTIONS, upgrade_config, upgrade_setting
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.render import explain, json_schema, markdown
-from maxpipe.config.rules import BOUNDS, EXAMPLES, ITEM
+from maxpipe.config.rules import BOUNDS, EXAMPLES, ITEM, format_value
 from maxpipe.config.sections.data import MixtureStageConfig
 from maxpipe.config.sections.optim import (
     LRMultiplierConfig,
@@ -129,7 +129,7 @@ def test_ranges_of_fields_are_explained(declared: str) -> None:
         problem = problem_of(f"{key}=[{json.dumps(item)}]")
         assert f"{key}[0].{field}" in problem.where and str(bound) in problem.rule
         # The action is a valid value.
-        assert problem.action.endswith(f": {bound.example:g}`.")
+        assert problem.action.endswith(f": {format_value(bound.example)}`.")
     assert bound.holds(bound.example)
 
 

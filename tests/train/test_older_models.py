@@ -135,7 +135,8 @@ class _Wider(LlamaConfig):
 def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the section of Llama: one means today what runs did before, the other does not."""
     load_module._unset.cache_clear()
-    monkeypatch.setitem(keys.SECTIONS, "model.llama", _Wider)
+    for sections in (keys.SECTIONS, keys.ALL_SECTIONS):
+        monkeypatch.setitem(sections, "model.llama", _Wider)
     monkeypatch.setitem(keys.KEYS, "model.llama.new", int)
     monkeypatch.setitem(keys.KEYS, "model.llama.changed", float)
     yield

@@ -187,7 +187,7 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
 @_source_rule()
 def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if section == "data":
-        return  # range rules in `check` cover this section
+        return  # the ranges above cover this section
     for field in dataclasses.fields(SourceConfig):
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):
