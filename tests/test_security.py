@@ -40,6 +40,7 @@ from maxpipe.io.redact import REDACTED
 from maxpipe.schedule.csv_format import read_orders
 from maxpipe.train.session import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
+from tests.errors import assert_error
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -188,7 +189,8 @@ def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
-    assert "tokenizer.json" in refused(lambda: open_tokenizer(config))
+    error = refused(lambda: open_tokenizer(config))
+    assert_error(error, "tokenizer.path", path, names="tokenizer.json", suggests="tokenizer.path")
 
 
 SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]

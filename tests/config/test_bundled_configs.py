@@ -15,6 +15,7 @@ from maxpipe.config import bundled_configs
 from maxpipe.config.keys import KEYS
 from maxpipe.config.load import load
 from maxpipe.config.render import field_docs
+from tests.errors import assert_error
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]
@@ -79,8 +80,10 @@ def test_show_prints_the_file(capsys: Capture):
         told(capsys, "configs", "show", "llama3-8b") == bundled_configs.configs()["llama3-8b"].text
     )
     err = told(capsys, "configs", "show", "x", code=2)
-    assert err.startswith("command line: x\n") and "deepseek-v2" in err
-    assert "llama3-8b" in told(capsys, "configs", "show", "llama3_8b", code=2)
+    assert err.startswith("command line: x\n")
+    assert_error(err, "x", names=["quickstart", "deepseek-v2"], suggests="`maxpipe configs list`")
+    err = told(capsys, "configs", "show", "llama3_8b", code=2)
+    assert_error(err, "llama3_8b", names=["quickstart", "deepseek-v2"], suggests="llama3-8b")
 
 
 def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
@@ -90,6 +93,9 @@ def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
     (here / "quickstart.yml").write_text("mine")
     err = told(capsys, "configs", "copy", "quickstart", code=2)
     assert err.startswith("quickstart.yml\n")
+    assert_error(
+        err, "quickstart.yml", names="exists", suggests=["quickstart-2.yml", "--overwrite"]
+    )
     assert "quickstart-2.yml, or add --overwrite" in err
     assert (here / "quickstart.yml").read_text() == "mine"
     told(capsys, "configs", "copy", "quickstart", "--overwrite")
@@ -103,7 +109,7 @@ def test_copies_have_the_name_that_is_given(here: Path, capsys: Capture):
     assert (here / "mine.yaml").read_text() == (here / "folder/tiny.yml").read_text()
     assert load(["mine.yaml", "train.steps=1"]).config.run.name == "mine"
     err = told(capsys, "configs", "copy", "tiny", "mine", code=2)
-    assert "must end in .yml or .yaml" in err and "mine.yml" in err
+    assert_error(err, "FILE", "mine", names=[".yml", ".yaml"], suggests="mine.yml")
     told(capsys, "configs", "copy", "tiny", "x" * 300 + ".yml", code=74)
     told(capsys, "configs", "copy", "tiny", "a\nb.yml", code=2)
     assert "cannot be written" in told(capsys, "configs", "copy", "tiny", "no/a.yml", code=74)
@@ -133,7 +139,7 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     told(capsys, "init", "first")
     (here / "first/run.yml").write_text("mine")
     err = told(capsys, "init", "first", code=2)
-    assert "first/run.yml\n" in err and "maxpipe train first/run.yml" in err
+    assert_error(err, "first/run.yml", names="exists", suggests="maxpipe train first/run.yml")
     assert (here / "first/run.yml").read_text() == "mine"
     (here / "file").touch()
     assert "is a file" in told(capsys, "init", "file", code=2)

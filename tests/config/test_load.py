@@ -152,21 +152,22 @@ def test_large_integers_are_exact():
 )
 def test_values_that_are_not_integers_are_refused(text: str):
     message = only_problem(*VALID, f"train.steps={text}")
-    assert_error(message, "train.steps")
+    assert_error(message, "train.steps", names="integer", suggests="train.steps=100")
     assert len(message) < 300
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (str(2**63), "2**63 - 1"),
-        (f"-{'9' * 6000}", "-2**63"),
-        ("1e19", "2**63 - 1"),
-        ("1e16", "exponent"),
+        (str(2**63), "from -2**63 to 2**63 - 1"),
+        (f"-{'9' * 6000}", "from -2**63 to 2**63 - 1"),
+        ("1e19", "from -2**63 to 2**63 - 1"),
+        ("1e16", "without decimal point or exponent"),
     ],
 )
 def test_integers_beyond_64_bits_are_refused(text: str, rule: str):
-    assert_error(only_problem(*VALID, f"train.tokens={text}"), "train.tokens", names=[rule])
+    message = only_problem(*VALID, f"train.tokens={text}")
+    assert_error(message, "train.tokens", names=["integer", rule])
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
@@ -179,7 +180,8 @@ def test_numbers(text: str, value: float, write: Write):
 
 @pytest.mark.parametrize("text", ["nan", ".inf", "-inf", "true", "a", "", "१"])
 def test_values_that_are_not_finite_numbers_are_refused(text: str):
-    assert_error(only_problem(*VALID, f"optim.beta1={text}"), "optim.beta1")
+    message = only_problem(*VALID, f"optim.beta1={text}")
+    assert_error(message, "optim.beta1", names="finite number", suggests="optim.beta1=0.9")
 
 
 @pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
@@ -190,7 +192,8 @@ def test_true_or_false(text: str, value: bool):
 @pytest.mark.parametrize("text", ["2", "maybe", ""])
 def test_values_that_are_not_booleans_are_refused(text: str):
     message = only_problem(*VALID, f"log.tensorboard={text}")
-    assert_error(message, "log.tensorboard", names=["true", "false"])
+    names = ["true", "false"]
+    assert_error(message, "log.tensorboard", names=names, suggests="log.tensorboard=true")
 
 
 # --- mistakes ------------------------------------------------------------------------

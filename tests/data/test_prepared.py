@@ -283,10 +283,12 @@ def test_nothing_is_done_twice(
 
 def test_other_folders_are_refused(lines: str, tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with raises(ConfigError, "--out", names=["notes.txt"], suggests="--out"):
+    facts = ["must be new, empty or written by this command", "notes.txt"]
+    with raises(ConfigError, "--out", tmp_path, names=facts, suggests=f"--out {tmp_path}-2"):
         prepare(plan(lines, tmp_path), silent)
-    with raises(ConfigError, "--out", suggests="--out"):
-        prepare(plan(lines, tmp_path / "notes.txt"), silent)
+    file = tmp_path / "notes.txt"
+    with raises(ConfigError, "--out", file, names="folder", suggests=f"--out {file}-2"):
+        prepare(plan(lines, file), silent)
     with pytest.raises(ConfigError, match="shard_tokens: 4000 and 5000"):
         prepare(plan(lines, tokens, shard_tokens=5000), silent)
 

@@ -177,6 +177,24 @@ def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, t
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
 
 
+@pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
+@pytest.mark.parametrize("ramp", ["soon", "[soon]", "['2 for x steps']"])
+def test_the_ramp_that_an_error_suggests_can_be_had(
+    ramp: str, others: tuple[str, ...], tiny: Path
+) -> None:
+    """The first suggestion is for every run, and the example is for a run that is long enough."""
+    with pytest.raises(ConfigError) as caught:
+        load([str(tiny), f"train.batch_ramp={ramp}", *others])
+    (problem,) = caught.value.problems
+    action = re.fullmatch(
+        r'Set (train.batch_ramp=.*), or items such as "(train.batch_ramp=.*)"\.', problem.action
+    )
+    assert action
+    assert not load([str(tiny), action[1], *others]).config.train.batch_ramp
+    config = load([str(tiny), action[2], "train.steps=200"]).config
+    assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 100)]
+
+
 def test_rows_left_out_before_there_was_a_ramp() -> None:
     """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
