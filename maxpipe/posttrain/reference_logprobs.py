@@ -27,7 +27,7 @@ from maxpipe.errors import ConfigError, DivergenceError, StorageError
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
-from maxpipe.objectives.preference import Preference
+from maxpipe.objectives import Preference
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.step.build import load_batches
 from maxpipe.step.step import Steps
