@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.config.bundled_configs import folder
+from maxpipe.config.config_files import bundled_folder
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io import files, plain_yaml
 from maxpipe.io.typed_json import check_type
@@ -159,7 +159,7 @@ class Hardware:
 def published_hardware() -> Mapping[str, Hardware]:
     """Return the published figures of all device types, keyed by topology prefix."""
     by_topology = {}
-    for path in sorted((folder() / "hardware").glob("*.yml")):
+    for path in sorted((bundled_folder() / "hardware").glob("*.yml")):
         each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
         by_topology[each.topology] = each
     return by_topology

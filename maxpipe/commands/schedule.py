@@ -121,7 +121,7 @@ def _write_drawings(
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Return schedule names and sizes: from options, then configs, then small defaults."""
-    from maxpipe.config.bundled_configs import find_config
+    from maxpipe.config.config_files import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     inputs = list(options.inputs)
@@ -145,7 +145,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
-    from maxpipe.config import bundled_configs
+    from maxpipe.config import config_files
     from maxpipe.config.foreign_keys import value_action
     from maxpipe.config.rules import did_you_mean
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
@@ -160,7 +160,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
     elif not guess and "--" not in where:
-        guess = did_you_mean(name, bundled_configs.configs())
+        guess = did_you_mean(name, config_files.bundled_configs())
     elif not name:
         guess = INTERLEAVED
     action = (

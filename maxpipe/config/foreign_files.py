@@ -13,8 +13,7 @@ from typing import NamedTuple
 import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
-from maxpipe.config.bundled_configs import configs
-from maxpipe.config.config_files import FOREIGN_SUFFIXES
+from maxpipe.config.config_files import FOREIGN_SUFFIXES, bundled_configs
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.model import FAMILY
@@ -193,7 +192,7 @@ def translate_file(
             lines[name] = (_text(raw), "")
             continue
         count += 1
-        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
+        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in bundled_configs():
             raw = (
                 f"{names['name']}-{raw}".lower()
             )  # torchtitan's keys for the name and flavor of a model

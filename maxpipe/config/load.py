@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from maxpipe.config import bundled_configs, foreign_files
+from maxpipe.config import config_files, foreign_files
 from maxpipe.config.assignments import (
     Assignment,
     duplicate_settings,
@@ -265,7 +265,7 @@ def _is_foreign(file: ConfigFile) -> bool:
 
 
 def _shape_only_note(argument: str) -> str:
-    name = getattr(bundled_configs.find_model(argument), "name", argument)
+    name = getattr(config_files.find_model(argument), "name", argument)
     return f"model: {name}, with the shape of {argument}; weights are not loaded"
 
 

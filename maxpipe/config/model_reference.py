@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.assignments import Assignment, from_document
 from maxpipe.config.config_files import ConfigFile
 from maxpipe.config.keys import KEYS, default_of
@@ -84,14 +84,16 @@ def _models(assignments: Sequence[Assignment]) -> list[str]:
 
 def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment]:
     name = str(reference.raw)
-    found = bundled_configs.find_model(name)
+    found = config_files.find_model(name)
     if found is None:
-        models = [each.name for each in bundled_configs.configs().values() if each.kind == MODEL]
+        models = [
+            each.name for each in config_files.bundled_configs().values() if each.kind == MODEL
+        ]
         guess = did_you_mean(name.lower(), models)
         action = f"Write model: {guess}." if guess and reference.is_in_file else ""
         action = action or (f"Write model={guess}." if guess else "")
-        if not guess and bundled_configs.is_hub_id(name):
-            action = bundled_configs.hub_download_action(name)
+        if not guess and config_files.is_hub_id(name):
+            action = config_files.hub_download_action(name)
         rule = (
             "must be a section with keys, or the name of a bundled model (`maxpipe configs list`)."
         )

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.config.sections.data import DataConfig, all_sources
 from maxpipe.config.sections.source import SourceConfig, parse_template_kwargs
 from maxpipe.data.chat_records import conversation_of

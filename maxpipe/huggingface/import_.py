@@ -14,7 +14,7 @@ from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manifest import SaveVerificationError
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
-from maxpipe.config.bundled_configs import CONFIG_FILE
+from maxpipe.config.config_files import CONFIG_FILE
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.rules import folder_name
 from maxpipe.config.sections.tokenizer import TokenizerConfig

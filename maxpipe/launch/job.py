@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, run_folder
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.config.load import to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError, ExitCode, StorageError

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import REFERENCE_FILE
+from maxpipe.config.config_files import REFERENCE_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.distributed.control_channel import ControlChannel

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
