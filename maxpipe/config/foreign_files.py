@@ -24,11 +24,10 @@ from maxpipe.config.translation import (
     translate,
     yaml_line_of_text,
 )
-from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, to_yaml_line
+from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, compose, to_yaml_line
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import pluralize
-from maxpipe.io.plain_yaml import compose
 
 SUFFIXES = FOREIGN_SUFFIXES
 

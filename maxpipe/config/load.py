@@ -31,7 +31,6 @@ from maxpipe.config.assignments import (
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.item_reader import ItemError, read_items
 from maxpipe.config.keys import (
     KEYS,
     NAME,
@@ -63,9 +62,11 @@ from maxpipe.config.translation import (
 from maxpipe.config.yaml_values import (
     NAME_FORM,
     READERS,
+    ItemError,
     TooLargeError,
     find_invalid_text,
     read_file,
+    read_items,
     read_unchanged,
     texts,
     to_yaml_line,
