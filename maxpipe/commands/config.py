@@ -148,7 +148,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from maxpipe.config.init_template import render_first_config
+    from maxpipe.config.render import render_first_config
     from maxpipe.config.rules import folder_name
 
     folder = _printable_path(options.folder, "command line: DIR")
