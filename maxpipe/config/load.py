@@ -26,7 +26,10 @@ from maxpipe.config.assignments import (
     from_override,
     from_values,
     is_mapping,
+    is_reference,
     rename_former_key,
+    resolve_model,
+    shape_override_notes,
 )
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
@@ -46,7 +49,6 @@ from maxpipe.config.keys import (
     split_key,
     without_none,
 )
-from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, family_section
