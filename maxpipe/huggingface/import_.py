@@ -39,7 +39,7 @@ from maxpipe.huggingface.output_folder import (
 from maxpipe.huggingface.source import HuggingFaceFolder, num_params, open_folder
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
-from maxpipe.io.tree import unflatten
+from maxpipe.models.param_names import unflatten
 
 FOLDER = "huggingface"
 """Folder next to the checkpoint with config.json and tokenizer files."""

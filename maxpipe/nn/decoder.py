@@ -20,9 +20,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.io.tree import unflatten
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
+from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
 from maxpipe.nn.adapters import apply_adapters, complete_params

@@ -37,7 +37,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.sections.optim import OptimConfig
-from maxpipe.io.tree import KeyPath, flatten, unflatten
+from maxpipe.models.param_names import KeyPath, flatten, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
 from maxpipe.optim.guard import MOMENTUM, bound_update, max_direction, select_update

@@ -20,7 +20,7 @@ from maxpipe.huggingface.import_ import hub_id, import_folder
 from maxpipe.huggingface.peft import CONFIG, WEIGHTS
 from maxpipe.huggingface.safetensors import SafetensorsReader
 from maxpipe.huggingface.source import open_folder
-from maxpipe.io.tree import unflatten
+from maxpipe.models.param_names import unflatten
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
