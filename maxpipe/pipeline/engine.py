@@ -27,12 +27,11 @@ from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
-from maxpipe.pipeline.loss_slot import OutputReader
 from maxpipe.pipeline.mtp import MTP
 from maxpipe.pipeline.program import Network, PipelinePlan, StepProgram
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.tick_loop import TickTable
+from maxpipe.pipeline.tick_loop import OutputReader, TickTable
 from maxpipe.pipeline.weights import GatherMode, WeightSharding, replace_subtree, select_trainable
 from maxpipe.schedule.table import Schedule
 

@@ -37,8 +37,8 @@ from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, reshard, reshard
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.loss_head import sum_by_source
-from maxpipe.pipeline.loss_slot import OutputReader
 from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.tick_loop import OutputReader
 from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule
