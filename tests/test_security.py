@@ -82,7 +82,7 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator", "listener")),
+    *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator")),
     *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
     "maxpipe/launch/local.py",
 }
