@@ -100,7 +100,7 @@ def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
     """Write the requested files. CSV and Perfetto files contain only the first schedule."""
-    from maxpipe.schedule import csv_format, pictures
+    from maxpipe.schedule import orders, pictures
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
@@ -108,7 +108,7 @@ def _write_drawings(
             pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
         ),
         "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
-        "csv": lambda path: path.write_text(csv_format.to_csv(schedule), encoding="utf-8"),
+        "csv": lambda path: path.write_text(orders.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
         ),
@@ -207,7 +207,7 @@ def _sizes_of_config(
 def _example_sizes(names: list[str]) -> dict[str, Any]:
     """Return default sizes, or the sizes of a schedule file."""
     from maxpipe.schedule.catalog import FILE_PREFIX
-    from maxpipe.schedule.csv_format import read_orders
+    from maxpipe.schedule.orders import read_orders
 
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
@@ -231,7 +231,7 @@ def _reads_group(name: str) -> bool:
 def _usual_repeats(name: str) -> int | None:
     """Return the fixed or default number of repeats of a schedule, or None if any number works."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
-    from maxpipe.schedule.csv_format import read_orders
+    from maxpipe.schedule.orders import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
