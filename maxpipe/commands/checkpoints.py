@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
-from maxpipe.commands.progress import print_line
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import capitalize_first
+from maxpipe.telemetry.console import print_line
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.folder import RetentionRules
