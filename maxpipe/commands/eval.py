@@ -21,7 +21,7 @@ _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.output_folder import resolve_model
+    from maxpipe.huggingface.folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)

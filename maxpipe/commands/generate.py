@@ -39,7 +39,7 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.output_folder import resolve_model
+    from maxpipe.huggingface.folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)

@@ -20,7 +20,7 @@ from maxpipe.config.sections.data import named_sources
 from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.hardware import known_hardware
-from maxpipe.huggingface.source import folder_of
+from maxpipe.huggingface.folder import folder_of
 from maxpipe.io import redact
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize

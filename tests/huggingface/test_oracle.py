@@ -20,8 +20,8 @@ from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.export import export
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.import_ import import_folder
-from maxpipe.huggingface.source import open_folder
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow]
 
