@@ -110,7 +110,7 @@ ROOT_CONFIG = (
     "maxpipe.train.resume",
     "maxpipe.restore.initial_weights",
     "maxpipe.restore.initial_weights",
-    "maxpipe.evals.evaluate_checkpoint",
+    "maxpipe.evals.evaluate",
     "maxpipe.restore.open_model",
     "maxpipe.posttrain.distill",
     "maxpipe.posttrain.distill",

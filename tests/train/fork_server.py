@@ -27,7 +27,7 @@ MODULES = (
     "maxpipe.cli",
     "maxpipe.train.loop",
     "maxpipe.train.run",
-    "maxpipe.evals.evaluate_checkpoint",
+    "maxpipe.evals.evaluate",
     "maxpipe.generate.completions",
 )
 
