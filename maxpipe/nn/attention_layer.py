@@ -21,8 +21,7 @@ from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import mark_varying
-from maxpipe.parallel.context_parallel import full_sequence_length
+from maxpipe.parallel.collectives import full_sequence_length, mark_varying
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 

@@ -33,7 +33,7 @@ from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
 from maxpipe.nn.module import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
 from maxpipe.parallel import scopes
-from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.collectives import local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 

@@ -20,8 +20,14 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel.collectives import broadcast_from, manual_axes_of, mark_varying, sum_over
-from maxpipe.parallel.context_parallel import gather_sequences, shard_tokens
+from maxpipe.parallel.collectives import (
+    broadcast_from,
+    gather_sequences,
+    manual_axes_of,
+    mark_varying,
+    shard_tokens,
+    sum_over,
+)
 from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
