@@ -31,7 +31,7 @@ import numpy as np
 
 from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.huggingface import mapping, tensor_layouts
+from maxpipe.huggingface import mapping, safetensors
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
@@ -41,7 +41,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 
-HEAD, EMBEDDING = tensor_layouts.HEAD, "embedding"
+HEAD, EMBEDDING = safetensors.HEAD, "embedding"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
@@ -272,11 +272,11 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             "must be a folder on this machine with config.json and safetensors files.",
             "Download the model, and set its folder.",
         )
-    if not (path / FILE).exists() and (error := tensor_layouts.adapter_error(path)) is not None:
+    if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
     said = read_description(path)
     present = _tensors(path)
-    known = {name: tensor_layouts.canonical(name) for name in present}
+    known = {name: safetensors.canonical(name) for name in present}
     said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
     others: list[str] = []
@@ -290,14 +290,14 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             others.append(name)
             continue
         if table_name in names:
-            raise tensor_layouts.duplicate_tensor_error(path, names[table_name], name)
+            raise safetensors.duplicate_tensor_error(path, names[table_name], name)
         names[table_name] = name
     files = {table_name: present[name] for table_name, name in names.items()}
-    table = tensor_layouts.adapt_table(said.table, names)
+    table = safetensors.adapt_table(said.table, names)
     try:
         model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
     except ValueError as error:
-        raise tensor_layouts.missing_tensors_error(path, len(present)) from error
+        raise safetensors.missing_tensors_error(path, len(present)) from error
     wanted, copies = dict(model.tensors), {*model.originals}
     if HEAD not in wanted:
         wanted[HEAD] = wanted[model.slices[EMBEDDING][0].tensor]
@@ -306,7 +306,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     missing = [name for name in wanted if name not in names]
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:
-        raise tensor_layouts.tensor_mismatch_error(path, said, missing, surplus)
+        raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
     source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
@@ -351,7 +351,7 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
     try:
         content = parse_json(read(path, _MAX_INDEX_BYTES), _Index)
     except FileNotFoundError as error:
-        raise tensor_layouts.missing_weights_error(folder, SINGLE, INDEX) from error
+        raise safetensors.missing_weights_error(folder, SINGLE, INDEX) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must map each tensor to a file: {reason}."
@@ -394,7 +394,7 @@ def _check_entries(
             action = "Use weights that are not quantized."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
-            raise tensor_layouts.wrong_shape(folder, where, name, entry.shape, shape)
+            raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: HuggingFaceFolder) -> int:
