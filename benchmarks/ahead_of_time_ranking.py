@@ -192,7 +192,7 @@ def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
 
 FORECAST = (
     *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
-    *("sizes", "shards", "parameter_counts", "activation_sizes", "shardings"),
+    *("sizes", "shards", "shardings"),
 )
 """Modules of `maxpipe.plan` that affect neither the program nor its profile."""
 

@@ -30,7 +30,7 @@ MODULES = (
     "maxpipe.cli",
     "maxpipe.train.loop",
     "maxpipe.train.run",
-    "maxpipe.evals.evaluate_checkpoint",
+    "maxpipe.evals.evaluate",
     "maxpipe.generate.completions",
 )
 HASH_SEEDS = (1, 2)

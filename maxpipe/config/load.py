@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from maxpipe.config import bundled_configs, foreign_files
+from maxpipe.config import config_files, foreign_files
 from maxpipe.config.assignments import (
     Assignment,
     duplicate_settings,
@@ -26,12 +26,14 @@ from maxpipe.config.assignments import (
     from_override,
     from_values,
     is_mapping,
+    is_reference,
     rename_former_key,
+    resolve_model,
+    shape_override_notes,
 )
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.item_reader import ItemError, read_items
 from maxpipe.config.keys import (
     KEYS,
     NAME,
@@ -47,7 +49,6 @@ from maxpipe.config.keys import (
     split_key,
     without_none,
 )
-from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, family_section
@@ -63,9 +64,11 @@ from maxpipe.config.translation import (
 from maxpipe.config.yaml_values import (
     NAME_FORM,
     READERS,
+    ItemError,
     TooLargeError,
     find_invalid_text,
     read_file,
+    read_items,
     read_unchanged,
     texts,
     to_yaml_line,
@@ -265,7 +268,7 @@ def _is_foreign(file: ConfigFile) -> bool:
 
 
 def _shape_only_note(argument: str) -> str:
-    name = getattr(bundled_configs.find_model(argument), "name", argument)
+    name = getattr(config_files.find_model(argument), "name", argument)
     return f"model: {name}, with the shape of {argument}; weights are not loaded"
 
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.foreign_keys import (
     NameMatch,
     list_action,
@@ -360,13 +360,13 @@ def _base_model(raw: Raw, context: TranslationContext) -> Translation:
     tokenizer.
     """
     found = _model_name(raw, context)
-    if not found.settings or not bundled_configs.is_hub_id(str(raw)):
+    if not found.settings or not config_files.is_hub_id(str(raw)):
         return found
     folder = str(raw).rpartition("/")[2]
     settings = (("checkpoint.restore_from", f"hf:{folder}"),)
     settings += (("tokenizer.kind", "auto"), ("tokenizer.path", folder))
     return found._replace(
-        settings=(*found.settings, *settings), action=bundled_configs.hub_download_action(str(raw))
+        settings=(*found.settings, *settings), action=config_files.hub_download_action(str(raw))
     )
 
 
@@ -482,10 +482,10 @@ def infer_source(path: str) -> str:
 
 
 def _model_name(raw: Raw, context: TranslationContext) -> Translation:
-    if isinstance(raw, str) and (model := bundled_configs.find_model(raw)):
+    if isinstance(raw, str) and (model := config_files.find_model(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
-    if isinstance(raw, str) and bundled_configs.is_hub_id(raw):
-        action = bundled_configs.hub_download_action(raw)
+    if isinstance(raw, str) and config_files.is_hub_id(raw):
+        action = config_files.hub_download_action(raw)
         return Translation((), "maxpipe downloads nothing.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None

@@ -45,7 +45,7 @@ from maxpipe.data.chat_spec import (
 )
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.mixture import SourceSequences, seed_of
 from maxpipe.data.packing import Packer, Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, PairEncoder

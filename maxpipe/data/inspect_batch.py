@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.packing import PAIRS
 from maxpipe.data.pairs import HALVES

@@ -29,7 +29,7 @@ from maxpipe.config.sections.source import Packing
 from maxpipe.data.documents import Documents
 from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import ConfigError
 

@@ -1,10 +1,11 @@
-"""Selection of parameters by name patterns, without jax."""
+"""Names of parameters: selection by name patterns, and key paths in nested dicts, without jax."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from maxpipe.models.spec import Model, Param
 
@@ -114,3 +115,28 @@ def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> se
     in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
     otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
     return in_checkpoints or set(otherwise)
+
+
+KeyPath = tuple[str, ...]
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
+    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are omitted."""
+    leaves: dict[KeyPath, Any] = {}
+    for name, part in tree.items():
+        if isinstance(part, Mapping):
+            leaves |= {(name, *path): leaf for path, leaf in flatten(part).items()}
+        else:
+            leaves[(name,)] = part
+    return leaves
+
+
+def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Convert a flat dict with key paths to nested dicts, the inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for (*folders, name), leaf in leaves.items():
+        below = tree
+        for folder in folders:
+            below = below.setdefault(folder, {})
+        below[name] = leaf
+    return tree

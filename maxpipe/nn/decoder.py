@@ -20,9 +20,9 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.io.tree import unflatten
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
+from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
 from maxpipe.nn.adapters import apply_adapters, complete_params
@@ -33,7 +33,7 @@ from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
 from maxpipe.nn.module import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
 from maxpipe.parallel import scopes
-from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.collectives import local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 

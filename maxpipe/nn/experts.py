@@ -34,16 +34,18 @@ from maxpipe.nn.token_permutation import (
     weighted_biases,
 )
 from maxpipe.parallel.collectives import (
+    FULL_SEGMENT_IDS,
     all_gather,
     all_to_all,
     axis_index,
     axis_size,
+    gather_sequences,
+    local_shard,
     map_batch_shards,
     mark_varying,
     reduce_scatter,
     sum_count,
 )
-from maxpipe.parallel.context_parallel import FULL_SEGMENT_IDS, gather_sequences, local_shard
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer, quantized_einsum
 from maxpipe.parallel.sharding import AxisRules, constrain

@@ -27,7 +27,6 @@ from maxpipe.parallel.collectives import (
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.loss_slot import LossSlot, OutputReader
 from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns, MtpLossHeads, merge_reports
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.prologue import Embedding, PrologueLayers
@@ -43,7 +42,15 @@ from maxpipe.pipeline.slots import (
     select_microbatch,
     write_slot,
 )
-from maxpipe.pipeline.tick_loop import Buffers, Gradients, TickRow, TickTable, run_weight_windows
+from maxpipe.pipeline.tick_loop import (
+    Buffers,
+    Gradients,
+    LossSlot,
+    OutputReader,
+    TickRow,
+    TickTable,
+    run_weight_windows,
+)
 from maxpipe.pipeline.weights import (
     GatherMode,
     LayerWeights,

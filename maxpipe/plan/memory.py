@@ -24,8 +24,7 @@ from maxpipe.plan.memory_terms import (
     optimizer_bytes,
     optimizer_layer_bytes,
 )
-from maxpipe.plan.parameter_counts import ParameterCounts
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import ParameterCounts, Sizes
 from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeGuard
 
-from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
+from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import ConfigError, StorageError

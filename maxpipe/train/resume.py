@@ -36,8 +36,8 @@ from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
 from maxpipe.evals.early_stopping import EarlyStoppingState
+from maxpipe.huggingface.folder import folder_of
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY
-from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
 from maxpipe.io.typed_json import AnyFloat, check_type
 from maxpipe.models.param_names import trained

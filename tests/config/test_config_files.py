@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from tests.errors import assert_error
@@ -32,7 +32,7 @@ def refused(*arguments: str) -> str:
 
 def test_a_name_is_the_config_that_is_shipped(here: Path):
     named = load(["tiny", "my-run.yml"])
-    path = str(bundled_configs.configs()["tiny"].path)
+    path = str(config_files.bundled_configs()["tiny"].path)
     assert named.config == load([path, "my-run.yml"]).config
     assert named.origins["model.num_layers"] == "shipped config tiny"
     assert named.origins["train.steps"] == "my-run.yml"
@@ -95,7 +95,7 @@ def test_a_link_that_leads_nowhere_is_reported(here: Path):
 
 
 def test_a_name_and_another_file_of_that_name_are_two_meanings(here: Path):
-    (here / "tiny.yml").write_text(bundled_configs.configs()["tiny"].text)
+    (here / "tiny.yml").write_text(config_files.bundled_configs()["tiny"].text)
     assert load(["tiny", "my-run.yml"]).config.model.num_layers == 8
     (here / "tiny.yml").write_text("model: {num_layers: 2}\n")
     assert_error(refused("tiny", "my-run.yml"), "tiny", names="tiny.yml", suggests="tiny.yml")

@@ -7,7 +7,7 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.config.sections.eval import metrics_of
 from maxpipe.errors import ConfigError
-from maxpipe.objectives.preference import Preference
+from maxpipe.objectives import Preference
 
 CHATS = ("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages")
 TASK = "eval.tasks.sums.path=sums.jsonl"

@@ -18,7 +18,7 @@ from maxpipe.models.adapters import LENGTH, UP
 from maxpipe.nn.decoder import Decoder, cross_entropy
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 from maxpipe.schedule.catalog import SCHEDULES
-from maxpipe.schedule.csv_format import read_orders
+from maxpipe.schedule.orders import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.conftest import GOLDEN
 

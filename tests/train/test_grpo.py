@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.data.prompts import PromptRecord
-from maxpipe.objectives.policy import ON_POLICY
+from maxpipe.objectives import ON_POLICY
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.posttrain.rollouts import RewardedCompletion, assemble_batch
 from maxpipe.step.build import policy_of

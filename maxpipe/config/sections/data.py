@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.foreign_keys import list_action
-from maxpipe.config.former_items import upgrade_mixture_stages
 from maxpipe.config.rules import (
     BOUNDS,
     add_item_rules,
@@ -16,6 +15,7 @@ from maxpipe.config.rules import (
     add_ranges,
     did_you_mean,
     rule,
+    upgrade_mixture_stages,
 )
 from maxpipe.config.sections.source import (
     COLUMNS,

@@ -30,7 +30,7 @@ from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import blockwise
 from maxpipe.nn.attention.blockwise import Options, QueryKeyMask
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
-from maxpipe.parallel import context_parallel
+from maxpipe.parallel import collectives
 from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.parallel.collectives import all_to_all, axis_index, axis_size, mark_varying, ring_shift
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
@@ -54,7 +54,7 @@ def attend(
     """
     if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
-    segments, tokens = inputs[context_parallel.FULL_SEGMENT_IDS], query.shape[1]
+    segments, tokens = inputs[collectives.FULL_SEGMENT_IDS], query.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
     if exchanges_heads(
         rules.context_attention, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()
@@ -63,15 +63,15 @@ def attend(
     mask = replace(
         mask,
         key_segments=segments,
-        places=context_parallel.local_positions(tokens),
-        run=context_parallel.contiguous_length(tokens),
+        places=collectives.local_positions(tokens),
+        run=collectives.contiguous_length(tokens),
     )
     if rules.context_attention == "ring":
         return ring_attend(query, key, value, mask)
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
         return _attend_in_window(backend, query, key, value, mask, before)
-    key, value = (context_parallel.gather_sequences(array, 1) for array in (key, value))
+    key, value = (collectives.gather_sequences(array, 1) for array in (key, value))
     return backend(query, key, value, mask)
 
 
@@ -99,14 +99,14 @@ def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
     # Head shards of the tensor axis are kept, and each shard is split further over context.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
     got = all_to_all(apart, CONTEXT, 3, 1)
-    return context_parallel.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
+    return collectives.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
     """Exchange head shards for sequence shards, the inverse of `_to_heads`."""
     rows, tokens, heads, size = x.shape
     count = axis_size(CONTEXT)
-    apart = context_parallel.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
+    apart = collectives.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
     got = all_to_all(apart, CONTEXT, 1, 3)
     return got.reshape(rows, tokens // count, heads * count, size)
 
@@ -130,7 +130,7 @@ def _attend_in_window(
 ) -> Float[Array, "B T N v"]:
     assert mask.key_segments is not None
     segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
-    starts = context_parallel.local_starts(query.shape[1])
+    starts = collectives.local_starts(query.shape[1])
     near = replace(
         mask,
         segments=_as_rows(mask.segments),
@@ -160,7 +160,7 @@ def _prepend_preceding_tokens(
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
     ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
-    ends = context_parallel.gather_sequences(ends, 1)
+    ends = collectives.gather_sequences(ends, 1)
     found = []
     for piece, start in zip(pieces, starts, strict=True):
         place = jnp.maximum(start // run - 1, 0) * before
@@ -212,7 +212,7 @@ def _shift_to_next(tree: Any) -> Any:
 def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
     """Return the mask for one of the two key chunks that are local after `hop` hops."""
     owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
-    start = context_parallel.shard_starts(owner, tokens)[piece]
+    start = collectives.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
     return pairs._replace(key_segments=segments, places=pairs.places - start)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.keys import KEYS
 from maxpipe.config.load import load
 from maxpipe.config.render import field_docs
@@ -37,36 +37,38 @@ def told(capsys: Capture, *arguments: str, code: int = 0) -> str:
 def test_every_file_has_one_name(capsys: Capture):
     folders = (ROOT / "configs" / each for each in (".", "model", "sft"))
     files = [path for each in folders for path in each.glob("*.yml")]
-    assert sorted(path.stem for path in files) == sorted(bundled_configs.configs())
+    assert sorted(path.stem for path in files) == sorted(config_files.bundled_configs())
     lines = told(capsys, "configs", "list").partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in lines] == list(bundled_configs.configs())
+    assert [line.split()[0] for line in lines] == list(config_files.bundled_configs())
     assert all(re.fullmatch(r"\S+ +(run|model|sft) +\S.*\.", line) for line in lines)
-    assert all(each.path.read_text() == each.text for each in bundled_configs.configs().values())
+    assert all(
+        each.path.read_text() == each.text for each in config_files.bundled_configs().values()
+    )
 
 
 def test_names_are_no_names_of_schedules(capsys: Capture):
     from maxpipe.schedule.catalog import SCHEDULES
 
-    assert not set(SCHEDULES) & set(bundled_configs.configs())
+    assert not set(SCHEDULES) & set(config_files.bundled_configs())
     assert told(capsys, "schedule", "quickstart").startswith("interleaved: 4 stages x 2 repeats")
 
 
 def test_commands_in_the_files_work(capsys: Capture):
-    for each in bundled_configs.configs().values():
+    for each in config_files.bundled_configs().values():
         comment = " ".join(re.findall(r"^# ?(.*)", each.text, re.M))
         for command in re.findall(r"maxpipe (config print \S+(?: +\w+\.\w+=\S+)*)", comment):
             assert told(capsys, *command.split())
         assert f" {each.name}" in comment
 
 
-TUNED = [name for name, each in bundled_configs.configs().items() if each.kind == "sft"]
+TUNED = [name for name, each in config_files.bundled_configs().items() if each.kind == "sft"]
 
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("name", TUNED)
 def test_runs_that_tune_are_of_the_shipped_models_and_fit(name: str, capsys: Capture):
     """On the devices that the file names, by its own command; trained on what it names."""
-    text = bundled_configs.configs()[name].text
+    text = config_files.bundled_configs()[name].text
     [command] = re.findall(r"^#   maxpipe (plan .*)", text, re.M)
     found = json.loads(told(capsys, *command.split(), "--json"))
     assert found["fits"] and found["total_bytes"] < 0.8 * found["memory_bytes"]
@@ -77,7 +79,8 @@ def test_runs_that_tune_are_of_the_shipped_models_and_fit(name: str, capsys: Cap
 
 def test_show_prints_the_file(capsys: Capture):
     assert (
-        told(capsys, "configs", "show", "llama3-8b") == bundled_configs.configs()["llama3-8b"].text
+        told(capsys, "configs", "show", "llama3-8b")
+        == config_files.bundled_configs()["llama3-8b"].text
     )
     err = told(capsys, "configs", "show", "x", code=2)
     assert err.startswith("command line: x\n")
@@ -89,7 +92,9 @@ def test_show_prints_the_file(capsys: Capture):
 def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
     out = told(capsys, "configs", "copy", "quickstart")
     assert out == "wrote quickstart.yml\ntrain it: maxpipe train quickstart.yml\n"
-    assert (here / "quickstart.yml").read_text() == bundled_configs.configs()["quickstart"].text
+    assert (here / "quickstart.yml").read_text() == config_files.bundled_configs()[
+        "quickstart"
+    ].text
     (here / "quickstart.yml").write_text("mine")
     err = told(capsys, "configs", "copy", "quickstart", code=2)
     assert err.startswith("quickstart.yml\n")

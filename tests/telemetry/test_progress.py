@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from maxpipe.commands import progress
+from maxpipe.telemetry import console
 
 
 def test_a_log_gets_the_phase_and_the_elapsed_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(progress, "_PHASE_SECONDS", 0.05)
-    with progress.PhaseProgress("compile") as phases:
+    monkeypatch.setattr(console, "_PHASE_SECONDS", 0.05)
+    with console.PhaseProgress("compile") as phases:
         for phase in ("tracing", "compiling"):
             phases.begin(phase)
             time.sleep(0.3)
@@ -27,6 +27,6 @@ def test_a_log_gets_the_phase_and_the_elapsed_time(
 
 
 def test_a_short_phase_prints_nothing(capsys: pytest.CaptureFixture[str]):
-    with progress.PhaseProgress("compile"):
+    with console.PhaseProgress("compile"):
         pass
     assert capsys.readouterr() == ("", "")

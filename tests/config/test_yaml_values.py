@@ -7,8 +7,8 @@ import time
 import pytest
 import yaml
 
-from maxpipe.io import plain_yaml
-from maxpipe.io.plain_yaml import compose, load
+from maxpipe.config import yaml_values
+from maxpipe.config.yaml_values import compose, load_yaml
 
 _LAUGHS = "a: &a [x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
@@ -19,7 +19,7 @@ _LAUGHS = "a: &a [x]\n" + "".join(
 def test_scalars_have_the_types_of_yaml() -> None:
     text = "name: v5p\nrate: 2.5\ncount: 7\nnone: null\nlist: [1, two]\n"
     expected = {"name": "v5p", "rate": 2.5, "count": 7, "none": None, "list": [1, "two"]}
-    assert load(text) == expected
+    assert load_yaml(text) == expected
 
 
 BAD = {
@@ -48,13 +48,13 @@ def test_a_text_beyond_a_bound_is_an_error(name: str) -> None:
 
 
 def test_the_bound_counts_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_yaml, "MAX_VALUES", 7)
-    assert load("{a: [1, 2], b: }") == {"a": [1, 2], "b": None}
+    monkeypatch.setattr(yaml_values, "MAX_VALUES", 7)
+    assert load_yaml("{a: [1, 2], b: }") == {"a": [1, 2], "b": None}
     with pytest.raises(yaml.YAMLError, match="more than 7 keys and values"):
-        load("{a: [1, 2, 3], b: }")
+        load_yaml("{a: [1, 2, 3], b: }")
 
 
 @pytest.mark.parametrize("number", ["7" * 6000, "1:" + "59:" * 300 + "1.5"])
 def test_a_number_that_python_cannot_hold_is_a_value_error(number: str) -> None:
     with pytest.raises(ValueError):
-        load(f"a: {number}")
+        load_yaml(f"a: {number}")
