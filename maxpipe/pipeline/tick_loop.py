@@ -1,6 +1,6 @@
 """The schedule table as arrays, the buffers of the tick loop, and the weight prefetch loop.
 
-The prefetch loop refills a window of gathered chunks (`weight_gather=visit`).
+The prefetch loop refills a window of gathered chunks (`weight_gather=window`).
 """
 
 from __future__ import annotations

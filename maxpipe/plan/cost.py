@@ -53,7 +53,7 @@ The value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
 backward slot."""
-OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
+OVERLAPPED_SHARE = {"iteration": 0.5, "window": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
 """Cost of an attention kernel's backward pass relative to its forward pass, keyed by platform

@@ -73,7 +73,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
     sizes = sizes.on_platform(platform)
     if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equal
         pipeline = sizes.config.pipeline
-        mode = "visit" if pipeline.weight_gather == "visit" else "step"
+        mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
         sizes = replace(sizes, config=replace(sizes.config, pipeline=pipeline))
     terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
@@ -228,14 +228,14 @@ def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
     return (
-        sizes.config.pipeline.weight_gather == "visit"
+        sizes.config.pipeline.weight_gather == "window"
         and schedule.weight_window.num_chunk_slots > 0
     )
 
 
 def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
     mode = sizes.config.pipeline.weight_gather
-    return mode == "step" or (mode == "visit" and not _uses_weight_window(sizes, schedule))
+    return mode == "step" or (mode == "window" and not _uses_weight_window(sizes, schedule))
 
 
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
@@ -355,7 +355,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     return held_wide - held + 2 * (carried_wide - carried)
 
 
-WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
+WEIGHT_COPIES = {"iteration": 2.0, "window": 0.8, "step": 0.8}
 """Number of copies of a layer's gathered weights and gradients during its backward pass, in the
 compute dtype. This constant and the next two are fitted to measurements on TPU."""
 SCORE_COPIES = 2.9 / 2

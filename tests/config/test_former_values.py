@@ -16,6 +16,7 @@ MIXTURE = ["data.mixture.web.source=synthetic"]
 RENAMED: list[tuple[list[str], str, str, str]] = [
     ([], "data.packing", "cut", "concatenate"),
     (MIXTURE, "data.mixture.web.packing", "cut", "concatenate"),
+    ([], "pipeline.weight_gather", "visit", "window"),
 ]
 """Overrides that the key requires, the key, its former value and its current value."""
 

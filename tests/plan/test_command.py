@@ -25,7 +25,7 @@ def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
     assert values["layout"]["mesh.ici_stage"] == 4
 
 
-@pytest.mark.parametrize("gather", ["iteration", "visit", "step"])
+@pytest.mark.parametrize("gather", ["iteration", "window", "step"])
 def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*RUN, "model.num_layers=11", f"pipeline.weight_gather={gather}"]
     found = []

@@ -30,7 +30,7 @@ AHEAD: Any = {"ahead": 1, "form": "layer"}
 CASES = [
     Case(2, 1, 4, own=replace(OWN, dispatch="all"), layers=3, schedule="1f1b", data=2, **AHEAD),
     Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1", **AHEAD),
-    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit", **AHEAD),
+    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="window", **AHEAD),
 ]
 ROWS, STEPS = 16, 3
 
