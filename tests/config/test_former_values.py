@@ -17,6 +17,9 @@ RENAMED: list[tuple[list[str], str, str, str]] = [
     ([], "data.packing", "cut", "concatenate"),
     (MIXTURE, "data.mixture.web.packing", "cut", "concatenate"),
     ([], "pipeline.weight_gather", "visit", "window"),
+    ([], "guard.bad_steps", "roll_back", "rollback"),
+    ([], "guard.on_spike", "note", "warn"),
+    ([], "guard.on_spike", "roll_back", "rollback"),
 ]
 """Overrides that the key requires, the key, its former value and its current value."""
 
