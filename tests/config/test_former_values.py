@@ -17,6 +17,8 @@ RENAMED: list[tuple[list[str], str, str, str]] = [
     ([], "data.packing", "cut", "concatenate"),
     (MIXTURE, "data.mixture.web.packing", "cut", "concatenate"),
     ([], "pipeline.weight_gather", "visit", "window"),
+    ([], "checkpoint.best_mode", "smallest", "min"),
+    ([], "checkpoint.best_mode", "largest", "max"),
     ([], "guard.bad_steps", "roll_back", "rollback"),
     ([], "guard.on_spike", "note", "warn"),
     ([], "guard.on_spike", "roll_back", "rollback"),
