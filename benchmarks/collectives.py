@@ -76,10 +76,14 @@ RUNS = [
     Run("tensor, sequence parallel", {"tensor": 4, "sequence_parallel": True}),
     Run("stage, 1F1B", {"stage": 4}),
     Run("stage, interleaved", {"stage": 2}, pipeline={"repeats": 2}),
-    Run("context, gather", {"context": 4, "context_attention": "gather"}),
-    Run("context, heads", {"context": 4, "context_attention": "heads"}),
+    Run("context, all_gather", {"context": 4, "context_attention": "all_gather"}),
+    Run("context, ulysses", {"context": 4, "context_attention": "ulysses"}),
     Run("context, ring", {"context": 4, "context_attention": "ring"}),
-    Run("context, gather, window of 5", {"context": 2, "context_attention": "gather"}, WINDOWS),
+    Run(
+        "context, all_gather, window of 5",
+        {"context": 2, "context_attention": "all_gather"},
+        WINDOWS,
+    ),
     Run("expert, buffers for all tokens", {"expert": 4}, EXPERTS),
     Run(
         "expert, all_to_all_capacity_factor 1.5",

@@ -31,7 +31,7 @@ from maxpipe.plan.shards import BatchShard, MeshShards
 class ContextMethod(NamedTuple):
     """Method by which one attention operation exchanges keys and values along the context axis."""
 
-    method: Literal["own", "heads", "ring", "near", "gather"]
+    method: Literal["own", "ulysses", "ring", "near", "all_gather"]
     """Name of the method. `own` means no exchange, because a device has all tokens of its
     sequences."""
     share: float = 0.0
@@ -107,7 +107,7 @@ class ActivationSizes:
         tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
         context = self.mesh.axes["context"]
-        if exchange.method in ("gather", "near") and not in_blocks:
+        if exchange.method in ("all_gather", "near") and not in_blocks:
             before = exchange.remote if exchange.method == "near" else 2 * context - 1
             return 2 * round(self.batch.contiguous_tokens**2 * (1 + before))
         return scored_pairs(tokens, by_blocks=in_blocks) // context
@@ -121,7 +121,7 @@ class ActivationSizes:
         if exchanges_heads(
             mesh.context_attention, scores.heads, kv_heads, context, self.mesh.tensor
         ):
-            return ContextMethod("heads")
+            return ContextMethod("ulysses")
         if mesh.context_attention == "ring":
             return ContextMethod("ring")
         windows = map(int, self.model.values[scores.window]) if scores.window else ()
@@ -129,7 +129,7 @@ class ActivationSizes:
         before = tokens_before(windows, block)
         if before < block:
             return ContextMethod("near", before / block, before / block)
-        return ContextMethod("gather", 1.0, context - 1.0)
+        return ContextMethod("all_gather", 1.0, context - 1.0)
 
     def remote_key_elements(self, part: Part) -> float:
         """Return the number of key and value elements received from other devices."""

@@ -19,6 +19,8 @@ RENAMED: list[tuple[list[str], str, str, str]] = [
     ([], "pipeline.weight_gather", "visit", "window"),
     ([], "checkpoint.best_mode", "smallest", "min"),
     ([], "checkpoint.best_mode", "largest", "max"),
+    ([], "mesh.context_attention", "gather", "all_gather"),
+    ([], "mesh.context_attention", "heads", "ulysses"),
     ([], "guard.bad_steps", "roll_back", "rollback"),
     ([], "guard.on_spike", "note", "warn"),
     ([], "guard.on_spike", "roll_back", "rollback"),

@@ -34,7 +34,7 @@ CONTEXT = [
     Case(1, 1, 2, context=4, attends="ring", fsdp=2),
     Case(2, 1, 3, context=2, attends="ring", idle="compute", remat="names", schedule="zb_h1"),
     Case(2, 1, 2, context=2, attends="ring", idle="compute", own=GPT_OSS, tensor=2),
-    Case(2, 1, 2, context=2, attends="gather", own=MISTRAL),
+    Case(2, 1, 2, context=2, attends="all_gather", own=MISTRAL),
     Case(2, 2, 3, context=2, own=GEMMA, layers=4),
     Case(2, 1, 3, context=3, own=MISTRAL, schedule="zb_h1", remat="full"),
     Case(2, 1, 3, context=2, own=GPT_OSS, layers=4, data=2),

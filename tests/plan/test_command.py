@@ -97,7 +97,10 @@ def test_a_search_runs_what_it_found(
         ([*RUN[:2], "--calibrate", "--slices", "2"], "--slices\n  has no effect"),
         ([*RUN, "--search", "--fix", "train.steps=4"], "must be a key of mesh or pipeline"),
         ([*RUN, "--search", "--fix", "mesh.ici_context=abc"], "must be an integer"),
-        ([*RUN, "--search", "--fix", "mesh.context_attention=x"], "must be one of auto, gather"),
+        (
+            [*RUN, "--search", "--fix", "mesh.context_attention=x"],
+            "must be one of auto, all_gather",
+        ),
         ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a number of devices"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
         (

@@ -106,7 +106,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {"microbatches": 2}),
     (
         {"attention": "blockwise"},
-        {"ici_stage": 2, "ici_context": 2, "context_attention": "gather"},
+        {"ici_stage": 2, "ici_context": 2, "context_attention": "all_gather"},
         {"microbatches": 4, "remat": "none"},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
@@ -615,7 +615,7 @@ ROUTED: dict[str, Any] = {
         "all_to_all_capacity_factor": 1.25,
     },
 }
-GATHERED = {"context_attention": "gather"}
+GATHERED = {"context_attention": "all_gather"}
 DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"ici_context": 4}, {"remat": "none"}),
     ({}, {"ici_context": 4} | GATHERED, {"attention": "blockwise", "remat": "none"}),

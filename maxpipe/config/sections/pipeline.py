@@ -115,7 +115,7 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
             "pipeline.idle",
             "must be compute with mesh.context_attention=ring and several stages: devices exchange "
             "keys in each layer, and would wait forever for a stage with fewer layers.",
-            "Set pipeline.idle=compute, or mesh.context_attention=gather.",
+            "Set pipeline.idle=compute, or mesh.context_attention=all_gather.",
         )
 
 

@@ -1,10 +1,10 @@
 """Attention over sequences that are sharded over the context axis, for any backend.
 
-`gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag order
-balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a window,
-only tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for
-head shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
-(arXiv:2309.14509).
+`all_gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag
+order balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a
+window, only tokens within the window are gathered. `ulysses`: an all-to-all exchanges sequence
+shards for head shards, attention runs on full sequences, and a second all-to-all restores the
+sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and the next shard is sent while the current
 shard is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
@@ -75,7 +75,7 @@ def attend(
     return backend(query, key, value, mask)
 
 
-# Head sharding (`heads`).
+# Head sharding (`ulysses`).
 
 
 def _tensor_shards() -> int:
