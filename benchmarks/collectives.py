@@ -91,9 +91,9 @@ RUNS = [
         EXPERTS | {"moe": EXPERTS["moe"] | {"all_to_all_capacity_factor": 1.5}},
     ),
     Run(
-        "expert, dispatch=all",
+        "expert, dispatch=dense",
         {"expert": 4},
-        EXPERTS | {"moe": EXPERTS["moe"] | {"dispatch": "all"}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"dispatch": "dense"}},
     ),
     Run("stage x context x fsdp", {"stage": 2, "context": 2, "fsdp": 2}),
     Run("stage x expert x fsdp", {"stage": 2, "expert": 2, "fsdp": 2}, EXPERTS),

@@ -38,10 +38,12 @@ class MixtureConfig:
     multiple of an even share. Pairs beyond this capacity are dropped, second choices first.
     Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case
     and need the most memory."""
-    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    dispatch: Literal["auto", "dense", "grouped"] = field(
+        default="auto", metadata=renamed_from(values={"all": "dense"})
+    )
     """Method that dispatches tokens to experts without a capacity limit. `grouped` sorts
     tokens by expert and computes only the selected experts, with a kernel on TPUs and in blocks of
-    tokens on other platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if
+    tokens on other platforms. `dense` computes all experts for all tokens. `auto` uses `grouped` if
     there are at least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
     """Coefficient of the load-balance loss of each layer with experts. The loss is 1 if all experts

@@ -21,6 +21,7 @@ RENAMED: list[tuple[list[str], str, str, str]] = [
     ([], "checkpoint.best_mode", "largest", "max"),
     ([], "mesh.context_attention", "gather", "all_gather"),
     ([], "mesh.context_attention", "heads", "ulysses"),
+    (["tiny-moe"], "model.moe.dispatch", "all", "dense"),
     ([], "guard.bad_steps", "roll_back", "rollback"),
     ([], "guard.on_spike", "note", "warn"),
     ([], "guard.on_spike", "roll_back", "rollback"),

@@ -29,7 +29,7 @@ GEMMA = Gemma3Config(
     sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
 )
 MOE = MoeConfig(
-    num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="all"
+    num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="dense"
 )
 GROUPED = replace(MOE, dispatch="grouped")
 ROOM = MoeConfig(

@@ -94,7 +94,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 4, "remat": "names", "prologue_layers": 3, "weight_gather": "window"},
     ),
     (
-        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
+        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "dense"}},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1"},
     ),
@@ -218,7 +218,7 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
 @pytest.mark.parametrize(
     "model",
     [
-        EXPERTS | {"moe": EXPERTS["moe"] | {"norm_topk_prob": False, "dispatch": "all"}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"norm_topk_prob": False, "dispatch": "dense"}},
         EXPERTS,
         EXPERTS | {"moe": EXPERTS["moe"] | {"capacity_factor": 1.25, "num_experts": 4}},
         BIASED,

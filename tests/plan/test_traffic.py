@@ -78,7 +78,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
     (EXPERTS, {"ici_expert": 2, "ici_stage": 2}, {"remat": "none"}),
     (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
-    (experts(dispatch="all"), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(dispatch="dense"), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
 ]

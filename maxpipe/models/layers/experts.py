@@ -76,7 +76,7 @@ class Experts(Part):
     """Whether the probabilities of a token's experts are normalized to a sum of 1."""
     function: Gate = "silu"
     """Activation function of the gates."""
-    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    dispatch: Literal["auto", "dense", "grouped"] = "auto"
     """Whether tokens pass through all experts or only through the selected experts. `auto` computes
     only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
