@@ -15,7 +15,7 @@ from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.layers.attention import Attention, Rope
 from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
-from maxpipe.models.spec import Branch, Dims, Ends, Kind, Model, Normal, Param, Part
+from maxpipe.models.spec import Branch, Dims, Ends, LayerType, Model, Normal, Param, Part
 
 
 def residual_gain(config: ModelConfig) -> float:
@@ -87,7 +87,9 @@ def alike(
         for name, part in parts.items()
     )
     layers = ("layer",) * config.num_layers
-    return Model({"layer": Kind(branches)}, layers, ends(config, norm, **of_ends), values or {})
+    return Model(
+        {"layer": LayerType(branches)}, layers, ends(config, norm, **of_ends), values or {}
+    )
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:

@@ -12,7 +12,7 @@ from maxpipe.models import family
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.layers.experts import BalanceOver, Experts
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.spec import Branch, Kind, Model, Part
+from maxpipe.models.spec import Branch, LayerType, Model, Part
 
 
 @dataclass(
@@ -119,8 +119,8 @@ def model(
     first = Branch("attention", mixing, norm, dropout=config.dropout)
     front = tuple("dense" if is_dense else "experts" for is_dense in dense)
     layers = front + ("experts",) * (config.num_layers - len(front))
-    kinds = {name: Kind((first, branches[name])) for name in dict.fromkeys(layers)}
-    return Model(kinds, layers, family.ends(config, norm), values or {})
+    layer_types = {name: LayerType((first, branches[name])) for name in dict.fromkeys(layers)}
+    return Model(layer_types, layers, family.ends(config, norm), values or {})
 
 
 def rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation]:

@@ -22,7 +22,7 @@ from maxpipe.models.count import (
     scored_pairs,
     tokens_before,
 )
-from maxpipe.models.spec import Dims, Held, Kind, Model, Part, Products, Scores
+from maxpipe.models.spec import Dims, Held, LayerType, Model, Part, Products, Scores
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.plan.shards import BatchShard, MeshShards
@@ -212,10 +212,10 @@ class ActivationSizes:
         }
 
     @property
-    def _kinds(self) -> Iterable[tuple[str, Kind]]:
+    def _kinds(self) -> Iterable[tuple[str, LayerType]]:
         return self.model.layer_types.items()
 
-    def _residual_bytes(self, kind: Kind) -> float:
+    def _residual_bytes(self, kind: LayerType) -> float:
         """Return the total size of a layer's residuals in bytes."""
         parts = kind.parts.values()
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
@@ -242,7 +242,7 @@ class ActivationSizes:
     def _deferred_bytes(self) -> Mapping[str, float]:
         recomputed, size = self.config.pipeline.remat != "none", self.itemsize
 
-        def num_bytes(kind: Kind) -> float:
+        def num_bytes(kind: LayerType) -> float:
             trained = {part for (part, _), param in kind.params.items() if param.trainable}
             total = 0.0
             for branch in kind.branches:

@@ -24,7 +24,7 @@ import numpy as np
 from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.spec import Kind, Scores
+from maxpipe.models.spec import LayerType, Scores
 from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state_bytes
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import (
@@ -219,7 +219,7 @@ class LayerCost:
     name: str
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> LayerType:
         return self.model.sizes.model.layer_types[self.name]
 
     @cached_property

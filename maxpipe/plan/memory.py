@@ -15,7 +15,7 @@ from functools import cache
 
 from maxpipe.models.adapters import is_held
 from maxpipe.models.resolve_auto import loss_block
-from maxpipe.models.spec import Held, Kind, Part
+from maxpipe.models.spec import Held, LayerType, Part
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.plan.memory_terms import (
     gathered_bytes,
@@ -376,7 +376,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """Return the peak bytes of the largest layer's backward pass; layer parts reuse memory."""
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
-    def needed(name: str, kind: Kind) -> float:
+    def needed(name: str, kind: LayerType) -> float:
         weights = WEIGHT_COPIES[mode] * (
             gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
         )
@@ -388,7 +388,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     return max([ring, *(layer + pending for layer in mtp)])
 
 
-def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
+def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
     """Return the size in bytes of a layer's dequantized matrices in the compute dtype."""
     elements = sum(
         sizes.mesh.elements(param.dims, whole=True)
@@ -468,7 +468,7 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
         )
         return (CPU_KEPT if activations.saves_all(part) else CPU_RECOMPUTED) * elements
 
-    def needed(name: str, kind: Kind) -> float:
+    def needed(name: str, kind: LayerType) -> float:
         parts = kind.parts.values()
         pairs = sum(
             sum(part.backward_peak.pairs) * activations.stored_scores(part) for part in parts

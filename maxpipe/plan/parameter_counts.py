@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from maxpipe.config.schema import PipelineConfig
 from maxpipe.models.count import computed_share, counted, layer_costs, matrices_ahead
-from maxpipe.models.spec import Kind, Model, Param
+from maxpipe.models.spec import LayerType, Model, Param
 from maxpipe.plan.shards import MeshShards
 from maxpipe.schedule.table import balance_layers
 
@@ -103,7 +103,7 @@ class ParameterCounts:
 
     @cached_property
     def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
-        def elements(kind: Kind, whole: bool) -> int:
+        def elements(kind: LayerType, whole: bool) -> int:
             params = filter(self.includes, kind.params.values())
             return sum(self.mesh.elements(param.dims, whole=whole) for param in params)
 
