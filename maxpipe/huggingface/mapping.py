@@ -191,7 +191,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
-    for name, param, row, layer, place in _in_network_order(model, table):
+    for name, param, row, layer, place in _params_in_layer_order(model, table):
         params[name] = param
         if place >= 0:
             stacks[name] = place + 1
@@ -218,7 +218,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
     """
     found: Counter[str] = Counter()
     if any(_is_stacked(row) for row in table.tensors):
-        for _, param, row, layer, _ in _in_network_order(model, table):
+        for _, param, row, layer, _ in _params_in_layer_order(model, table):
             if _is_stacked(row):
                 found[row.theirs.format(layer=layer)] += parse_axis_mapping(row.dims).shape(
                     param.shape
@@ -259,7 +259,7 @@ def _copied_slices(
 _EMBEDDING = "embedding"
 
 
-def _in_network_order(
+def _params_in_layer_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
     """Yield (checkpoint name, parameter, table row, layer, index among the layers of its type)."""

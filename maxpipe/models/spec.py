@@ -187,7 +187,9 @@ class Held:
     float32, and bytes of other dtypes."""
 
     def __add__(self, other: Held) -> Held:
-        narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
+        narrow, wide, other_bytes = (
+            sum(pair) for pair in zip(self.pairs, other.pairs, strict=True)
+        )
         return Held(
             self.compute_dtype + other.compute_dtype,
             self.float32 + other.float32,
@@ -196,7 +198,7 @@ class Held:
             self.token_independent + other.token_independent,
             self.float32_token_independent + other.float32_token_independent,
             self.documents + other.documents,
-            (narrow, wide, rest),
+            (narrow, wide, other_bytes),
         )
 
 

@@ -77,14 +77,14 @@ _STREAM = np.uint32(2**32 - 1)
 collide with it."""
 
 
-def complete_params(layer_type: LayerType, found: Mapping[Key, Array]) -> dict[Key, Array]:
+def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[Key, Array]:
     """Derive all stored layer parameters from the initialized or loaded parameters.
 
     The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
     of the quantized base matrix, so a new adapter does not change the model.
     """
-    base, stored = dict(found), dict[Key, Array]()
-    for key, weight in found.items():
+    base, stored = dict(arrays), dict[Key, Array]()
+    for key, weight in arrays.items():
         part, name = key
         if is_held(layer_type, key):
             numbers, scales = _quantize_param(layer_type, key, weight)
@@ -98,7 +98,7 @@ def complete_params(layer_type: LayerType, found: Mapping[Key, Array]) -> dict[K
             for _ in range(first):
                 norms = jax.vmap(norms)
             stored[length] = norms(weight)
-    return {name: stored[name] if name in stored else found[name] for name in layer_type.params}
+    return {name: stored[name] if name in stored else arrays[name] for name in layer_type.params}
 
 
 def quantize_dequantize(layer_type: LayerType, key: Key, weight: Array) -> Array:

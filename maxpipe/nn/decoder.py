@@ -461,8 +461,8 @@ class Decoder:
             def body(
                 x: Array, layer_input: tuple[Params, Array], layer: Callable[..., Any] = layer
             ) -> tuple[Array, tuple[Losses, Statistics]]:
-                x, *rest = layer(layer_input[0], x, batch, layer_input[1], key)
-                return x, tuple(rest)
+                x, *reports = layer(layer_input[0], x, batch, layer_input[1], key)
+                return x, tuple(reports)
 
             x, (layer_losses, layer_statistics) = jax.lax.scan(body, x, (stack, numbers))
             for name, loss in layer_losses.items():

@@ -423,8 +423,8 @@ class Experts(Part):
             return copies, ((int(self._rows_in_memory), "experts"), *dims)
         return copies * self._rows_in_memory / self.num_experts, (*self._each, *dims)
 
-    def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
-        return () if self.shared is None else getattr(self.shared, what).items()
+    def _of_shared(self, attribute: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
+        return () if self.shared is None else getattr(self.shared, attribute).items()
 
     @property
     def _width(self) -> Dims:
