@@ -85,7 +85,7 @@ LAYOUTS = (
     Layout(2, 1, 8, 2, "interleaved", 2, 8, "step", "names"),
     Layout(4, 1, 8, 1, "interleaved", 8, 16, "iteration", "none"),
     Layout(4, 1, 8, 1, "interleaved", 2, 8, "step", "names"),
-    Layout(4, 1, 8, 1, "interleaved", 4, 16, "visit", "names"),
+    Layout(4, 1, 8, 1, "interleaved", 4, 16, "window", "names"),
     Layout(4, 1, 8, 1, "1f1b", 1, 8, "step", "full"),
     Layout(4, 2, 4, 1, "interleaved", 2, 16, "step", "chunk"),
     Layout(4, 1, 8, 1, "zb_v", 2, 16, "step", "names"),

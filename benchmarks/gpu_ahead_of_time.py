@@ -40,7 +40,7 @@ ROWS = [
     ("llama3-8b", "h100:8", 2, f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 {PIPELINED}"),
     (
         *("llama3-8b", "h100:8", 2),
-        f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.weight_gather=visit "
+        f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.weight_gather=window "
         f"{PIPELINED}",
     ),
     (

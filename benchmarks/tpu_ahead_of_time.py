@@ -60,10 +60,10 @@ class Mode:
 MODES = [
     Mode("iteration", "chunk"),
     Mode("iteration", "full"),
-    Mode("visit", "full", repeats=8, group=16),
+    Mode("window", "full", repeats=8, group=16),
     Mode("step", "full"),
     Mode("step", "names"),
-    Mode("visit", "names", repeats=8, group=16),
+    Mode("window", "names", repeats=8, group=16),
 ]
 
 
@@ -211,7 +211,7 @@ columns have the following meaning:
 - Copies is the number of copies of at least {2 * ACTIVATION >> 20} MiB in loops.
 
 All rows use plain JAX attention. The page attention_ahead_of_time.md compares plain attention and
-attention kernels for some of the rows. With `visit` and M = 16, all microbatches form one group,
+attention kernels for some of the rows. With `window` and M = 16, all microbatches form one group,
 which needs two window slots. Two or more groups need three slots, for any M.
 
 """

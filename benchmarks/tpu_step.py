@@ -39,9 +39,9 @@ SMALL = (
     "model.num_kv_heads=16 model.vocab_size=8192 pipeline.repeats=2 "
     "pipeline.weight_gather=iteration pipeline.remat=full"
 )
-VISIT = (
+WINDOW = (
     f"llama3-8b {DENSE} model.num_layers=16 pipeline.repeats=4 pipeline.group=16 "
-    "pipeline.weight_gather=visit pipeline.remat=names"
+    "pipeline.weight_gather=window pipeline.remat=names"
 )
 LARGE = (
     "llama3-70b model.num_layers=16 model.attention=splash mesh.ici_stage=4 mesh.ici_fsdp=16 "
@@ -86,9 +86,9 @@ TRIED = [
     Row("iteration + full, default options", SMALL, version=NEW),
     Row("iteration + full, no overlap options", SMALL, "v6e:4x8", NO_SPARSE_CORES),
     Row("iteration + full, default options", SMALL, "v6e:4x8"),
-    Row("visit + names, 16 layers, no overlap options", VISIT, options=NO_SPARSE_CORES),
-    Row("visit + names, 16 layers, default options", VISIT),
-    Row("visit + names, 16 layers, default options", VISIT, version=NEW),
+    Row("window + names, 16 layers, no overlap options", WINDOW, options=NO_SPARSE_CORES),
+    Row("window + names, 16 layers, default options", WINDOW),
+    Row("window + names, 16 layers, default options", WINDOW, version=NEW),
     Row("8B, 24 MiB of VMEM", STEP, options=("xla_tpu_scoped_vmem_limit_kib=24576",)),
 ]
 HOST = [
@@ -237,7 +237,7 @@ a device sends.
   only sums run on the sparse cores. Sums on the sparse cores need fewer cycles and less memory than
   fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449
   Gcycles, and all but 4.8 GiB are asynchronous (one compilation, not in the tables).
-- The older compiler always runs the gathers of `visit` before the loop over ticks. Neither
+- The older compiler always runs the gathers of `window` before the loop over ticks. Neither
   `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make these gathers
   asynchronous. The newer compiler runs the gathers on the sparse cores, in parallel with each other
   and with pending reductions. With 16 layers, the step needs 1.284 Gcycles with 2.3 GiB exposed.

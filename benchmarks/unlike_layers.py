@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
-from maxpipe.models.spec import Kind, Model
+from maxpipe.models.spec import LayerType, Model
 from maxpipe.nn import decoder
 
 UNIT = "unit"
@@ -66,7 +66,7 @@ def as_units(model: Model) -> Model:
         for branch in kind.branches
     )
     units = (UNIT,) * (len(model.layers) // 2)
-    return Model({UNIT: Kind((*kind.branches, *second))}, units, model.ends, model.values)
+    return Model({UNIT: LayerType((*kind.branches, *second))}, units, model.ends, model.values)
 
 
 def _second(part: Any) -> Any:

@@ -149,14 +149,14 @@ def _load_translated(
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = resolve_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
-    given = [*model.before, *in_files, *model.after, *from_overrides]
-    assignments += [each for each in given if not is_reference(each)]
+    new_assignments = [*model.before, *in_files, *model.after, *from_overrides]
+    assignments += [each for each in new_assignments if not is_reference(each)]
     cautions = tuple(former_key_warnings(assignments, saved_as=origin))
     problems += duplicate_settings(assignments)
     assignments = [rename_former_key(assignment) for assignment in assignments]
     named = _default_run_name(located[-1]) if located and located[-1] else None
     # If a key refers to another trainer's config file, that file may set the missing keys.
-    is_complete = None not in read and foreign_files.find_config_file_key(given) is None
+    is_complete = None not in read and foreign_files.find_config_file_key(new_assignments) is None
     is_complete = is_complete and not any(each.has_config_file_key for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
     foreign = [each for each in foreign if each not in translated]
@@ -297,8 +297,8 @@ def _build(
     assignments = [assignment for assignment in assignments if not _is_unknown(assignment)]
     for done, assignment in enumerate(assignments):
         if len(problems) >= _MAX_PROBLEMS:
-            rest = f"{len(assignments) - done} more values were not read."
-            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            rule = f"{len(assignments) - done} more values were not read."
+            problems.append(Problem("config", "", rule, "Fix these problems first."))
             raise ConfigError(problems)
         problem = _assign(nodes, assignment)
         if problem is None:
@@ -311,8 +311,8 @@ def _build(
         raise foreign_files.OtherTrainerError(reports)
     for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
-            rest = f"{len(unknown) - done} more values were not read."
-            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            rule = f"{len(unknown) - done} more values were not read."
+            problems.append(Problem("config", "", rule, "Fix these problems first."))
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
@@ -366,8 +366,12 @@ def _other_family_problems(assignments: Iterable[Assignment], family: str) -> It
     """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
-        section, rest = split_key(path)
-        if rest and ".".join([section, rest[0]]) in KEYS and is_of_another_family(section, family):
+        section, names = split_key(path)
+        if (
+            names
+            and ".".join([section, names[0]]) in KEYS
+            and is_of_another_family(section, family)
+        ):
             other = section.rpartition(".")[2]
             yield assignment.problem(
                 f"requires {FAMILY}={other}, but the family is {family}.",
@@ -403,9 +407,9 @@ def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) ->
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
-            found = translate(path, raw, context)
-            if found.is_exact:
-                yield from (key for key, _ in found.settings)
+            translation = translate(path, raw, context)
+            if translation.is_exact:
+                yield from (key for key, _ in translation.settings)
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
@@ -420,18 +424,18 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 accumulation = convert_value("pipeline.microbatches", raw)[0]
                 context = dataclasses.replace(context, gradient_accumulation=int(accumulation or 1))
                 continue
-            found = translate(path, raw, context)
-            for key, text in found.settings:
+            translation = translate(path, raw, context)
+            for key, text in translation.settings:
                 # A model family that the key only implies is ignored.
-                if key in values and key == found.key:
+                if key in values and key == translation.key:
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
 def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
     """Store the value in its section, or return a problem."""
-    section, rest = split_key(assignment.path)
-    name, *entry = rest or (".",)
+    section, names = split_key(assignment.path)
+    name, *entry = names or (".",)
     if _is_unknown(assignment):
         return _unknown_problem(assignment, _context((), nodes))
     hint = KEYS[f"{section}.{name}"]
@@ -538,8 +542,8 @@ def type_name(hint: Any) -> str:
         inner = typing.get_args(hint)[-1]
         if inner is float:
             return "mapping of names to numbers"
-        what = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
-        return f"mapping of names to {what}"
+        contents = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
+        return f"mapping of names to {contents}"
     if item_type(hint) is not None:
         return "list of mappings"
     if hint in _LISTS:
@@ -588,10 +592,10 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
 
 
 def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
-    section, rest = split_key(assignment.path)
+    section, names = split_key(assignment.path)
     key = ".".join(assignment.path)
     is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
-    if section in SECTIONS and not rest and not is_text and not assignment.option:
+    if section in SECTIONS and not names and not is_text and not assignment.option:
         rule = "is a section: write its keys below it, one `key: value` per line."
         action = f"Run `maxpipe config explain {section}` to list its keys."
         return assignment.problem(rule, action)
@@ -601,16 +605,20 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     rule, show = _rule(assignment)
-    if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
+    if (
+        isinstance(assignment.raw, dict)
+        and not names
+        and (close := did_you_mean(section, SECTIONS))
+    ):
         return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
-    found = _translate_unknown(assignment, context)
-    action = found.action_text(in_file=assignment.is_in_file)
-    if found.key and not found.is_exact:
-        action = f"Did you mean {found.key}? {show}"
+    translation = _translate_unknown(assignment, context)
+    action = translation.action_text(in_file=assignment.is_in_file)
+    if translation.key and not translation.is_exact:
+        action = f"Did you mean {translation.key}? {show}"
     problem = assignment.problem(
-        join_reason(rule, found.why),
+        join_reason(rule, translation.why),
         action or show,
-        given=bool(assignment.option) or bool(rest) or not isinstance(assignment.raw, dict),
+        given=bool(assignment.option) or bool(names) or not isinstance(assignment.raw, dict),
     )
     if assignment.option:
         return dataclasses.replace(problem, where=f"command line: {assignment.option}", value="")
@@ -619,13 +627,13 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
     """Return the rule that an unknown key violates, and the command that lists valid keys."""
-    section, rest = split_key(assignment.path)
+    section, names = split_key(assignment.path)
     if assignment.option:
         return "is not an option of this command.", "Run the command with --help."
-    if section in SECTIONS and rest:
+    if section in SECTIONS and names:
         show = f"`maxpipe config explain {section}` lists its keys."
         return f"is not a key of {section}.", show
-    if assignment.is_in_file or rest:
+    if assignment.is_in_file or names:
         return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
     return "has no section: an override must be `section.key=value`.", "Write section.key=value."
 

@@ -17,7 +17,7 @@ from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.layers.attention import Attention, Rope
 from maxpipe.models.layers.experts import BalanceOver, Experts
 from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
-from maxpipe.models.spec import Branch, Dims, Ends, Kind, Model, Normal, Param, Part
+from maxpipe.models.spec import Branch, Dims, Ends, LayerType, Model, Normal, Param, Part
 
 
 def residual_gain(config: ModelConfig) -> float:
@@ -89,7 +89,9 @@ def alike(
         for name, part in parts.items()
     )
     layers = ("layer",) * config.num_layers
-    return Model({"layer": Kind(branches)}, layers, ends(config, norm, **of_ends), values or {})
+    return Model(
+        {"layer": LayerType(branches)}, layers, ends(config, norm, **of_ends), values or {}
+    )
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
@@ -175,10 +177,12 @@ class MixtureConfig:
     multiple of an even share. Pairs beyond this capacity are dropped, second choices first.
     Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case
     and need the most memory."""
-    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    dispatch: Literal["auto", "dense", "grouped"] = field(
+        default="auto", metadata=renamed_from(values={"all": "dense"})
+    )
     """Method that dispatches tokens to experts without a capacity limit. `grouped` sorts
     tokens by expert and computes only the selected experts, with a kernel on TPUs and in blocks of
-    tokens on other platforms. `all` computes all experts for all tokens. `auto` uses `grouped` if
+    tokens on other platforms. `dense` computes all experts for all tokens. `auto` uses `grouped` if
     there are at least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
     """Coefficient of the load-balance loss of each layer with experts. The loss is 1 if all experts
@@ -254,8 +258,8 @@ def moe_model(
     first = Branch("attention", mixing, norm, dropout=config.dropout)
     front = tuple("dense" if is_dense else "experts" for is_dense in dense)
     layers = front + ("experts",) * (config.num_layers - len(front))
-    kinds = {name: Kind((first, branches[name])) for name in dict.fromkeys(layers)}
-    return Model(kinds, layers, ends(config, norm), values or {})
+    layer_types = {name: LayerType((first, branches[name])) for name in dict.fromkeys(layers)}
+    return Model(layer_types, layers, ends(config, norm), values or {})
 
 
 def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation]:

@@ -27,7 +27,7 @@ from maxpipe.models.huggingface import (
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
-from maxpipe.models.spec import Branch, Kind, Model
+from maxpipe.models.spec import Branch, LayerType, Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +110,8 @@ def describe(config: ModelConfig) -> Model:
         _DELTA if number % own.full_attention_interval else _FULL
         for number in range(1, config.num_layers + 1)
     )
-    kinds = {name: Kind((mixing[name], routed)) for name in dict.fromkeys(layers)}
-    return Model(kinds, layers, family.ends(config, norm))
+    layer_types = {name: LayerType((mixing[name], routed)) for name in dict.fromkeys(layers)}
+    return Model(layer_types, layers, family.ends(config, norm))
 
 
 _DELTA, _FULL = "delta", "full"

@@ -90,7 +90,7 @@ def check_step(
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
     broken, spike, reach = _reduce_over_devices(mesh, flags, check, operands, specs)
     spike = spike & ~broken
-    taken = ~broken & ~(spike & (config.on_spike != "note"))
+    taken = ~broken & ~(spike & (config.on_spike != "warn"))
     newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
     recent, reach = select_update(taken, (newer, reach), (state.recent, state.bounds))
     return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)

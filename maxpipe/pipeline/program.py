@@ -99,7 +99,7 @@ class StepProgram:
         # If all chunks fit in the prefetch window, chunks are never evicted, so weights are
         # gathered once per step.
         self.uses_weight_window = (
-            schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
+            schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "window"
         )
         key = None if key is None else mark_varying(key)
         self.embedding = Embedding(plan.weight_shardings["embedding"], self.network.embed_scale)
@@ -160,7 +160,7 @@ class StepProgram:
     def _prepare_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
-        mode = "step" if mode == "visit" and not self.uses_weight_window else mode
+        mode = "step" if mode == "window" and not self.uses_weight_window else mode
         # Merge the stacked dims [R, 1, L] of this stage into one dim.
         self.weights = {
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
@@ -624,7 +624,7 @@ class PipelinePlan:
     @property
     def prologue_gather_mode(self) -> GatherMode:
         """Gather mode of weights outside the ring, which the prefetch window does not contain."""
-        return "step" if self.weight_gather == "visit" else self.weight_gather
+        return "step" if self.weight_gather == "window" else self.weight_gather
 
     def has_mtp(self, schedule: Schedule) -> bool:
         """Whether a step with this schedule computes MTP heads."""

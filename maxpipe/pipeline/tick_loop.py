@@ -1,7 +1,7 @@
 """The tick loop: its table as arrays, buffers, loss slot, and weight prefetch loop.
 
 In the loss slot of a tick, the loss head and the MTP heads run on the leaving microbatch. The
-prefetch loop refills a window of gathered chunks (`weight_gather=visit`).
+prefetch loop refills a window of gathered chunks (`weight_gather=window`).
 """
 
 from __future__ import annotations

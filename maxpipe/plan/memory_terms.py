@@ -53,7 +53,7 @@ TERMS: dict[str, Term] = {
     ),
     "held": Term(
         "unsharded weights of a stage, gathered once per step",
-        "pipeline.weight_gather=visit or iteration",
+        "pipeline.weight_gather=window or iteration",
     ),
     "window": Term(
         "unsharded weights of the chunks in use",

@@ -31,7 +31,7 @@ from maxpipe.models.count import (
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.registry import describe
 from maxpipe.models.resolve_auto import Divided, resolved
-from maxpipe.models.spec import Dims, Held, Kind, Model, Param, Part, Products, Scores
+from maxpipe.models.spec import Dims, Held, LayerType, Model, Param, Part, Products, Scores
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.plan.shards import BatchShard, MeshShards
@@ -127,7 +127,7 @@ class ParameterCounts:
 
     @cached_property
     def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
-        def elements(kind: Kind, whole: bool) -> int:
+        def elements(kind: LayerType, whole: bool) -> int:
             params = filter(self.includes, kind.params.values())
             return sum(self.mesh.elements(param.dims, whole=whole) for param in params)
 
@@ -224,7 +224,7 @@ class ParameterCounts:
 class ContextMethod(NamedTuple):
     """Method by which one attention operation exchanges keys and values along the context axis."""
 
-    method: Literal["own", "heads", "ring", "near", "gather"]
+    method: Literal["own", "ulysses", "ring", "near", "all_gather"]
     """Name of the method. `own` means no exchange, because a device has all tokens of its
     sequences."""
     share: float = 0.0
@@ -300,7 +300,7 @@ class ActivationSizes:
         tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
         context = self.mesh.axes["context"]
-        if exchange.method in ("gather", "near") and not in_blocks:
+        if exchange.method in ("all_gather", "near") and not in_blocks:
             before = exchange.remote if exchange.method == "near" else 2 * context - 1
             return 2 * round(self.batch.contiguous_tokens**2 * (1 + before))
         return scored_pairs(tokens, by_blocks=in_blocks) // context
@@ -314,7 +314,7 @@ class ActivationSizes:
         if exchanges_heads(
             mesh.context_attention, scores.heads, kv_heads, context, self.mesh.tensor
         ):
-            return ContextMethod("heads")
+            return ContextMethod("ulysses")
         if mesh.context_attention == "ring":
             return ContextMethod("ring")
         windows = map(int, self.model.values[scores.window]) if scores.window else ()
@@ -322,7 +322,7 @@ class ActivationSizes:
         before = tokens_before(windows, block)
         if before < block:
             return ContextMethod("near", before / block, before / block)
-        return ContextMethod("gather", 1.0, context - 1.0)
+        return ContextMethod("all_gather", 1.0, context - 1.0)
 
     def remote_key_elements(self, part: Part) -> float:
         """Return the number of key and value elements received from other devices."""
@@ -405,10 +405,10 @@ class ActivationSizes:
         }
 
     @property
-    def _kinds(self) -> Iterable[tuple[str, Kind]]:
+    def _kinds(self) -> Iterable[tuple[str, LayerType]]:
         return self.model.layer_types.items()
 
-    def _residual_bytes(self, kind: Kind) -> float:
+    def _residual_bytes(self, kind: LayerType) -> float:
         """Return the total size of a layer's residuals in bytes."""
         parts = kind.parts.values()
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
@@ -435,7 +435,7 @@ class ActivationSizes:
     def _deferred_bytes(self) -> Mapping[str, float]:
         recomputed, size = self.config.pipeline.remat != "none", self.itemsize
 
-        def num_bytes(kind: Kind) -> float:
+        def num_bytes(kind: LayerType) -> float:
             trained = {part for (part, _), param in kind.params.items() if param.trainable}
             total = 0.0
             for branch in kind.branches:

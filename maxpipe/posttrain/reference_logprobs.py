@@ -300,6 +300,6 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
                 None,
                 f"must be pairs with references of the run: {path} has none for these pairs.",
                 "Evaluate the documents of the run, or text: train.objective=pretrain "
-                "data.chat=off data.packing=cut and data.path.",
+                "data.chat=off data.packing=concatenate and data.path.",
             )
         documents.reference = known

@@ -318,7 +318,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
         case "time" if step is not None:
             attempt.stretches.append(StepInterval(attempt.last, step, seconds))
             attempt.last = step
-        case "roll_back" if to is not None:
+        case "rollback" | "roll_back" if to is not None:
             attempt.last = to
         case "done" | "preempted" | "failed" as ended:
             attempt.ended = ended

@@ -43,7 +43,7 @@ def test_evaluations_without_a_gain_are_counted() -> None:
 
 
 def test_accuracy_is_better_when_larger() -> None:
-    largest = {"best_metric": "eval/sums/accuracy", "best_mode": "largest"}
+    largest = {"best_metric": "eval/sums/accuracy", "best_mode": "max"}
     assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
     assert waited(counting([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)) == (0, 20, 0.56)
 
@@ -85,7 +85,7 @@ def test_counts_go_on_where_they_were_saved() -> None:
 
 def test_better_reads_what_runs_have_saved() -> None:
     assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
-    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "largest"}).is_largest
+    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "max"}).is_largest
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ LAYOUTS = {
     "fsdp": (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
     "visits": (
         MeshConfig(ici_fsdp=2),
-        PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
+        PipelineConfig(repeats=3, microbatches=2, weight_gather="window", idle="compute"),
     ),
     "a layer outside": (
         MeshConfig(ici_stage=3),

@@ -77,7 +77,7 @@ def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: A
     wanted, pull = jax.vjp(token_by_token, params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
     rules = AxisRules.from_config(MeshConfig())
-    for dispatch in ("grouped", "all"):
+    for dispatch in ("grouped", "dense"):
         run = partial(layer, dispatch, rules=rules)
         found, pull_found = jax.vjp(lambda *given, run=run: jax.jit(run)(*given), params, x[:2, :4])
         assert_close(found, wanted)
@@ -96,7 +96,7 @@ def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
         for key, (name, param) in zip(drawn, part.params.items(), strict=True)
     }
     found = []
-    for dispatch in ("all", "grouped"):
+    for dispatch in ("dense", "grouped"):
         run = partial(layer, dispatch, rules=AxisRules.from_config(MeshConfig()), biased=True)
         value, pull = jax.vjp(jax.jit(run), params, x)
         found.append((value, pull(value)))
@@ -124,7 +124,7 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
         found = run(placed, batch)
         text = run.lower(placed, batch).compile().as_text() or ""
     assert re.search(r"= u32\[27\].* sort\(", text)
-    assert_close(found, layer("all", params, x, AxisRules.from_config(MeshConfig())))
+    assert_close(found, layer("dense", params, x, AxisRules.from_config(MeshConfig())))
 
 
 @pytest.mark.parametrize("largest", [5, 2**31 - 1])
@@ -142,9 +142,9 @@ def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
     params, x = given
     x = jnp.tile(x, (1, 5, 1))[:1, :tokens]
     run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
-    program = str(jax.make_jaxpr(partial(run, "all"))(params, x))
+    program = str(jax.make_jaxpr(partial(run, "dense"))(params, x))
     assert ("scan[" in program) == (tokens == 40)
-    assert_close(run("grouped", params, x), run("all", params, x))
+    assert_close(run("grouped", params, x), run("dense", params, x))
 
 
 SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]

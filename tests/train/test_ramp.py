@@ -212,10 +212,10 @@ def test_rows_that_were_left_out_are_counted() -> None:
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
     watch = BadStepMonitor(GuardConfig(), **others)
     assert watch.sequences_done(6) == 14
-    watch.record_roll_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    watch.record_rollback(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
     assert watch.sequences_done(4) == 8 and watch.sequences_done(5) == 12
     saved = watch.state_dict()
-    watch.record_roll_back(7, 4, 0, None)  # 6, 7 and 8 are, too
+    watch.record_rollback(7, 4, 0, None)  # 6, 7 and 8 are, too
     assert watch.sequences_done(4) == 8
     assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
     resumed = BadStepMonitor(GuardConfig(), offset=2, counts=saved, **others)

@@ -293,10 +293,11 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
 
 @_source_rule("chat", "packing")
 def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
-    if source.chat == "pairs" and source.packing == "cut":
+    if source.chat == "pairs" and source.packing == "concatenate":
         yield RuleViolation(
             f"{section}.packing",
-            f"must not be cut with {section}.chat=pairs: a pair cannot be split across sequences.",
+            f"must not be concatenate with {section}.chat=pairs: a pair cannot be split across "
+            "sequences.",
             f"Set {section}.packing=best_fit.",
         )
 

@@ -1,10 +1,10 @@
 """Attention over sequences that are sharded over the context axis, for any backend.
 
-`gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag order
-balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a window,
-only tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for
-head shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
-(arXiv:2309.14509).
+`all_gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag
+order balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a
+window, only tokens within the window are gathered. `ulysses`: an all-to-all exchanges sequence
+shards for head shards, attention runs on full sequences, and a second all-to-all restores the
+sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and the next shard is sent while the current
 shard is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
@@ -75,7 +75,7 @@ def attend(
     return backend(query, key, value, mask)
 
 
-# Head sharding (`heads`).
+# Head sharding (`ulysses`).
 
 
 def _tensor_shards() -> int:
@@ -98,8 +98,8 @@ def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
     count = axis_size(CONTEXT)
     # Head shards of the tensor axis are kept, and each shard is split further over context.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
-    got = all_to_all(apart, CONTEXT, 3, 1)
-    return collectives.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
+    exchanged = all_to_all(apart, CONTEXT, 3, 1)
+    return collectives.undo_zigzag(exchanged, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
@@ -107,8 +107,8 @@ def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
     rows, tokens, heads, size = x.shape
     count = axis_size(CONTEXT)
     apart = collectives.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
-    got = all_to_all(apart, CONTEXT, 1, 3)
-    return got.reshape(rows, tokens // count, heads * count, size)
+    exchanged = all_to_all(apart, CONTEXT, 1, 3)
+    return exchanged.reshape(rows, tokens // count, heads * count, size)
 
 
 def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
@@ -161,11 +161,11 @@ def _prepend_preceding_tokens(
     run = pieces[0].shape[1]
     ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
     ends = collectives.gather_sequences(ends, 1)
-    found = []
+    extended = []
     for piece, start in zip(pieces, starts, strict=True):
         place = jnp.maximum(start // run - 1, 0) * before
-        found += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
-    return jnp.concatenate(found)
+        extended += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
+    return jnp.concatenate(extended)
 
 
 def ring_attend(
@@ -234,8 +234,8 @@ def _forward(
         here, mixed, log_sum = state
         following = _shift_to_next(here)
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _piece_mask(pairs, number, piece, tokens)
-            part, of_part = blockwise.forward(query, keys, values, None, mine, options)
+            mask = _piece_mask(pairs, number, piece, tokens)
+            part, of_part = blockwise.forward(query, keys, values, None, mask, options)
             both = jnp.logaddexp(log_sum, of_part)
             mixed *= jnp.exp(log_sum - both)[..., None]
             mixed += part * jnp.exp(of_part - both)[..., None]
@@ -260,9 +260,9 @@ def _backward_rule(
         here, sums, d_query = state
         following, d_keys = _shift_to_next(here), []
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _piece_mask(pairs, number, piece, tokens)
-            given = (query, keys, values, None, mine, mixed, log_sum)
-            more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
+            mask = _piece_mask(pairs, number, piece, tokens)
+            arguments = (query, keys, values, None, mask, mixed, log_sum)
+            more, *of_keys, _ = blockwise.backward(options, *arguments, d_mixed)
             d_query, d_keys = d_query + more, [*d_keys, of_keys]
         added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
         # Gradients rotate with their keys and values, and return to the original device in the last
