@@ -4,9 +4,9 @@
     python benchmarks/experts.py --write    # and writes experts.md
 
 The forward and backward pass of a layer is compiled for one v5p chip as the body of a loop. It
-computes gradients of the input and of all weights. This is done for each MoE implementation and for
-a dense layer of the same active size. The script needs libtpu (`pip install '.[tpu]'`), and nothing
-runs on a TPU.
+computes gradients of the input and of all weights. This is repeated for each MoE implementation and
+for a dense layer with the same number of active parameters. The script needs libtpu
+(`pip install '.[tpu]'`), and no TPU is used.
 """
 
 from __future__ import annotations
@@ -193,20 +193,20 @@ LISTED = "\n".join(
 PREAMBLE = f"""\
 # MoE layers in estimates of the TPU compiler
 
-`python benchmarks/experts.py --write`. Nothing ran on a TPU. The forward and backward pass of one
+`python benchmarks/experts.py --write`. No TPU was used. The forward and backward pass of one
 bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of
 the input and of all weights. The layer has no balance loss. The comparison is a dense layer whose
 width equals the total width of the experts of one token. `grouped` and `dense` drop no tokens.
-`capacity` has buffers for {CAPACITY} times the average load of an expert.
+`capacity` has buffers for {CAPACITY} times the mean number of tokens per expert.
 
 {LISTED}
 
-Cycles are estimates of the compiler, which has no estimates for kernels and gathers. Kernels are
-counted at the matmul rate of the dense layer, including its activation function, for all tiles of
-rows that they process. Kernels process one additional tile for each expert that starts inside a
-tile. The time of gathers is computed from the bytes that they read and write, at the published
-memory bandwidth. Sorts are not counted. Small experts have two additional costs: the permutation of
-rows, and the activation function and sums, which a dense layer fuses with its matmuls.
+Cycles are estimates of the compiler, which has no estimates for custom kernels and gathers. Kernels
+are assumed to reach the matmul rate of the dense layer, including its activation function, for all
+row tiles that they process. Kernels process one additional tile for each expert that starts inside
+a tile. The time of gathers is computed from the bytes that they read and write, at the published
+memory bandwidth. Sorts are not included. Small experts have two additional costs: the permutation
+of rows, and the activation function and sums, which a dense layer fuses with its matmuls.
 
 """
 
