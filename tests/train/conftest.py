@@ -92,12 +92,15 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`."""
+    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`.
+
+    With `file_bytes`, no file of the command may become larger.
+    """
     path = tmp_path_factory.mktemp("output") / "output.txt"
 
-    def run_to_end(*arguments: object, code: int = 0) -> str:
+    def run_to_end(*arguments: object, code: int = 0, file_bytes: int = 0) -> str:
         words = [*map(str, arguments)]
-        exit_code = fork_server.run(words, environment_of_command(), path, seconds=240)
+        exit_code = fork_server.run(words, environment_of_command(), path, 240, file_bytes)
         output = path.read_text(encoding="utf-8")
         assert exit_code == code, output
         return output

@@ -51,11 +51,19 @@ class ForkServer:
         return cls(process)
 
     def run(
-        self, arguments: Sequence[str], environment: Mapping[str, str], output: Path, seconds: float
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        seconds: float,
+        file_bytes: int = 0,
     ) -> int:
-        """Return the exit code of a command, whose output goes to a file."""
+        """Return the exit code of a command, whose output goes to a file.
+
+        Unless `file_bytes` is 0, no file may become larger.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
-        request = [[*arguments], {**environment}, os.getcwd(), str(output), seconds]
+        request = [[*arguments], {**environment}, os.getcwd(), str(output), file_bytes, seconds]
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())
@@ -65,7 +73,7 @@ class ForkServer:
 
 
 def _become_command(
-    arguments: list[str], environment: dict[str, str], folder: str, output: str
+    arguments: list[str], environment: dict[str, str], folder: str, output: str, file_bytes: int
 ) -> None:
     """Run the command in this forked process, which ends with it."""
     code: Any = 70
@@ -79,6 +87,10 @@ def _become_command(
             os.dup2(source, number)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
         sys.argv = ["maxpipe", *arguments]
+        if file_bytes:
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         from maxpipe.__main__ import main
 
         code = main()

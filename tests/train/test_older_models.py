@@ -22,6 +22,7 @@ from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
 from tests.errors import raises
+from tests.train.runs import Run
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
@@ -45,14 +46,21 @@ def wanted(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
     return to_dict(loaded.config)["model"], loaded.origins
 
 
-def go_on(name: str, folder: Path, package: Path) -> str:
-    """What the command of the package in this folder says while a golden run does one step more."""
+COMMAND = ("train", "golden.yml", "train.steps=3", "run.dir=.", "run.name=golden")
+COMMAND += ("runtime.compilation_cache=",)
+
+
+def placed(name: str, folder: Path) -> None:
+    """Copy a golden run and its config to a folder."""
     shutil.copytree(GOLDEN / name, folder / "golden")
     shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
-    command = [sys.executable, "-m", "maxpipe", "train", "golden.yml", "train.steps=3"]
-    command += ["run.dir=.", "run.name=golden", "runtime.compilation_cache="]
+
+
+def go_on(name: str, folder: Path, package: Path) -> str:
+    """What the command of the package in this folder says while a golden run does one step more."""
+    placed(name, folder)
     run = subprocess.run(
-        command,
+        [sys.executable, "-m", "maxpipe", *COMMAND],
         cwd=folder,
         env=os.environ | FAST_COMPILE | {"PYTHONPATH": str(package)},
         capture_output=True,
@@ -67,9 +75,14 @@ def go_on(name: str, folder: Path, package: Path) -> str:
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
-def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_run_of_a_release_goes_on(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
-    told = go_on(name, tmp_path, REPOSITORY)
+    placed(name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = " ".join(run(*COMMAND).split())
+    assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
     assert "resuming golden after step 2" in told
     assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
 
