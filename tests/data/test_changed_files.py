@@ -260,7 +260,7 @@ def test_random_changes_while_a_run_reads(tmp_path: Path) -> None:
     expected = reads_all(opened(data, tmp_path))
     draw, path = random.Random(3), Path(data.path)
     raw = path.read_bytes()
-    for _ in range(10):
+    for _ in range(5):
         found, at = opened(data, tmp_path), draw.randrange(len(raw))
         overwrite(path, at, bytes([raw[at] ^ 1 << draw.randrange(8)]))
         bad = 0
