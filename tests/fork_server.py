@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -72,13 +73,16 @@ class ForkServer:
         output: Path,
         seconds: int,
         module: str = "maxpipe",
+        file_bytes: int = 0,
     ) -> int:
         """Return the exit code of `python -m module`, whose output goes to a file.
 
-        The code is negative after a signal. After `seconds`, SIGALRM ends the command.
+        The code is negative after a signal. After `seconds`, SIGALRM ends the command. Unless
+        `file_bytes` is 0, no file of the command may become larger.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         request = [module, [*arguments], {**environment}, os.getcwd(), str(output), seconds]
+        request += [file_bytes]
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
@@ -128,6 +132,7 @@ def _become_command(
     folder: str,
     output: str,
     seconds: int,
+    file_bytes: int,
 ) -> NoReturn:
     """Run the module in this forked process, which ends with the module.
 
@@ -135,6 +140,8 @@ def _become_command(
     """
     os.setsid()
     signal.alarm(seconds)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -194,7 +201,7 @@ def _run_child(request: list[Any], pipes: Sequence[IO[str]]) -> int:
             os.killpg(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGALRM:
-        *_, output, seconds = request
+        *_, output, seconds, _ = request
         with open(output, "a", encoding="utf-8") as file:
             file.write(f"\nthe fork server ended the command after {seconds} seconds\n")
     return code

@@ -216,7 +216,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         ConfigError: the key does not exist, or the value is invalid.
     """
     problems: list[Problem] = []
-    nodes, paths = copy.deepcopy(_unset()), []
+    nodes, paths = dict(_unset()), []
     for assignment in from_override(text, problems):
         paths.append(assignment.path)
         if problem := _assign(nodes, assignment):
@@ -287,7 +287,7 @@ def _build(
     to_train: bool = False,
     foreign: Collection[str] = (),
 ) -> LoadedConfig:
-    nodes = copy.deepcopy(_unset())
+    nodes = dict(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
     if named is not None:
         _assign(nodes, named)
@@ -330,7 +330,9 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        nodes[section][name] = KEYS[key]()  # a placeholder value, so that the other rules can run
+        _copied(nodes, section)[name] = KEYS[
+            key
+        ]()  # a placeholder value, so that the other rules can run
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
@@ -351,13 +353,20 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections without values. Copying the cached result is four times as fast as
-    building it again.
+    """Return all sections without values, which no caller may change. Copying a section of the
+    cached result is four times as fast as building it again.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
         OmegaConf.set_readonly(node, False)
     return nodes
+
+
+def _copied(nodes: dict[str, Any], section: str) -> Any:
+    """Return a section that the caller may change; its first change copies it."""
+    if nodes[section] is _unset()[section]:
+        nodes[section] = copy.deepcopy(nodes[section])
+    return nodes[section]
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
@@ -432,7 +441,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
     return context
 
 
-def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
+def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
     """Store the value in its section, or return a problem."""
     section, names = split_key(assignment.path)
     name, *entry = names or (".",)
@@ -443,7 +452,7 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
         refusal = find_invalid_text(text)
         if refusal:
             return assignment.problem(*refusal)
-    node = nodes[section]
+    node = _copied(nodes, section)
     if (of_name := NAMED_SECTIONS.get(f"{section}.{name}.{NAME}")) is not None:
         within = _locate_in_named_section(node, assignment, of_name, name, entry)
         if isinstance(within, Problem):

@@ -17,6 +17,7 @@ from maxpipe.evals.early_stopping import EarlyStopping
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
 
 ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_delta=9", "checkpoint.every=2")
+ENOUGH += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
 def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
@@ -122,7 +123,7 @@ def test_a_run_ends_and_stays_ended(
 def test_a_resumed_run_ends_where_an_unbroken_one_does(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """From a checkpoint between evaluations, and under another layout."""
+    """From a checkpoint at an evaluation."""
     copy = Path(shutil.copytree(stopped[0], tmp_path / "copy" / "run"))
     forget_after(copy, 4)
     run("train", tiny, f"run.dir={copy.parent}", *ENOUGH)

@@ -73,13 +73,16 @@ def run(
 ) -> Callable[..., str]:
     """`run(*arguments, code=0)`: the output of the command, which must exit with `code`.
 
-    A command and the next one have different hash seeds.
+    A command and the next one have different hash seeds. With `file_bytes`, no file of the
+    command may become larger.
     """
     path = tmp_path_factory.mktemp("output") / "output.txt"
 
-    def run_to_end(*arguments: object, code: int = 0) -> str:
+    def run_to_end(*arguments: object, code: int = 0, file_bytes: int = 0) -> str:
         words = [*map(str, arguments)]
-        exit_code = next_server().run(words, environment_of_command(), path, seconds=240)
+        exit_code = next_server().run(
+            words, environment_of_command(), path, seconds=240, file_bytes=file_bytes
+        )
         output = path.read_text(encoding="utf-8")
         assert exit_code == code, output
         return output

@@ -39,13 +39,13 @@ tokens later one is."""
 ROWS = 20
 
 
-def _curve(model: str, case: Case) -> list[float]:
-    return loss_curve(case, num_steps=4 if isinstance(case.own, MoeConfig) else 10, rows=ROWS)
+def _curve(case: Case) -> list[float]:
+    return loss_curve(case, num_steps=4, rows=ROWS)
 
 
 @functools.cache
 def _one_device(model: str) -> list[float]:
-    return _curve(model, MODELS[model])
+    return _curve(MODELS[model])
 
 
 PAIRS = [
@@ -81,4 +81,4 @@ def test_loss_curve_is_that_of_one_device(model: str, case: Case) -> None:
     trained = MODELS[model]
     named = ("layers", "length", "width", "own", "dropout")
     case = replace(case, **{name: getattr(trained, name) for name in named})
-    np.testing.assert_allclose(_curve(model, case), _one_device(model), rtol=TOLERANCE)
+    np.testing.assert_allclose(_curve(case), _one_device(model), rtol=TOLERANCE)

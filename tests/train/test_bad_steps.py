@@ -147,9 +147,9 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
 @pytest.mark.fault("N1")
 def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
-    here.bad = {9}
+    here.bad, short = {9}, "train.steps=12"
     with pytest.raises(DivergenceError) as caught:
-        here.train()
+        here.train(short)
     is_explained(caught.value)
     assert caught.value.exit_code == 2
     assert f"{here.folder}: step 10: loss " in str(caught.value)
@@ -160,27 +160,27 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     assert saved_steps(here.folder) == [4, 8]
     # Started again it comes to the same step; with the batch left out it goes on.
     with pytest.raises(DivergenceError):
-        here.train()
-    here.train("guard.bad_steps=skip")
+        here.train(short)
+    here.train(short, "guard.bad_steps=skip")
     assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
-    assert recorded(here.folder)[STEPS]["train/skipped"] == 1
+    assert recorded(here.folder)[12]["train/skipped"] == 1
 
 
 @pytest.mark.fault("N1")
 def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
-    here.bad = {3, 9, 10, STEPS - 1}
-    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2")
+    here.bad = {3, 9, 10, 13}
+    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2", "train.steps=14")
     found = recorded(here.folder)
-    assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 23, 24)] == [
+    assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 13, 14)] == [
         *(0, 1, 1, 2, 3, 3, 4)
     ]
-    assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 24}
+    assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 14}
     skipped = ledger(here.folder, "bad_step")
     assert [(each["step"], each["action"]) for each in skipped] == [
-        (step, "skip") for step in (4, 10, 11, 24)
+        (step, "skip") for step in (4, 10, 11, 14)
     ]
     data = saved(here.folder).metadata.data
-    assert data["step"] == STEPS and data["guard"]["skipped"] == 4
+    assert data["step"] == 14 and data["guard"]["skipped"] == 4
 
 
 def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
@@ -207,7 +207,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
 def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
     here.bad = set(range(6, 100))
     with pytest.raises(DivergenceError) as caught:
-        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=1")
+        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=3")
     is_explained(caught.value)
     assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
     actions = [each["action"] for each in ledger(here.folder, "bad_step")]
@@ -226,8 +226,8 @@ BACK = ("guard.bad_steps=rollback",)
 
 @pytest.mark.fault("N3")
 def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
-    here.bad = {9, 17}
-    here.train(*BACK)
+    here.bad, last = {9, 17}, 17
+    here.train(*BACK, f"train.steps={last}")
     rolled = ledger(here.folder, "bad_step", "rollback")
     # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
     assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
@@ -238,12 +238,12 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     ]
     assert [each["batch"] for each in rolled if "batch" in each] == [9, 17]
     found = recorded(here.folder)
-    assert list(found) == list(range(1, STEPS + 1))
+    assert list(found) == list(range(1, last + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
     spent = curves.read_goodput(here.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
     data = saved(here.folder).metadata.data
-    assert data["step"] == STEPS + 2 + 4
+    assert data["step"] == last + 2 + 4
     assert data["guard"] == {
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
         **{"roll_backs": 2, "in_row": 0},
@@ -282,10 +282,10 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
 
 def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     here.bad = {2}
-    here.train(*BACK, "checkpoint.every=0")
+    here.train(*BACK, "checkpoint.every=0", "train.steps=6")
     assert [each["to"] for each in ledger(here.folder, "rollback")] == [0]
-    assert saved(here.folder).metadata.data["step"] == STEPS + 3
-    assert int(saved(here.folder).state["step"]) == STEPS
+    assert saved(here.folder).metadata.data["step"] == 6 + 3
+    assert int(saved(here.folder).state["step"]) == 6
 
 
 @pytest.mark.fault("N3")

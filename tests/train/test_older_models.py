@@ -24,6 +24,7 @@ from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
 from tests.errors import raises
+from tests.train.runs import Run
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
@@ -58,14 +59,21 @@ def wanted(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
     return to_dict(loaded.config)["model"], loaded.origins
 
 
-def go_on(run: Path, folder: Path, package: Path) -> str:
-    """What the command of the package in this folder says while a golden run does one step more."""
+COMMAND = ("train", "golden.yml", "train.steps=3", "run.dir=.", "run.name=golden")
+COMMAND += ("runtime.compilation_cache=",)
+
+
+def copy_run(run: Path, folder: Path) -> None:
+    """Copy a golden run and its config to a folder."""
     shutil.copytree(run, folder / "golden")
     shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
-    command = [sys.executable, "-m", "maxpipe", "train", "golden.yml", "train.steps=3"]
-    command += ["run.dir=.", "run.name=golden", "runtime.compilation_cache="]
+
+
+def go_on(run: Path, folder: Path, package: Path) -> str:
+    """Train a golden run for one more step with the package in a folder; return the output."""
+    copy_run(run, folder)
     result = subprocess.run(
-        command,
+        [sys.executable, "-m", "maxpipe", *COMMAND],
         cwd=folder,
         env=os.environ | FAST_COMPILE | {"PYTHONPATH": str(package)},
         capture_output=True,
@@ -80,9 +88,14 @@ def go_on(run: Path, folder: Path, package: Path) -> str:
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
-def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_run_of_a_release_goes_on(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
-    told = go_on(GOLDEN / name, tmp_path, REPOSITORY)
+    copy_run(GOLDEN / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = " ".join(run(*COMMAND).split())
+    assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
     assert "resuming golden after step 2" in told
     assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
 
@@ -113,8 +126,8 @@ def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     """The same with a copy of the code whose model has one key more."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
-    module = tmp_path / "new" / "maxpipe" / "model" / "families" / "llama.py"
-    declared = "    rope_scaling: float = field("
+    module = tmp_path / "new" / "maxpipe" / "models" / "llama.py"
+    declared = "    rope_factor: float = field("
     text = module.read_text()
     assert text.count(declared) == 1
     added = '    softness: float = 0.25\n    """A key that no run has known."""\n'
