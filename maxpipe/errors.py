@@ -1,8 +1,8 @@
 """Errors that users can cause, and their exit codes.
 
-A message has four parts: the location, the given value, the violated rule with its numbers, and one
-action that solves the problem. `assert` is reserved for bugs in maxpipe. Every error that a user
-can cause is a `MaxpipeError`.
+An error message has four parts: the location, the given value, the violated rule with its numbers,
+and one action that fixes the problem. `assert` is reserved for bugs in maxpipe. Every error that a
+user can cause is a `MaxpipeError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes. Restart rules of clusters depend on these values."""
+    """Exit codes. Restart rules of cluster launchers depend on these codes."""
 
     DONE = 0
     CONFIG = 2
@@ -26,15 +26,15 @@ class ExitCode(enum.IntEnum):
 
 
 MAX_VALUE_CHARS = 500
-"""Maximum length in characters of the value in a message."""
+"""Maximum length in characters of a value quoted in a message."""
 _MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
 _MAX_PROBLEMS = 120
-"""Maximum number of problems in one message."""
+"""Maximum number of problems listed in one message."""
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """Return `text`. If `text` exceeds `limit` characters, keep only its beginning and end, and
-    insert its length.
+    """Return `text`, shortened if it has more than `limit` characters. A shortened text keeps only
+    its beginning and end, with its length inserted between them.
     """
     if len(text) <= limit:
         return text
@@ -43,9 +43,10 @@ def truncate_middle(text: str, limit: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A single problem. `where` names the file (or override) and the full key.
+    """A single problem to report to the user. `where` names the file (or override) and the full
+    key.
 
-    Every part has a maximum length, so that a value from a file cannot fill the screen.
+    The length of every field is limited, so that a value from a file cannot fill the screen.
     """
 
     where: str
@@ -57,24 +58,26 @@ class Problem:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
         object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
-        # Only an action that contains a translated config file has several lines.
+        # Only an action that contains a translated config file can have several lines.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.value}" if self.value else self.where
-        heading = heading.replace("\n", "\\n")  # a value may contain line breaks
+        heading = heading.replace("\n", "\\n")  # values can contain line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
     @property
     def line(self) -> str:
-        """The problem as a single line, for warnings."""
+        """Return the problem as a single line, for warnings."""
         heading = f"{self.where} = {self.value}" if self.value else f"{self.where}:"
         return " ".join(filter(None, (heading, self.rule, self.action)))
 
 
 class RuleViolation(NamedTuple):
-    """A violated rule: the key, the text of the rule with its numbers, and the suggested action."""
+    """A violated rule: the config key, the rule's message with its numbers, and the suggested
+    action.
+    """
 
     key: str
     rule: str
@@ -89,8 +92,8 @@ def escape_control_chars(text: str) -> str:
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes. Each is yielded only once, because some libraries create
-    cyclic chains.
+    """Yield the error and its causes. Each error is yielded only once, because some libraries
+    create cyclic chains.
     """
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -107,7 +110,7 @@ class MaxpipeError(Exception):
 
 
 class ConfigError(MaxpipeError):
-    """All problems of a config or a command line, reported together."""
+    """All problems found in a config or a command line, reported together."""
 
     exit_code = ExitCode.CONFIG
 
@@ -125,7 +128,7 @@ class ConfigError(MaxpipeError):
 
 
 def out_of_memory_error(error: MemoryError) -> ConfigError:
-    """Return an error for exhausted host memory."""
+    """Return the error for exhausted host memory."""
     return ConfigError.one(
         "memory",
         None,
@@ -135,8 +138,8 @@ def out_of_memory_error(error: MemoryError) -> ConfigError:
 
 
 class UnreachableError(MaxpipeError):
-    """Raised if processes of a run did not connect in time or became unreachable. A restart may
-    help.
+    """Raised if processes of a run did not connect in time, or became unreachable. Restarting the
+    run may help.
     """
 
     exit_code = ExitCode.HANG
@@ -149,29 +152,32 @@ class StorageError(MaxpipeError):
 
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
-        """Return an error for a failed write. The default action applies to a run folder."""
+        """Return the error for a failed write. The default action is for a run folder."""
         action = action or "Free space, or set run.dir to a writable folder."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 
 class DivergenceError(MaxpipeError):
-    """Raised if the loss, a gradient or the state diverges and the run must not continue.
+    """Raised if the loss, a gradient or the train state diverges, so that the run must not
+    continue.
 
-    Runs are deterministic, so a restarted run would fail again. The exit code is therefore the one
-    for an invalid config.
+    Runs are deterministic, so a restarted run would fail again. The exit code is therefore the same
+    as for an invalid config.
     """
 
     exit_code = ExitCode.CONFIG
 
 
 class ReplicaError(MaxpipeError):
-    """Raised if replicas on different devices differ. Checkpoints on disk are still valid."""
+    """Raised if replicas of the same data on different devices differ. Checkpoints on disk are
+    still valid.
+    """
 
     exit_code = ExitCode.STORAGE
 
 
 class Preemption(MaxpipeError):
-    """Raised after a signal stopped the run. Its state has been saved, and the run can be
+    """Raised after a signal stopped the run. The run's state has been saved, and the run can be
     restarted.
     """
 

@@ -1,7 +1,7 @@
-"""Performance figures of each device type, from `configs/hardware/*.yml`.
+"""Performance specifications of each device type, from `configs/hardware/*.yml`.
 
-This module does not import jax. Device types without a file are unsupported; figures are never
-guessed.
+This module does not import jax. Device types without a file are unsupported, because specifications
+are never guessed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Performance figures of one device and its links. Rates use decimal units (GB) and memory
-    sizes binary units (GiB), as in vendor specifications.
+    """Performance specifications of one device and its links. Rates use decimal units (GB) and
+    memory sizes use binary units (GiB), as in vendor specifications.
     """
 
     name: str
@@ -46,35 +46,36 @@ class Hardware:
     link_gb_per_second: float
     """Bandwidth of one link in one direction, in GB/s."""
     torus_dims: int
-    """Number of dimensions of the torus; 0 for devices that are connected by a switch."""
+    """Number of dimensions of the torus; 0 for devices connected by a switch."""
     network_gb_per_second: float
-    """Bandwidth between slices per device in one direction, in GB/s."""
+    """Bandwidth between slices per device, in one direction, in GB/s."""
     largest_slice: int
     """Maximum number of devices in a slice."""
     clock_ghz: float
-    """Clock rate of the matrix units in GHz; 0 if cycles are not estimated."""
+    """Clock rate of the matrix units in GHz; 0 disables cycle estimates."""
     matmul_efficiency: float = 0.75
-    """Fraction of the peak FLOP/s that the forward pass of a layer reaches."""
+    """Fraction of peak FLOP/s reached in the forward pass of a layer."""
     kernel_efficiency: float = 0.5
-    """Assumed fraction of the peak FLOP/s in custom kernels such as fused attention, for which
+    """Assumed fraction of peak FLOP/s in custom kernels such as fused attention, for which
     compilers provide no estimates."""
     input_grad_cost: float = 1.0
-    """Time to compute a layer's input gradient, relative to its forward-pass time, without
-    recomputation."""
+    """Time to compute a layer's input gradient without recomputation, relative to its forward
+    time."""
     weight_grad_cost: float = 1.0
-    """Time to compute a layer's weight gradients, relative to its forward-pass time."""
+    """Time to compute a layer's weight gradients, relative to its forward time."""
     deferred_cost: float = 0.0
-    """Extra time of a split backward pass compared with an unsplit one, relative to the
-    forward-pass time. Only measured figures set this value, and their gradient costs include the
-    extra time. For published figures, the extra time is derived from the memory bandwidth."""
+    """Additional time of a split backward pass compared with an unsplit one, relative to the
+    forward time. Only a calibration sets this value, and the calibrated gradient costs include this
+    time. Without a calibration, this time is derived from the memory bandwidth."""
     names_recomputed: float = 0.02
     """Time to recompute activations in a backward pass with `pipeline.remat=names`, relative to the
-    forward-pass time. Only operations such as norms are recomputed. The TPU compiler fuses them
-    into the matmuls that use their results."""
+    forward time. Only operations such as norms are recomputed. The TPU compiler fuses these
+    operations into the matmuls that use their results."""
     none_recomputed: float = 0.0
-    """Time to write and read back saved activations with `pipeline.remat=none`, relative to the
-    forward-pass time. Only measured figures set this value, and their `names_recomputed` includes
-    the same time. For published figures, the time is derived from the memory bandwidth."""
+    """Time to write saved activations and read them back with `pipeline.remat=none`, relative to
+    the forward time. Only a calibration sets this value, and the calibrated `names_recomputed`
+    includes the same time. Without a calibration, this time is derived from the memory
+    bandwidth."""
     fastest_mib: float = 0.0
     """Memory traffic in MiB of a layer's forward pass at the measured microbatch size with the
     lowest time per token. 0 if only one size was measured."""
@@ -86,54 +87,54 @@ class Hardware:
     `fastest_mib`, due to overheads."""
     split_cost: float = 0.0
     """Relative increase of a layer's time for each doubling of the tensor axis. The matmuls become
-    narrower, and devices that share CPU cores wait for each other at every reduction."""
+    narrower, and devices that share CPU cores wait for each other in every reduction."""
     ring_cost: float = 0.05
-    """Relative increase of the time of collective matmuls for each additional shard of the tokens.
-    The default is derived from the TPU compiler's cycle estimate for 8 shards
+    """Relative increase in the time of collective matmuls for each additional token shard. The
+    default is derived from the TPU compiler's cycle estimate for 8 shards
     (`benchmarks/collective_matmul.py`)."""
     copy_efficiency: float = 0.43
     """Fraction of the memory bandwidth that copies of buffer slices reach, counting both reads and
     writes. The default is the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Bandwidth of an all-to-all relative to an all-gather with the same number of bytes per
+    """Bandwidth of an all-to-all, relative to an all-gather with the same number of bytes per
     device."""
     tokens_rate: float = 1.0
-    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to other
+    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to that of other
     collectives."""
     latency_us: float = 2.0
-    """Latency of a collective or message inside a slice, in microseconds."""
+    """Latency in microseconds of a collective or message within a slice."""
     network_latency_us: float = 100.0
-    """Additional latency of collectives and messages between slices, in microseconds."""
+    """Additional latency in microseconds of collectives and messages between slices."""
     tick_us: float = 5.0
-    """Overhead of one iteration of the loop over pipeline ticks, in microseconds."""
+    """Overhead in microseconds of one iteration of the loop over pipeline ticks."""
     shared_by: float = 0.0
-    """Number of devices that can compute at the same time, if all devices share the CPU cores of
-    the machine. 0 if each device has its own cores."""
+    """Number of devices that can compute at the same time, if all devices share the machine's CPU
+    cores. 0 if each device has its own cores."""
     fresh_gb_per_second: float = 0.0
-    """Rate in GB/s at which the temporary memory of a step is allocated and cleared. 0 if devices
-    keep this memory allocated between steps, as accelerators do."""
+    """Rate in GB/s at which a step's temporary memory is allocated and cleared. 0 if devices keep
+    this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
     """Largest size in MiB of temporary memory that the process keeps allocated between steps. From
-    twice this size on, all temporary memory is allocated again in every step. Between the two
-    sizes, the reallocated fraction grows quadratically."""
+    twice this size, all temporary memory is reallocated in every step. Between the two sizes, the
+    reallocated fraction grows quadratically."""
     measured: str = ""
-    """Date and machine of the measurement; empty for published figures."""
+    """Date and machine of the calibration; empty for published specifications."""
 
     @property
     def is_tpu(self) -> bool:
-        """Whether the device is a TPU: only TPUs have links that form a torus."""
+        """Return whether the device is a TPU: only TPU links form a torus."""
         return self.torus_dims > 0
 
     @property
     def platform(self) -> str:
-        """Name of the jax backend."""
+        """Return the name of the jax backend."""
         if self.topology == "cpu":
             return "cpu"
         return "tpu" if self.is_tpu else "cuda"
 
     @property
     def ways(self) -> int:
-        """Number of directions in which the devices of a ring send at the same time."""
+        """Return the number of directions in which devices in a ring send at the same time."""
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
@@ -147,18 +148,18 @@ class Hardware:
 
     @property
     def flops(self) -> float:
-        """Peak bf16 FLOP/s."""
+        """Return the peak bf16 FLOP/s."""
         return self.bf16_tflops * 1e12
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one device in bytes."""
+        """Return the memory of one device in bytes."""
         return self.memory_gib * GIB
 
 
 @cache
 def published_hardware() -> Mapping[str, Hardware]:
-    """Return the published figures of all device types, keyed by topology prefix."""
+    """Return the published specifications of all device types, keyed by topology prefix."""
     by_topology = {}
     for path in sorted((bundled_folder() / "hardware").glob("*.yml")):
         each = Hardware(**yaml_values.load_yaml(path.read_text(encoding="utf-8")))
@@ -168,12 +169,12 @@ def published_hardware() -> Mapping[str, Hardware]:
 
 @cache
 def known_hardware() -> Mapping[str, Hardware]:
-    """Return the figures of all device types, keyed by topology prefix.
+    """Return the specifications of all device types, keyed by topology prefix.
 
-    Figures measured on this machine replace published ones.
+    Values calibrated on this machine replace published ones.
 
     Raises:
-        ConfigError: a file of measured figures cannot be read.
+        ConfigError: a calibration file cannot be read.
     """
     by_topology = dict(published_hardware())
     paths = sorted(measured_folder().glob("*.yml")) if files.has_home() else ()
@@ -184,13 +185,13 @@ def known_hardware() -> Mapping[str, Hardware]:
 
 
 def measured_folder() -> Path:
-    """Return the folder of figures measured on this machine."""
+    """Return the folder that stores the calibrations of this machine."""
     return Path(_MEASURED).expanduser()
 
 
 def measured_file(topology: str) -> Path:
-    """Return the path of the measured figures of this device type. The folder is created if
-    necessary.
+    """Return the path of this machine's calibration file for a device type. The folder is created
+    if necessary.
 
     Raises:
         StorageError: the file cannot be written.
@@ -212,7 +213,8 @@ _WRITE_ACTION = "Free space there, or set HOME to a writable folder."
 
 
 def save_measured(hardware: Hardware) -> Path:
-    """Write figures measured on this machine. From then on, `known_hardware` returns them.
+    """Write specifications calibrated on this machine. From then on, `known_hardware` returns these
+    specifications.
 
     Raises:
         StorageError: the file cannot be written.
@@ -229,9 +231,9 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Maps names of figures in earlier releases to current names."""
+"""Maps field names in earlier releases to current names."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""Exceptions that can be raised while an invalid file is parsed."""
+"""Exceptions that parsing an invalid file can raise."""
 
 
 _NONZERO_FIELDS = {
@@ -239,14 +241,14 @@ _NONZERO_FIELDS = {
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
-"""Names of the figures that must not be 0."""
+"""Names of fields that must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
-"""Limits of all figures, in the unit of each figure. No real device exceeds these limits."""
+"""Limits of all numeric fields, in the unit of each field. No real device exceeds these limits."""
 
 
 def _check_figures(figures: Mapping[str, object]) -> None:
-    """Raise ValueError if a figure is outside its range."""
+    """Raise ValueError if a field is out of range."""
     for name, value in figures.items():
         if not isinstance(value, int | float):
             continue
@@ -276,13 +278,13 @@ def _read_measured(path: Path) -> Hardware:
             str(path),
             None,
             f"is not a valid file of `maxpipe plan --calibrate`: {str(error).splitlines()[0]}",
-            "Delete the file, or measure again.",
+            "Delete the file, or calibrate again.",
         ) from error
 
 
 def hardware_of_device(device_kind: str) -> Hardware | None:
-    """Return the hardware of a jax device kind. Return None if the device kind is unknown or is a
-    MIG partition of a GPU.
+    """Return the hardware that matches a jax device kind. Return None if the device kind is unknown
+    or is a MIG partition of a GPU.
     """
     if "MIG" in device_kind:
         return None

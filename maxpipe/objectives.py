@@ -1,19 +1,20 @@
-"""Losses of fine-tuning, as functions of log-probabilities: preference, policy and distillation.
+"""Fine-tuning losses as functions of log-probabilities: preference, policy and distillation losses.
 
 *Preference losses* (DPO, IPO and ORPO) compare the log-probabilities of two responses. Pair i of a
-sequence consists of segment 2i + 1, the chosen response, and segment 2i + 2, the rejected response.
-Sources: arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691 for the losses; TRL for the use of
-means and sums, and for the names of the metrics.
+sequence consists of segment 2i + 1 (the chosen response) and segment 2i + 2 (the rejected
+response).
+Sources: arXiv:2305.18290, arXiv:2310.12036 and arXiv:2403.07691 for the losses; TRL for the choice
+between means and sums, and for the metric names.
 
 The *GRPO objective* is a clipped policy gradient with an estimate of the KL divergence. Sources:
-arXiv:2402.03300 for GRPO's loss and its estimate of the KL divergence; DAPO (arXiv:2503.14476) for
-the separate upper bound of the ratio. `advantages` compares the rewards within each group of
-completions, without JAX.
+arXiv:2402.03300 for the GRPO loss and its estimate of the KL divergence; DAPO (arXiv:2503.14476)
+for the separate upper clipping bound of the ratio. `advantages` normalizes rewards within each
+group of completions, without JAX.
 
 *Distillation*: a student learns a teacher's next-token probabilities. The teacher's
-log-probabilities are known for its K most likely tokens, and all other tokens form one bucket. The
+log-probabilities are given for its K most likely tokens, and all other tokens form one bucket. The
 loss is the divergence between two distributions over K + 1 buckets. If K is the vocabulary size,
-the loss is the divergence between the full distributions. Source: Hinton et al. (arXiv:1503.02531)
+this is the divergence between the full distributions. Source: Hinton et al. (arXiv:1503.02531)
 multiply the loss by temperature^2, so that gradients do not shrink at high temperatures. The
 reverse direction follows MiniLLM (arXiv:2306.08543).
 """
@@ -39,24 +40,24 @@ from maxpipe.pipeline.objective import BatchArraySpec, CrossEntropy, LogProbSpec
 # --- preference losses --------------------------------------------------------
 
 _CERTAIN = -1e-7
-"""Largest log-probability used to compute odds; larger values are clipped."""
+"""Largest log-probability used to compute odds; larger ones are clipped."""
 
 
 class PairValues(NamedTuple):
-    """Values of the chosen and rejected response of each pair."""
+    """Two values per pair: one for the chosen response and one for the rejected response."""
 
     chosen: Float[Array, "B N"]
     rejected: Float[Array, "B N"]
 
     @property
     def difference(self) -> Float[Array, "B N"]:
-        """Value of the chosen response minus that of the rejected response."""
+        """Return the value of the chosen response minus that of the rejected response."""
         return self.chosen - self.rejected
 
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """Base class of the preference losses, which defines their batch arrays and metrics."""
+    """Base class of the preference losses; defines their batch arrays and metrics."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS
@@ -65,23 +66,25 @@ class Preference(Objective):
         *("nats_chosen", "nats_rejected"),
     )
     needs_reference: ClassVar[bool] = True
-    """Whether the loss uses log-probabilities of the initial weights."""
+    """Whether the loss needs log-probabilities under the initial weights."""
     most_pairs: int
     """Maximum number of pairs per sequence (N)."""
     by_length: bool
-    """Whether the log-probability of a response is the mean over its tokens instead of the sum."""
+    """Whether the log-probability of a response is averaged over its tokens instead of summed."""
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Weights of the pairs; reference log-probability and number of tokens of each response."""
+        """Return the specs of the pair weights, and of each response's reference log-probability
+        and token count.
+        """
         by_row = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         halves = by_row((2 * self.most_pairs,))
         return {PAIRS: by_row((self.most_pairs,)), REFERENCE: halves, RESPONSE_TOKENS: halves}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the losses and metrics of each pair `[B, N]`."""
+        """Return the loss and metrics of each pair `[B, N]`."""
         tokens = jnp.maximum(inputs[RESPONSE_TOKENS], 1.0)
-        # Entries without a pair get a placeholder, so that no value is infinite.
+        # Entries without a pair get a placeholder, so that no entry is infinite.
         is_half = jnp.repeat(inputs[PAIRS], 2, axis=1) > 0
         means = _split_pairs(jnp.where(is_half, scores[0] / tokens, -1.0))
         of = _split_pairs(scores[0] / tokens if self.by_length else scores[0])
@@ -95,7 +98,7 @@ class Preference(Objective):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return (losses, rewards), given log-probabilities and their means per token."""
+        """Return (losses, rewards), given log-probabilities and their per-token means."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class Orpo(Preference):
 
 
 def make_preference(config: PreferenceConfig, most_pairs: int) -> Preference:
-    """Return the preference objective that a config section selects."""
+    """Return the preference objective selected by a config section."""
     named = config.length_normalised
     by_length = config.loss != "dpo" if named == "auto" else named == "on"
     match config.loss:
@@ -180,13 +183,13 @@ def _log_complement(log_probability: Float[Array, "B N"]) -> Float[Array, "B N"]
 # --- policy gradient ----------------------------------------------------------
 
 ON_POLICY = 1.0
-"""Value of `old_logp` that marks on-policy tokens; log-probabilities are never positive. The
-current weights sampled these tokens, so their ratio is exactly 1."""
+"""Value of `old_logp` that marks on-policy tokens; real log-probabilities are never positive. The
+current weights sampled these tokens, so their probability ratio is exactly 1."""
 
 
 @dataclass(frozen=True)
 class Policy(Objective):
-    """Policy-gradient loss per token. Batches have two arrays `[B, T]`: `old_logp`
+    """Policy-gradient loss per token. Batches contain two additional arrays `[B, T]`: `old_logp`
     (log-probabilities at sampling time, or `ON_POLICY`) and `advantages`.
     """
 
@@ -198,16 +201,16 @@ class Policy(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Log-probabilities of the sampled tokens."""
+        """Return the spec of the log-probabilities of the sampled tokens."""
         return (LogProbSpec("targets", self.temperature),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Arrays with one value per token."""
+        """Return the specs of arrays with one entry per token."""
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return each token's loss; the metrics are the entropy estimate and a clipping flag."""
+        """Return each token's loss; the metrics are an entropy estimate and a clipping flag."""
         (logp,), old, gain = scores, inputs["old_logp"], inputs["advantages"]
         ratio = jnp.exp(logp - jnp.where(old > 0, lax.stop_gradient(logp), old))
         low, high = 1 - self.clip, 1 + self.clip_ratio_high
@@ -218,7 +221,9 @@ class Policy(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class KlPolicyGradient(Policy):
-    """A policy loss with a KL term; batches also have the reference model's log-probabilities."""
+    """A policy loss with a KL term; batches also contain the reference model's
+    log-probabilities.
+    """
 
     kl: float
 
@@ -226,26 +231,28 @@ class KlPolicyGradient(Policy):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Arrays with one value per token."""
+        """Return the specs of arrays with one entry per token."""
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token; the metrics also contain the KL divergence."""
+        """Return each token's loss; the metrics also contain the KL divergence."""
         lost, reports = super().__call__(scores, inputs)
         apart = kl_estimate(scores[0], inputs["reference_logp"])
         return lost + self.kl * apart, (*reports, apart)
 
 
 def kl_estimate(logp: Float[Array, "B T"], reference: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """Return an unbiased, non-negative estimate of the KL divergence (Schulman's k3)."""
+    """Return an unbiased, nonnegative estimate of the KL divergence (Schulman's k3)."""
     return jnp.expm1(reference - logp) - (reference - logp)
 
 
 def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray:
-    """Return float64 `[groups, members]`: each reward minus the mean of its group.
+    """Return float64 advantages `[groups, members]`: each reward minus the mean reward of its
+    group.
 
-    With `std`, the result is divided by the group's standard deviation. If all rewards of a group
-    are equal, its advantages are exactly 0, because the group contains no preference.
+    If `scale` is `std`, the result is divided by the standard deviation of the group. If all
+    rewards in a group are equal, its advantages are exactly 0, because the group expresses no
+    preference.
     """
     rewards = np.asarray(rewards, np.float64)
     flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)
@@ -258,7 +265,7 @@ def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray
 # --- distillation -------------------------------------------------------------
 
 TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
-"""Batch arrays `[B, T, K]`: the ids of the teacher's most likely tokens, in descending order of
+"""Batch arrays `[B, T, K]`: the IDs of the teacher's most likely tokens, in descending order of
 probability, and their float32 log-probabilities at `temperature`."""
 
 _LEAST = 2.0**-22
@@ -269,25 +276,27 @@ Direction = Literal["forward", "reverse"]
 
 @dataclass(frozen=True)
 class Distill(Objective):
-    """Weighted sum of the divergence from a teacher and the cross entropy of the text."""
+    """Weighted sum of the divergence from a teacher and the cross entropy of the target tokens."""
 
     direction: Direction
     """`forward`: KL(teacher | student). `reverse`: KL(student | teacher)."""
     temperature: float
     top_k: int
     weight: float
-    """Weight of the divergence; the weight of the cross entropy is 1 - `weight`."""
+    """Weight of the divergence; the cross entropy has weight 1 - `weight`."""
 
     report_names: ClassVar[tuple[str, ...]] = ("cross_entropy", "divergence")
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Student log-probabilities of the target tokens and of the teacher's tokens."""
+        """Return the specs of the student's log-probabilities for the target tokens and the
+        teacher's tokens.
+        """
         return LogProbSpec("targets"), LogProbSpec(TEACHER_IDS, self.temperature)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Teacher ids and log-probabilities of each token."""
+        """Return the specs of the teacher's token IDs and log-probabilities for each token."""
         shape = (self.top_k,)
         return {
             TEACHER_IDS: BatchArraySpec(shape, jnp.int32),
@@ -296,11 +305,13 @@ class Distill(Objective):
 
     @property
     def eval_objective(self) -> Objective:
-        """Cross entropy, because evaluation documents have no teacher logits."""
+        """Return cross entropy, because evaluation documents have no teacher logits."""
         return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return the loss of each token in nats; the metrics are cross entropy and divergence."""
+        """Return each token's loss in nats; the metrics are the cross entropy and the
+        divergence.
+        """
         found, student = scores
         divergence = kl_divergence(student, inputs[TEACHER_LOGPROBS], self.direction)
         divergence, entropy = self.temperature**2 * divergence, -found
@@ -318,15 +329,15 @@ def kl_divergence(
 
 
 def append_remainder(scores: Float[Array, "*tokens K"]) -> Float[Array, "*tokens buckets"]:
-    """Append the log-probability of all other tokens."""
+    """Append the total log-probability of all other tokens."""
     total = jnp.minimum(jax.nn.logsumexp(scores, axis=-1), -_LEAST)
     return jnp.concatenate([scores, log1mexp(total)[..., None]], axis=-1)
 
 
 def log1mexp(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-    """Return log(1 - exp(x)) for x < 0, accurate for all magnitudes of x (Maechler, 2012)."""
+    """Return log(1 - exp(x)) for x < 0, accurate at all magnitudes of x (Maechler, 2012)."""
     is_near = x > -np.log(2.0)
-    # Both branches are computed for all entries, so both need inputs with finite values and
+    # Both branches are computed for all entries, so the inputs of both must have finite values and
     # gradients.
     near = jnp.log(-jnp.expm1(jnp.where(is_near, x, -1.0)))
     return jnp.where(is_near, near, jnp.log1p(-jnp.exp(jnp.where(is_near, -1.0, x))))

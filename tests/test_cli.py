@@ -377,14 +377,14 @@ def test_1f1b_and_interleaved_are_not_compared_as_one(more: list[str], capsys: C
     assert main(["schedule", "--compare", "1f1b,interleaved", *more]) == 0
     out = capsys.readouterr().out
     (first, second) = re.findall(r"^(?:1f1b|interleaved) +(.*)$", out, re.MULTILINE)
-    assert first != second and "are the same" not in out
+    assert first != second and "are identical" not in out
 
 
 def test_schedules_that_come_to_the_same_are_named(capsys: Capture):
     assert main(["schedule", "--compare", "1f1b,interleaved,gpipe", "--stages", "1"]) == 0
     assert "v_half" not in capsys.readouterr().out
     assert main(["schedule", "--compare", "zb_v,zb_v"]) == 0
-    assert "zb_v and zb_v are the same at these sizes." in capsys.readouterr().out
+    assert "zb_v and zb_v are identical at these sizes." in capsys.readouterr().out
 
 
 def test_one_of_a_thing_is_named_in_the_singular(capsys: Capture):

@@ -1,9 +1,9 @@
-"""Low-rank adapters of a model's matrices, and quantization of its frozen base.
+"""Low-rank adapters for a model's weight matrices, and quantization of the frozen base weights.
 
-A matrix W of `K x N` with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
-and B are stored next to W. They have the logical axes of W and one axis for the rank. Stacking,
-sharding, the optimizer and forecasts therefore need no special case. The module does not import
-jax.
+A `K x N` matrix W with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
+and B are stored next to W. They have W's logical axes plus one axis for the rank. Stacking,
+sharding, the optimizer and the forecasts of `plan` therefore need no special case. The module does
+not import jax.
 
 Sources: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314.
 """
@@ -20,23 +20,23 @@ from maxpipe.models.param_names import declared, names_in_layers, picked, withou
 from maxpipe.models.spec import Adapter, Held, LayerType, Made, Model, Normal, Param
 
 Key = tuple[str, str]
-"""(part, name) of a parameter."""
+"""Sublayer name and parameter name."""
 
 RANK = "lora"
-"""Logical axis of the rank dim and of dims of size 1."""
+"""Logical axis of the rank dim, also used for dims of size 1."""
 DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
-"""Suffixes of a matrix name for the adapter factors, the column magnitudes and the quantization
-scales."""
+"""Suffixes appended to a matrix's name for its adapter factors A and B, its DoRA column magnitudes,
+and its quantization scales."""
 BLOCK = 64
-"""Number of values that share a scale in nf4, if this number divides the size of the dim."""
+"""Maximum number of nf4 weights that share one scale (see `block_size`)."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
-"""Logical axes inside a layer. Values share scales along the first of these axes that a matrix
-has."""
+"""Logical axes along which weights can share quantization scales. A matrix uses the first of these
+axes that it has."""
 
 
 def with_adapters(model: Model, config: AdapterConfig) -> Model:
-    """Return the model with all parameters frozen and adapters for the matrices that `targets`
+    """Return the model with all parameters frozen and an adapter on each matrix that `targets`
     selects.
     """
     targets = _targets(model, config)
@@ -64,13 +64,13 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
 
 
 def adaptable(layer_type: LayerType) -> list[Key]:
-    """Return the matrices of a layer that support an adapter: those that only one matmul uses."""
+    """Return the matrices of a layer that support an adapter: those used by exactly one matmul."""
     return [key for key, param in layer_type.declared.items() if summed(param)]
 
 
 def summed(param: Param) -> int:
-    """Return the number of leading dims that the matmul contracts, or 0 unless exactly one matmul
-    uses the parameter.
+    """Return the number of leading dims that the matmul contracts; 0 unless exactly one matmul uses
+    the parameter.
     """
     return param.num_contracted_dims or param.linear
 
@@ -85,13 +85,13 @@ def names_of_adaptable(model: Model) -> list[str]:
 
 
 def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
-    """Return the declarations of the matrices with an adapter, keyed by checkpoint name."""
+    """Map the checkpoint name of each matrix with an adapter to its declaration."""
     targets = _targets(model, config)
     return {name: param for name, param in declared(model).items() if name in targets}
 
 
 def unmatched(model: Model, config: AdapterConfig) -> list[str]:
-    """Return the targets that match no parameter name."""
+    """Return the target patterns that match no parameter name."""
     return without_match(model, config.targets)
 
 
@@ -101,8 +101,8 @@ def _targets(model: Model, config: AdapterConfig) -> set[str]:
 
 
 def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
-    """Yield the adapter's parameters. The first factor is initialized as in PEFT, the second to
-    zero.
+    """Yield the adapter's parameters. The first factor is initialized as in PEFT, and the second is
+    initialized to zero.
     """
     part, name = key
     inside, outside = param.dims[: summed(param)], param.dims[summed(param) :]
@@ -118,7 +118,7 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
 
 
 def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:
-    """Yield the quantized values and the scales that replace each matrix of a layer."""
+    """Yield the quantized weights and the scales that replace each matrix of a layer."""
     if base == "default":
         return
     for (part, name), param in layer_type.declared.items():
@@ -136,24 +136,24 @@ def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:
 
 
 def dim_of_scales(param: Param) -> int | None:
-    """Return the dim along which the values of a matrix share scales, or None if the matrix is not
-    quantized.
+    """Return the dim along which a matrix's weights share quantization scales, or None if the
+    matrix is not quantized.
 
-    fsdp does not shard this dim, so scales are sharded in the same way as values.
+    fsdp never shards this dim, so the scales are sharded in the same way as the weights.
     """
     if not isinstance(param.init, Normal) or not param.axes[-1]:
-        return None  # axes without a name belong to the taps of convolutions
+        return None  # an unnamed axis holds the taps of a convolution, which is not quantized
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
     return next(axes, None)
 
 
 def block_size(size: int) -> int:
-    """Return the number of values along a dim of `size` that share a scale in nf4."""
+    """Return the number of nf4 weights that share one scale along a dim of this size."""
     return math.gcd(size, BLOCK)
 
 
 def factors_of(layer_type: LayerType) -> dict[Key, Param]:
-    """Return both factors of each adapter of a layer."""
+    """Return both factors of each adapter in a layer."""
     return {
         (part, name + end): layer_type.params[part, name + end]
         for part, name in layer_type.adapters
@@ -162,7 +162,8 @@ def factors_of(layer_type: LayerType) -> dict[Key, Param]:
 
 
 def residuals_of_changes(layer_type: LayerType) -> Held:
-    """Return the residuals of differentiating a layer's adapters, except for the adapters' inputs.
+    """Return the residuals saved for differentiating a layer's adapters, except for the adapters'
+    inputs.
 
     The residuals are the activations between the two factors, the product before DoRA magnitudes
     are applied, and the dropout masks.
@@ -183,6 +184,6 @@ def is_held(layer_type: LayerType, key: Key) -> bool:
 
 
 def base_of(params: Mapping[Key, Any]) -> list[Key]:
-    """Return the parameters of a layer that do not belong to an adapter."""
+    """Return the keys of a layer's parameters that do not belong to an adapter."""
     ends = (DOWN, UP, LENGTH)
     return [key for key in params if not key[1].endswith(ends)]

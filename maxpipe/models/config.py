@@ -1,4 +1,4 @@
-"""Config sections `model` and `adapter`, and bounds of numeric config values."""
+"""Config sections `model` and `adapter`, and the allowed ranges of numeric config values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModelConfig:
     """Name of the model family. The section with the family's name, such as `model.llama`, contains
     the keys that only this family uses."""
     num_layers: int
-    """Number of decoder layers. It does not have to be a multiple of stages x repeats."""
+    """Number of decoder layers. The number need not be a multiple of stages x repeats."""
     d_model: int
     """Width of the residual stream."""
     num_heads: int
@@ -27,12 +27,12 @@ class ModelConfig:
     num_kv_heads: int
     """Number of key/value heads. Must divide `model.num_heads`."""
     head_dim: int = field(metadata=renamed_from("head_size"))
-    """Size of one attention head. Must be even, because rotary embeddings rotate pairs of
-    entries."""
+    """Size of one attention head. Must be even, because rotary embeddings rotate pairs of dims."""
     d_mlp: int
     """Hidden width of the gated MLP."""
     vocab_size: int
-    """Number of token ids. Must be at least the vocabulary size of the tokenizer."""
+    """Vocabulary size: the number of token IDs. Must be at least the tokenizer's vocabulary
+    size."""
     tied_embeddings: bool = False
     """Use the embedding table as the output projection."""
     mtp_heads: int = field(default=0, metadata=renamed_from("heads_ahead"))
@@ -42,48 +42,48 @@ class ModelConfig:
         default="projection", metadata=renamed_from("ahead")
     )
     """Architecture of each multi-token prediction head. `projection` adds one square matrix.
-    `layer` adds one transformer layer of the same type as the last layer, as in DeepSeek-V3. The
+    `layer` adds one transformer layer of the same type as the last layer, as in DeepSeek-V3. This
     layer's input is a projection of the previous head's output and the next token's embedding.
     Ignored unless `model.mtp_heads` is set."""
     mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
-    """Weight of the mean multi-token prediction loss in the objective. Ignored unless
-    `model.mtp_heads` is set."""
+    """Weight in the training objective of the multi-token prediction loss, averaged over the heads.
+    Ignored unless `model.mtp_heads` is set."""
     rope_theta: float = 10000.0
-    """Base of the rotary embedding wavelengths (RoPE theta)."""
+    """Base of the rotary embedding frequencies (RoPE theta)."""
     norm_epsilon: float = 1e-5
-    """Epsilon that RMS normalization adds to the mean square."""
+    """Epsilon added to the mean square in RMS normalization."""
     dropout: float = 0.0
-    """Dropout rate of the outputs of each residual branch, in training."""
+    """Dropout rate applied to the output of each residual branch during training."""
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     """Attention implementation. `xla` and `blockwise` run on every platform; `blockwise` never
     stores all attention scores at once. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and
     requires sequence lengths that are multiples of 128. `auto` selects the best supported
-    implementation for the device, the model and the sequence length. A run prints the selected
-    implementation at the start."""
+    implementation for the device, the model and the sequence length. The selected implementation is
+    printed at the start of a run."""
     compute_dtype: Dtype = "bfloat16"
-    """Dtype of activations, and of weights in matmuls."""
+    """Dtype of activations and of the weights used in matmuls."""
     matmul: Literal["default", "int8", "fp8"] = "default"
-    """Number format of the projections in attention, MLPs and experts. `default` uses
+    """Number format of the projection matmuls in attention, MLPs and experts. `default` uses
     `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
-    `fp8` uses e4m3, and e5m2 for cotangents. The following always use `model.compute_dtype`: the
-    embedding, the router, the output heads, the score and value matmuls of attention, linear
-    attention, and projections to latents."""
+    `fp8` uses e5m2 for cotangents and e4m3 for all other inputs. The following always use
+    `model.compute_dtype`: the embedding, the router, the output heads, the score and value matmuls
+    of attention, linear attention, and the projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
-    """Projections that `model.matmul` quantizes: all of them, or only the projections of MLPs and
+    """Projections quantized by `model.matmul`: all of them, or only the projections of MLPs and
     experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
     the faster matmuls save. Ignored if `model.matmul` is `default`."""
     matmul_scales: Literal["channel", "tensor", "block"] = "channel"
-    """Granularity of the quantization scales of weights. `channel` uses one scale per output
-    channel. `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit
-    matrix. `block` uses power-of-two scales for blocks of 128 x 128 weights and of 128 activations
-    along the contracted dim. `block` only simulates the format: it multiplies dequantized values in
-    `model.compute_dtype` and is not faster. Ignored if `model.matmul` is `default`."""
+    """Granularity of the weight quantization scales. `channel` uses one scale per output channel.
+    `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit matrix.
+    `block` uses power-of-two scales for blocks of 128 x 128 weights and of 128 activations along
+    the contracted dim. `block` only simulates the format: it dequantizes and multiplies in
+    `model.compute_dtype`, so it is not faster. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
     """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
     `same` uses the format of `model.matmul`. Ignored if `model.matmul` is `default`."""
     param_dtype: Dtype = "float32"
-    """Dtype of stored parameters and of the optimizer state."""
-    frozen: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Dtype in which parameters and optimizer state are stored."""
+    frozen: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
     """Name patterns of the frozen parameters, such as `embedding` or `layers.attention.*`. Frozen
     parameters are not updated, and have no gradients or optimizer state. In models with several
     layer types, names include the layer type. In a `moe` model with dense layers,
@@ -92,7 +92,7 @@ class ModelConfig:
     same parameters. To freeze different parameters, start a new run with
     `checkpoint.restore=weights`."""
     own: Any = None
-    """Config section of the family. None selects the defaults of that section."""
+    """Config section of the model family. None selects the section's default values."""
     adapter: Any = None
     """Config section `adapter`. None if the config has no adapters."""
 
@@ -103,10 +103,11 @@ class AdapterConfig:
 
     rank: int = 0
     """Rank of each adapter (LoRA, arXiv:2106.09685). The update of a `K x N` matrix is the product
-    of a `K x rank` and a `rank x N` matrix. 0 trains the model without adapters."""
+    of a `K x rank` and a `rank x N` matrix. If 0, no adapters are added and the model itself is
+    trained."""
     kind: Literal["lora", "dora"] = "lora"
     """Adapter type. `lora` adds the product to the matrix. `dora` also normalizes each column of
-    the sum, and multiplies the column by a trained magnitude (arXiv:2402.09353)."""
+    the sum and multiplies it by a trained magnitude (arXiv:2402.09353)."""
     alpha: float = 16.0
     """Numerator of the adapter scale, which is `alpha / rank` unless `rslora` is set."""
     rslora: bool = field(
@@ -115,29 +116,29 @@ class AdapterConfig:
     """Whether the adapter scale is `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA,
     arXiv:2312.03732)."""
     dropout: float = 0.0
-    """Dropout rate of the adapter inputs, in training."""
-    targets: list[str] = field(default_factory=list, hash=False)  # a list has no hash
+    """Dropout rate applied to the adapter inputs during training."""
+    targets: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
     """Name patterns of the matrices that get an adapter, such as `layers.attention.*`. The syntax
     is the same as in `model.frozen`. An empty list selects all supported matrices: the projections
     of attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )
-    """Storage format of the frozen matrices in layers. `default` uses `model.param_dtype`, `int8`
-    uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
+    """Storage format of the layers' frozen weight matrices. `default` uses `model.param_dtype`,
+    `int8` uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
     arXiv:2305.14314). Matrices are all-gathered in this format, and matmuls use
     `model.compute_dtype`."""
 
 
 LARGEST = 3.4e38
-"""Upper limit of config values. Devices compute in float32, in which larger values overflow to
+"""Largest allowed config value. Devices compute in float32, where larger values overflow to
 infinity."""
 SMALLEST = 1.2e-38
-"""Lower limit of positive config values. Smaller values underflow to zero in float32."""
+"""Smallest allowed positive config value. Smaller values underflow to zero in float32."""
 
 
 class Bound(NamedTuple):
-    """Range of a numeric config value. `example` is a value inside the range."""
+    """Allowed range of a numeric config value. `example` is a valid value."""
 
     key: str
     example: float
@@ -147,8 +148,8 @@ class Bound(NamedTuple):
     low_is_inside: bool = True
     high_is_inside: bool = True
     axis: str = ""
-    """Logical axis of the dims with this size. The size must be a multiple of the number of devices
-    that shard this axis."""
+    """Logical axis of the dims whose size is this value. The size must be a multiple of the number
+    of devices that shard this axis."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

@@ -1,7 +1,7 @@
-"""Parameter and FLOP counts of a model description.
+"""Count the parameters and FLOPs of a model from its spec.
 
-The module does not import jax. Planning, the start-up screen, MFU and the layer partition use the
-same counts.
+The module does not import jax. `plan`, the start-up screen, the MFU metric and the automatic layer
+partition use these counts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from maxpipe.models.spec import LayerType, Matmul, Model, Param, Products, Score
 
 
 def size(param: Param) -> int:
-    """Return the number of entries of a parameter."""
+    """Return the number of elements in a parameter."""
     return math.prod(param.shape)
 
 
 def layer_params(layer_type: LayerType) -> int:
-    """Return the number of parameters of one layer of this type."""
+    """Return the number of parameters in one layer of this type."""
     return sum(map(size, counted(layer_type).values()))
 
 
 def total(model: Model, of: Callable[[Param], float]) -> float:
-    """Sum `of` over all parameters, including multi-token prediction heads.
+    """Sum `of(param)` over all parameters, including those of multi-token prediction heads.
 
-    A tied embedding table counts once.
+    A tied embedding table is counted once.
     """
     layers = (model.layer_types[layer_type] for layer_type in model.layers)
     layer_types = (param for layer_type in layers for param in counted(layer_type).values())
@@ -36,7 +36,7 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 
 
 def counted(layer_type: LayerType) -> Mapping[tuple[str, str], Param]:
-    """Return the parameters of a layer, with the unquantized shapes of quantized matrices."""
+    """Return a layer's parameters, with quantized matrices in their original unquantized shapes."""
     held = {name: param for name, param in layer_type.declared.items() if name in layer_type.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
@@ -48,16 +48,18 @@ def counted(layer_type: LayerType) -> Mapping[tuple[str, str], Param]:
 
 @lru_cache(maxsize=64)
 def num_params(model: Model) -> int:
-    """Return the number of parameters, including multi-token prediction heads.
+    """Return the number of parameters, including those of multi-token prediction heads.
 
-    A tied embedding table counts once.
+    A tied embedding table is counted once.
     """
     return int(total(model, size))
 
 
 @lru_cache(maxsize=64)
 def active_params(model: Model) -> int:
-    """Return the number of parameters that one token uses, without those of unselected experts."""
+    """Return the number of active parameters: those that one token uses, excluding unselected
+    experts.
+    """
     unused = sum(
         size(part.params[matmul.param]) * (1.0 - matmul.needed)
         for layer_type in model.all_layers
@@ -76,11 +78,11 @@ def num_trained(model: Model) -> int:
 
 @lru_cache(maxsize=64)
 def forward_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the matmul FLOPs of the forward pass per token in training; a multiply-add counts as 2
+    """Return the matmul FLOPs per token of a training forward pass; a multiply-add counts as 2
     FLOPs.
 
-    Attention counts only the causal half of the scores, limited to the window. Weights count only
-    if the token uses them.
+    Attention scores are counted for the causal half only, limited to the window. Weights are
+    counted only if the token uses them.
     """
     layers = sum(
         _matmul_weights(model.layer_types[layer_type], needed=True)
@@ -92,8 +94,8 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
 
 
 def train_flops_per_token(model: Model, sequence_length: int) -> int:
-    """Return the FLOPs per token of the forward and backward passes without recomputation, as used
-    for MFU.
+    """Return the FLOPs per token of the forward and backward passes, without recomputation, as used
+    to compute MFU.
 
     Weight gradients of frozen parameters are not counted. Source: PaLM, arXiv:2204.02311.
     """
@@ -114,7 +116,8 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
 
 @lru_cache(maxsize=64)
 def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
-    """Return the computed FLOPs of each layer's forward pass per token, from first to last layer.
+    """Return the FLOPs per token computed in the forward pass of each layer, from first to last
+    layer.
 
     The automatic layer partition balances these costs. The costs depend only on the model, so the
     partition is the same on every device and mesh.
@@ -134,7 +137,9 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
-    """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
+    """Map (sublayer, name) to the fraction of the parameter's elements that its matmul multiplies
+    per token.
+    """
     shares = dict.fromkeys(counted(layer_type), 1.0)
     for name, part in layer_type.parts.items():
         for matmul in part.operations:
@@ -154,7 +159,7 @@ def _matmul_weights(layer_type: LayerType, *, needed: bool) -> float:
 
 
 def _products(layer_type: LayerType, *, needed: bool) -> float:
-    """Return the multiply-adds per token of matmuls between activations, without attention
+    """Return the multiply-adds per token in matmuls between two activations, excluding attention
     scores.
     """
     return sum(
@@ -168,7 +173,7 @@ def _products(layer_type: LayerType, *, needed: bool) -> float:
 def _frozen_weights(layer_type: LayerType, is_frozen: Mapping[tuple[str, str], bool]) -> float:
     """Return the number of frozen weights that one token uses.
 
-    `is_frozen` overrides the layer type's own setting.
+    `is_frozen` overrides the frozen parameters declared by the layer type.
     """
     return sum(
         size(part.params[matmul.param]) * matmul.needed
@@ -189,7 +194,7 @@ def _heads(layer_type: LayerType) -> float:
 
 
 def _attention(model: Model, layer: int, tokens: int) -> float:
-    """Return the multiply-adds per token that a layer's attention needs."""
+    """Return the multiply-adds per token in the attention matmuls of a layer."""
     layer_type = model.layer_types[model.all_layers[layer]]
     return sum(
         2 * scores.heads * scores.head_dim * _visible(tokens, _window(model, scores, layer))
@@ -204,14 +209,14 @@ def _window(model: Model, scores: Scores, layer: int) -> float:
 
 
 def _visible(tokens: int, window: float) -> float:
-    """Return the mean number of keys that a query attends to."""
+    """Return the mean number of keys that a query token attends to."""
     if not 0 < window < tokens:
         return tokens // 2
     return window - window**2 / (2 * tokens)
 
 
 def _projected(model: Model) -> int:
-    """Return the number of entries of the output projection (or tied table), counted once per
+    """Return the number of weights in the output projection (or the tied table), counted once per
     head.
     """
     ends = model.ends
@@ -220,7 +225,7 @@ def _projected(model: Model) -> int:
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Return the sizes of multi-token prediction matrices outside layers, keyed by name."""
+    """Map the name of each multi-token prediction matrix outside the layers to its size."""
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -229,7 +234,7 @@ def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
 
 
 _KERNEL_LANES = 128
-"""Kernels require multiples of this number of tokens."""
+"""Kernels require token counts that are multiples of this number."""
 
 
 def tokens_before(windows: Iterable[int], run: int) -> int:
@@ -247,15 +252,15 @@ def tokens_before(windows: Iterable[int], run: int) -> int:
 
 
 QUERY_BLOCK, MAX_BLOCKS = 256, 8
-"""Default number of queries in a block of plain attention, and the maximum number of blocks per
-sequence. Each block skips the keys after its last query."""
+"""Default number of query tokens per block in plain attention, and the maximum number of blocks per
+sequence. Each block skips the keys after its last query token."""
 
 
 def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
-    """Return the (start, stop) indices of each block of queries. A block scores the keys before
-    `stop`.
+    """Return the (start, stop) token indices of each query block. A block computes the scores of
+    the keys before `stop`.
 
-    `block` 0 selects the block size automatically.
+    If `block` is 0, the block size is selected automatically.
     """
     block = block or max(QUERY_BLOCK, tokens // MAX_BLOCKS)
     if tokens % block:
@@ -265,14 +270,15 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 
 _BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
 """Block sizes of blockwise attention, keyed by minimum sequence length. On CPUs, 128 needs the
-least processor time and 256 the least wall time, because several cores share the work
-(`benchmarks/attention.md`). With several blocks, the block size is a multiple of `_LANES`."""
+least processor time and 256 the least wall time, because the blocks are spread over several cores
+(`benchmarks/attention.md`). If a sequence has several blocks, the block size is a multiple of
+`_LANES`."""
 
 
 def even_blocks(tokens: int, block: int = 0) -> int:
-    """Return the block size with which blockwise attention splits a sequence into even blocks.
+    """Return the block size that splits a sequence evenly for blockwise attention.
 
-    `block` is the maximum size; 0 selects the default. The last block may be padded.
+    `block` is the maximum size; if 0, the default is used. The last block may be padded.
     """
     block = block or next(size for least, size in _BLOCKS if tokens >= least)
     count = -(-tokens // block)
@@ -284,10 +290,12 @@ _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
 
 
 def packed_documents(tokens: int) -> int:
-    """Return the maximum mean number of documents per sequence for cuDNN kernels; 1 means unpacked.
+    """Return the maximum mean number of documents per sequence for which cuDNN's packed kernels are
+    used; 1 means that they are not used.
 
-    The backward pass allocates gradients of the size of a full sequence for each document. More
-    documents would need too much memory; in very long sequences, even a few would.
+    The backward pass allocates full-sequence gradient arrays for each document. With more
+    documents, these arrays would need too much memory; in very long sequences, even a few documents
+    would.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 
@@ -301,11 +309,11 @@ unrolled attention needs 0.60 to 0.85 times the processor time of plain attentio
 def unrolled_blocks(
     tokens: int, windows: Sequence[int] = (0,), size: int = _UNROLLED_BLOCK
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the (first key, start, stop) indices of unrolled query blocks; empty for long
-    sequences.
+    """Return the (first key, start, stop) token indices of each query block in unrolled attention;
+    empty for long sequences.
 
-    A block scores the keys from the first key in the largest window to `stop`. A window of 0 means
-    no window.
+    A block computes the scores of the keys from the first key in the largest window to `stop`. A
+    window of 0 means no window.
     """
     if tokens > _UNROLLED_TOKENS:
         return ()
@@ -317,8 +325,8 @@ def unrolled_blocks(
 
 
 def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
-    """Return the number of (query, key) pairs per sequence that plain or blockwise attention
-    scores.
+    """Return the number of (query, key) pairs per sequence whose scores plain or blockwise
+    attention computes.
     """
     if by_blocks and (unrolled := unrolled_blocks(tokens)):
         return sum((stop - start) * (stop - first) for first, start, stop in unrolled)
@@ -330,5 +338,7 @@ def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
 
 
 def scored_keys(tokens: int) -> int:
-    """Return the number of keys that plain attention scores, summed over its query blocks."""
+    """Return the number of keys whose scores plain attention computes, summed over its query
+    blocks.
+    """
     return sum(stop for _, stop in query_blocks(tokens))

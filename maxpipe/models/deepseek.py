@@ -32,25 +32,26 @@ from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
 
 _EPSILON = 1e-6
-"""Epsilon of the latent norms. As in the released code, it is independent of
+"""Epsilon of the RMSNorms on the latents. As in the released code, it is independent of
 `model.norm_epsilon`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepseekConfig(RoutedConfig):
-    """Keys that only DeepSeek models use. `model.head_dim` is the size of a query or key head,
-    including the rotated entries.
+    """Keys that only DeepSeek models use. `model.head_dim` is the query/key head dim, including the
+    RoPE dims.
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Size of the key-value latent of a token. The keys and values of all heads are projections of
-    this latent. During decoding, the cache stores only the latent and the rotated key entries."""
+    """Size of the key-value latent of each token. The keys and values of all heads are projections
+    of this latent. During decoding, the cache stores only the latent and the RoPE dims of the
+    key."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Size of the query latent of a token. With 0, queries are projected directly from the layer's
+    """Size of the query latent of each token. If 0, queries are projected directly from the layer's
     input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
-    """Number of trailing entries of each query and key head that are rotated. Must be even. All
-    heads share the rotated entries of a key."""
+    """Number of RoPE dims, the last dims of each query and key head. Must be even. All heads share
+    the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Size of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
@@ -62,9 +63,9 @@ class DeepseekConfig(RoutedConfig):
     """Original context length in tokens. Ignored unless `model.deepseek.rope_factor` is above
     1."""
     mscale: float = 0.0
-    """YaRN scale of the rotated entries. The entries are multiplied by `1 + 0.1 mscale
+    """YaRN scale of the RoPE dims. The RoPE dims are multiplied by `1 + 0.1 mscale
     log(rope_factor)` and divided by `1 + 0.1 mscale_all_dim log(rope_factor)`. If `mscale` or
-    `mscale_all_dim` is 0, the entries are multiplied by `1 + 0.1 log(rope_factor)`."""
+    `mscale_all_dim` is 0, the RoPE dims are multiplied by `1 + 0.1 log(rope_factor)`."""
     mscale_all_dim: float = 0.0
     """YaRN scale of the attention scores. The scores are multiplied by the square of `1 + 0.1
     mscale_all_dim log(rope_factor)`."""
@@ -118,8 +119,8 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "model.deepseek.qk_rope_head_dim",
             f"must be even and less than model.head_dim ({config.head_dim}), because only the "
-            "last entries of a head are rotated, in pairs.",
-            f"Set model.deepseek.qk_rope_head_dim={valid}, or a larger model.head_dim.",
+            "last dims of a head are rotated, in pairs.",
+            f"Set model.deepseek.qk_rope_head_dim={valid}, or use a larger model.head_dim.",
         )
 
 
@@ -128,7 +129,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """Numbers of rotated and of unrotated entries of queries and keys.
+    """Rows for the numbers of rotated and unrotated query and key dims.
 
     The last two keys are redundant.
     """
@@ -138,7 +139,7 @@ class _HeadSizes:
         return ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the head size and the number of rotated entries."""
+        """Return the head dim and the number of RoPE dims."""
         unrotated, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
         for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
             if theirs.get(name, size) != size:
@@ -152,15 +153,15 @@ class _HeadSizes:
 
 @dataclass(frozen=True)
 class _GroupsOfV2:
-    """Expert groups of V2, enabled by `topk_method`."""
+    """Expert groups of DeepSeek V2, which `topk_method` enables."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("topk_method", "n_group", "topk_group")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of groups and the number of groups per token; both are 1 for
-        `greedy`.
+        """Return the number of groups and the number of groups per token; both are 1 if
+        `topk_method` is `greedy`.
         """
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
@@ -168,12 +169,12 @@ class _GroupsOfV2:
             raise Unlike(self.names[0], method, rule)
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
-            raise Unlike(self.names[1], None, "is required with groups, as is topk_group.")
+            raise Unlike(self.names[1], None, "is required with expert groups, as is topk_group.")
         names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the keys; the number of groups determines `topk_method`."""
+        """Return the keys; `topk_method` depends on the number of groups."""
         counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
@@ -181,7 +182,7 @@ class _GroupsOfV2:
 
 @dataclass(frozen=True)
 class _Shared(Key):
-    """Number of shared experts. The class of transformers requires at least one."""
+    """Number of shared experts. The transformers class requires at least one."""
 
     def write(self, ours: Ours) -> Theirs:
         if not ours[self.ours]:
@@ -195,17 +196,17 @@ class _LayersAhead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key that published folders use and the key that transformers uses."""
+        """Return the key used in published folders and the key used by transformers."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of heads and their architecture."""
+        """Return the number of multi-token prediction heads and their architecture."""
         values = (theirs.get(name) for name in self.names)
         count = next((value for value in values if value is not None), 0)
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number of layers, which is 0 for projection heads."""
+        """Return the number of layers; 0 for projection heads."""
         count = ours["mtp_heads"] if ours["mtp_kind"] == "layer" else 0
         return dict.fromkeys(self.names, count)
 
@@ -220,7 +221,9 @@ _YARN = (
 
 
 def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
-    """Return the keys of both classes. The keyword arguments are defaults of transformers."""
+    """Return the config keys shared by both transformers classes. The keyword arguments are the
+    defaults of one transformers class.
+    """
     return (
         *(row for row in sizes if "head_dim" not in row.names),
         _HeadSizes(),
@@ -345,13 +348,13 @@ FAMILY = Family(
     bounds=(
         *moe.BOUNDS,
         Bound("kv_lora_rank", 512, 1, axis="latent"),
-        Bound("q_lora_rank", 0, 0, why="0 projects from the layer's input", axis="latent"),
+        Bound("q_lora_rank", 0, 0, why="0 projects queries from the layer's input", axis="latent"),
         Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
         Bound("v_head_dim", 128, 1, axis="head_dim"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 1),
         Bound("mscale", 1.0, 0, 1e6, "0 uses 1"),
-        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables the score scale"),
+        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables score scaling"),
     ),
     rules=_rules,
     metric_parts=(Experts,),

@@ -1,6 +1,6 @@
-"""Interface of a model family, and helpers that several families share.
+"""Interface of a model family, and helpers shared by several families.
 
-The helpers of families with experts are at the end. The module does not import jax.
+The helpers for families with experts are at the end. The module does not import jax.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from maxpipe.models.spec import Branch, Dims, Ends, LayerType, Model, Normal, Pa
 
 
 def residual_gain(config: ModelConfig) -> float:
-    """Return the initialization gain of projections to the residual stream.
+    """Return the initialization gain for projections to the residual stream.
 
-    The gain keeps the variance of the residual stream near 1.
+    The gain keeps the variance of the residual stream close to 1.
     """
     return (2 * config.num_layers) ** -0.5
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Return attention with the sizes in the section `model`; `options` are further fields of
-    `Attention`.
+    """Return attention with the sizes set in the section `model`; `options` are additional fields
+    of `Attention`.
     """
     return Attention(
         config.d_model,
@@ -45,8 +45,8 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return the gated MLP with the width in the section `model`; `options` are further fields of
-    `GatedMLP`.
+    """Return the gated MLP with the width set in the section `model`; `options` are additional
+    fields of `GatedMLP`.
     """
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 
@@ -54,7 +54,7 @@ def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
 def ends(config: ModelConfig, norm: Part, **options: Any) -> Ends:
     """Return the embedding, final norm and output projection.
 
-    Tied embeddings have no separate output projection. `options` are further fields of `Ends`.
+    Tied embeddings have no separate output projection. `options` are additional fields of `Ends`.
     """
     width, vocab = (config.d_model, "embed"), (config.vocab_size, "vocab")
 
@@ -78,10 +78,10 @@ def alike(
     values: Mapping[str, tuple[float, ...]] | None = None,
     **of_ends: Any,
 ) -> Model:
-    """Return a model with one layer type: attention and a gated MLP.
+    """Return a model with a single layer type that consists of attention and a gated MLP.
 
-    `before` and `after` select the norms of each branch. `scale` is the scale of both branches.
-    `of_ends` are further fields of `Ends`.
+    `before` and `after` select pre-norms and post-norms for both branches. `scale` multiplies the
+    output of both branches. `of_ends` are additional fields of `Ends`.
     """
     parts = {"attention": mixing, "mlp": gated_mlp(config, function=function)}
     branches = tuple(
@@ -95,22 +95,22 @@ def alike(
 
 
 def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> Rope:
-    """Return YaRN positions for a context `factor` times as long as the original
+    """Return rotary positions scaled with YaRN to a context `factor` times the original length
     (arXiv:2309.00071).
 
-    `options` are further fields of `Rope`.
+    `options` are additional fields of `Rope`.
     """
     length = 0.1 * math.log(factor) + 1.0
     return Rope(theta, factor, "yarn", original_tokens, attention_factor=length, **options)
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
-    """Return a per-layer value that is the same for all layers."""
+    """Return a per-layer tuple that repeats one value for all layers."""
     return (value,) * config.num_layers
 
 
 def embeddings_are_tied(config: ModelConfig) -> Iterator[RuleViolation]:
-    """Yield a violation unless embeddings are tied, as in all released models of the family."""
+    """Yield a violation unless embeddings are tied, as in all released models of this family."""
     if not config.tied_embeddings:
         yield RuleViolation(
             "model.tied_embeddings",
@@ -125,20 +125,19 @@ class Family:
     """A model family, defined by a module in `maxpipe.models`."""
 
     name: str
-    """Value of `model.family`, and the name of the family's section below `model`."""
+    """Value of `model.family`, and name of the family's config section below `model`."""
     section: type
     """Frozen dataclass with the keys that only this family uses. Every key has a default."""
     describe: Callable[[ModelConfig], Model]
-    """Function that returns the model of a valid config."""
+    """Function that returns the model spec for a valid config."""
     bounds: tuple[Bound, ...] = ()
-    """Bounds of the numeric values in the family's section."""
+    """Allowed ranges of the numeric values in the family's section."""
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
-    """Function that yields the violated rules of a config whose numbers are within bounds."""
+    """Function that yields the rule violations of a config whose numbers are within bounds."""
     metric_parts: tuple[type[Part], ...] = ()
-    """Part classes with `metrics`, used to list all metrics."""
+    """Sublayer classes with `metrics`, used to list all metrics."""
     huggingface: tuple[HuggingFace, ...] = ()
-    """Equivalent classes of transformers. An export uses the first class that supports the
-    config."""
+    """Equivalent transformers classes. An export uses the first class that supports the config."""
 
 
 _Section = TypeVar("_Section")
@@ -147,7 +146,7 @@ _Section = TypeVar("_Section")
 def own_keys(config: ModelConfig, section: type[_Section]) -> _Section:
     """Return the section of the config's family."""
     own = section() if config.own is None else config.own
-    assert isinstance(own, section), f"{config.family} has other keys than {own}"
+    assert isinstance(own, section), f"{config.family} does not use the config section {own}"
     return own
 
 
@@ -156,50 +155,53 @@ def own_keys(config: ModelConfig, section: type[_Section]) -> _Section:
 
 @dataclass(
     frozen=True, kw_only=True
-)  # no slots, because a family may inherit from several such classes
+)  # no slots, because a family can inherit from several such classes
 class MixtureConfig:
-    """Keys of all families with experts."""
+    """Config keys shared by all families with experts."""
 
     num_experts: int = 8
     """Number of experts per layer."""
     top_k: int = 2
-    """Number of experts per token. The experts with the largest router probabilities are
+    """Number of experts selected per token. The experts with the largest router probabilities are
     selected."""
     d_expert: int = 0
-    """Hidden width of one expert. 0 selects `model.d_mlp`."""
+    """Hidden width of one expert. If 0, `model.d_mlp` is used."""
     capacity_factor: float = 0.0
     """Capacity factor: the maximum number of tokens that an expert processes per sequence, as a
-    multiple of an even share. A common value is 1.25. Tokens beyond this capacity are dropped,
-    second choices first. Generation never drops tokens. 0 disables the limit."""
+    multiple of an even share. A common value is 1.25. Tokens that exceed the capacity are dropped,
+    lower-ranked choices first. Generation never drops tokens. 0 disables the limit."""
     all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
     """Capacity factor of the all-to-all with expert parallelism (`mesh.ici_expert`): the maximum
     number of token-expert pairs per microbatch that a device sends to each other device, as a
-    multiple of an even share. Pairs beyond this capacity are dropped, second choices first.
-    Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case
-    and need the most memory."""
+    multiple of an even share. Pairs that exceed the capacity are dropped, lower-ranked choices
+    first. Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst
+    case, which needs the most memory."""
     dispatch: Literal["auto", "dense", "grouped"] = field(
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )
-    """Method that dispatches tokens to experts without a capacity limit. `grouped` sorts
-    tokens by expert and computes only the selected experts, with a kernel on TPUs and in blocks of
-    tokens on other platforms. `dense` computes all experts for all tokens. `auto` uses `grouped` if
-    there are at least twice as many experts as `top_k`."""
+    """Method for dispatching tokens to experts when there is no capacity limit. `grouped` sorts
+    tokens by expert and computes only the selected experts, with a kernel on TPUs and in token
+    blocks on other platforms. `dense` computes every expert for every token. `auto` uses `grouped`
+    if there are at least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
-    """Coefficient of the load-balance loss of each layer with experts. The loss is 1 if all experts
-    receive the same number of tokens. With 0, the loss is only recorded."""
+    """Coefficient of the load-balance loss in each layer with experts. The loss is 1 if all experts
+    receive the same number of tokens. If 0, the loss is logged but not added to the training
+    loss."""
     load_balance_scope: BalanceOver = field(
         default="sequence", metadata=renamed_from("balance_over")
     )
-    """Tokens over which the load-balance loss computes expert loads. `sequence` uses each sequence
-    separately, so the loss is independent of the layout. `microbatch`, as in Switch Transformer,
-    uses the sequences of one device in a microbatch. The loss then depends on the batch size, the
-    number of microbatches, and the data and fsdp axes. `devices`, known as global-batch balancing,
-    uses the sequences of all devices in a microbatch. The loss then depends on the number of
-    microbatches, and on the data and fsdp axes, which determine the sequences of a microbatch. The
-    loss never depends on the schedule, or on the stage and tensor axes."""
+    """Set of tokens over which the load-balance loss computes expert loads. `sequence` computes
+    loads for each sequence separately, so the loss is independent of the layout. `microbatch`, as
+    in Switch Transformer, computes loads over one device's sequences within a microbatch. The loss
+    then depends on the batch size, the number of microbatches, and the data and fsdp axes.
+    `devices`, known as global-batch balancing, computes loads over all devices' sequences within a
+    microbatch. The loss then depends on the number of microbatches, and on the data and fsdp axes,
+    which determine the sequences in each microbatch. The loss never depends on the schedule, or on
+    the stage and tensor axes."""
     z_loss_weight: float = field(default=0.0, metadata=renamed_from("z_weight"))
     """Coefficient of the router z-loss, the mean squared log partition function of the router. The
-    z-loss keeps router logits small. With 0, the z-loss is only recorded."""
+    z-loss keeps router logits small. If 0, the z-loss is logged but not added to the training
+    loss."""
 
 
 MOE_BOUNDS = (
@@ -208,10 +210,10 @@ MOE_BOUNDS = (
     Bound("d_expert", 0, 0, why="0 uses model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
     Bound("all_to_all_capacity_factor", 2, 0, LARGEST, "0 drops no token"),
-    Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only records the z-loss"),
-    Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only records the balance loss"),
+    Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only logs the z-loss"),
+    Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only logs this loss"),
 )
-"""Bounds of the keys of `MixtureConfig`."""
+"""Allowed ranges of the keys in `MixtureConfig`."""
 
 
 def expert_width(config: ModelConfig, own: MixtureConfig) -> int:
@@ -220,7 +222,7 @@ def expert_width(config: ModelConfig, own: MixtureConfig) -> int:
 
 
 def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
-    """Return the experts of a layer; `options` are further fields of `Experts`."""
+    """Return the expert sublayer of a layer; `options` are additional fields of `Experts`."""
     return Experts(
         config.d_model,
         expert_width(config, own),
@@ -244,11 +246,11 @@ def moe_model(
     dense: Iterable[bool] = (),
     values: Mapping[str, tuple[float, ...]] | None = None,
 ) -> Model:
-    """Return a model of pre-norm layers with attention and either an MLP (`dense`) or experts
-    (`experts`).
+    """Return a model of pre-norm layers that combine attention with either an MLP (`dense`) or
+    experts (`experts`).
 
-    `dense` selects the layers with an MLP, starting with the first. The remaining layers have
-    experts.
+    `dense` has one entry per leading layer: true for an MLP, false for experts. The remaining
+    layers have experts.
     """
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     branches = {
@@ -263,20 +265,20 @@ def moe_model(
 
 
 def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation]:
-    """Yield the violated rules of dispatch and `top_k`."""
+    """Yield violations of the rules for expert dispatch and `top_k`."""
     section = f"model.{config.family}"
     if own.capacity_factor and own.dispatch != "auto":
         yield RuleViolation(
             f"{section}.dispatch",
-            f"must be auto with {section}.capacity_factor={own.capacity_factor:g}: the capacity "
-            "determines the dispatch.",
-            f"Set {section}.dispatch=auto, or {section}.capacity_factor=0 for experts without a "
-            "capacity.",
+            f"must be auto with {section}.capacity_factor={own.capacity_factor:g}, because a "
+            "capacity limit determines the dispatch method.",
+            f"Set {section}.dispatch=auto, or {section}.capacity_factor=0 for no capacity limit "
+            "(dropless).",
         )
     if own.top_k > own.num_experts:
         yield RuleViolation(
             f"{section}.top_k",
-            f"must be at most {section}.num_experts ({own.num_experts}), because a token's "
-            "experts are distinct.",
+            f"must be at most {section}.num_experts ({own.num_experts}), because the experts of a "
+            "token are distinct.",
             f"Set {section}.top_k={min(2, own.num_experts)}.",
         )

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): alternating sliding windows, capped scores and logits."""
+"""Gemma 2 (arXiv:2408.00118): alternating sliding windows, soft-capped scores and logits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma2Config(RopeConfig):
-    """Keys that only Gemma 2 models use. The embedding table is also the output projection."""
+    """Keys that only Gemma 2 models use. Gemma 2 always ties the output projection to the embedding
+    table.
+    """
 
     sliding_window: int = field(default=4096, metadata=renamed_from("window"))
     """Attention window in tokens, including the query token. The window applies to the first,
     third, fifth, ... layer; the remaining layers attend to all tokens."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Value whose square root divides the attention scores. 0 selects `model.head_dim`."""
+    """Value whose square root divides the attention scores. If 0, `model.head_dim` is used."""
     attn_logit_softcapping: float = field(default=50.0, metadata=renamed_from("score_cap"))
-    """Cap of the attention scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap of the attention scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     final_logit_softcapping: float = field(default=30.0, metadata=renamed_from("logit_cap"))
-    """Cap of the logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
+    """Soft cap of the logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Return a model with one layer type; the window differs between layers."""
+    """Return a model with one layer type, whose attention window differs between layers."""
     own = own_keys(config, Gemma2Config)
     attention = family.attention(
         config,
@@ -109,7 +111,7 @@ FAMILY = Family(
     Gemma2Config,
     describe,
     bounds=(
-        Bound("sliding_window", 4096, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("sliding_window", 4096, 1, 2**31 - 1, "token counts are int32 on devices"),
         Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 uses model.head_dim"),
         Bound("attn_logit_softcapping", 50.0, 0, LARGEST, "0 disables the cap"),
         Bound("final_logit_softcapping", 30.0, 0, LARGEST, "0 disables the cap"),

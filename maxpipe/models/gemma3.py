@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786): sliding windows in most layers, norms before and after branches."""
+"""Gemma 3 (arXiv:2503.19786): sliding windows in most layers, pre-norms and post-norms."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ from maxpipe.models.spec import Model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemma3Config:
-    """Keys that only Gemma 3 models use. The embedding table is also the output projection."""
+    """Keys that only Gemma 3 models use. Gemma 3 always ties the output projection to the embedding
+    table.
+    """
 
     sliding_window: int = field(default=1024, metadata=renamed_from("window"))
     """Attention window of local layers in tokens, including the query token."""
     sliding_window_pattern: int = field(default=6, metadata=renamed_from("period"))
-    """Period of global layers, which attend to all tokens. With period n, every n-th layer is
-    global, and the others are local."""
+    """Interval between global layers, which attend to all tokens. If n, every n-th layer is global
+    and the others are local."""
     local_rope_theta: float = 10000.0
-    """Base of the rotary wavelengths (RoPE theta) in local layers. Global layers use
+    """Base of the rotary embedding frequencies (RoPE theta) in local layers. Global layers use
     `model.rope_theta`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor that multiplies all rotary wavelengths in global layers. 1 disables the scaling."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Value whose square root divides the attention scores. 0 selects `model.head_dim`."""
+    """Value whose square root divides the attention scores. If 0, `model.head_dim` is used."""
 
 
 def describe(config: ModelConfig) -> Model:
-    """Return a model with one layer type; window and wavelengths differ between layers."""
+    """Return a model with one layer type, whose window and RoPE frequencies differ between
+    layers.
+    """
     own = own_keys(config, Gemma3Config)
     d, epsilon = config.d_model, config.norm_epsilon
     norm = RMSNorm(d, epsilon, offset=1.0)
@@ -150,10 +154,12 @@ FAMILY = Family(
     Gemma3Config,
     describe,
     bounds=(
-        Bound("sliding_window", 1024, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("sliding_window", 1024, 1, 2**31 - 1, "token counts are int32 on devices"),
         Bound("sliding_window_pattern", 6, 1),
         Bound("local_rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", False),
-        Bound("rope_factor", 1.0, 1, LARGEST, "multiplies wavelengths, 1 disables the scaling"),
+        Bound(
+            "rope_factor", 1.0, 1, LARGEST, "multiplies RoPE wavelengths; 1 disables the scaling"
+        ),
         Bound("query_pre_attn_scalar", 256.0, 0, LARGEST, "0 uses model.head_dim"),
     ),
     rules=family.embeddings_are_tied,

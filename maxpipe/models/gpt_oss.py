@@ -26,8 +26,8 @@ class GptOssConfig(MixtureConfig):
     swiglu_alpha: float = field(default=1.702, metadata=renamed_from("gate_slope"))
     """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(swiglu_alpha * g)`."""
     swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))
-    """Clamping limit of the experts' activations. Gates are clamped to at most this limit. The
-    values that the gates multiply are clamped to the range from `-swiglu_limit` to
+    """Clamp limit for expert activations. Gates are clamped from above at this limit. The up
+    projection that a gate multiplies is clamped to the range from `-swiglu_limit` to
     `swiglu_limit`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
@@ -39,7 +39,7 @@ class GptOssConfig(MixtureConfig):
 
 
 def describe(config: ModelConfig) -> Model:
-    """Return a model with one layer type; the window differs between layers."""
+    """Return a model with one layer type, whose attention window differs between layers."""
     own = own_keys(config, GptOssConfig)
     attention = family.attention(
         config,
@@ -132,9 +132,9 @@ FAMILY = Family(
     describe,
     bounds=(
         *family.MOE_BOUNDS,
-        Bound("sliding_window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
+        Bound("sliding_window", 128, 1, 2**31 - 1, "token counts are int32 on devices"),
         Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes the gate linear"),
-        Bound("swiglu_limit", 7.0, 0, LARGEST, "gates of 0 have no gradient", False),
+        Bound("swiglu_limit", 7.0, 0, LARGEST, "gates clamped to 0 have no gradient", False),
         Bound("rope_factor", 1.0, 1, LARGEST, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 1),
     ),

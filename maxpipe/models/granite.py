@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers of the embedding, scores, branches and logits."""
+"""Granite 3: Llama with multipliers for embeddings, attention scores, branches and logits."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class GraniteConfig(RopeConfig):
     """Keys that only Granite models use."""
 
     embedding_multiplier: float = field(default=1.0, metadata=renamed_from("embed_scale"))
-    """Factor that multiplies the embeddings."""
+    """Scalar that multiplies the embeddings."""
     attention_multiplier: float = field(default=0.0, metadata=renamed_from("score_scale"))
-    """Factor that multiplies the attention scores. 0 selects `model.head_dim ** -0.5`."""
+    """Scalar that multiplies the attention scores. If 0, `model.head_dim ** -0.5` is used."""
     residual_multiplier: float = field(default=1.0, metadata=renamed_from("branch_scale"))
-    """Factor that multiplies the outputs of attention and MLP before they are added to the residual
+    """Scalar that multiplies the attention and MLP outputs before they are added to the residual
     stream."""
     logit_divisor: float = 1.0
-    """Value that divides the logits."""
+    """Scalar that divides the logits."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -51,18 +51,18 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 class _Scores:
-    """`attention_multiplier`, which is always present in `config.json`."""
+    """Row for `attention_multiplier`, which `config.json` always contains."""
 
     names = ("attention_multiplier",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the multiplier."""
+        """Return the multiplier from `config.json`."""
         del ours
         multiplier = theirs.get("attention_multiplier")
         return {"granite.attention_multiplier": 1.0 if multiplier is None else multiplier}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the multiplier, even if our value is derived from the head size."""
+        """Return the multiplier, even if the config derives it from the head size."""
         return {
             "attention_multiplier": ours["granite.attention_multiplier"] or ours["head_dim"] ** -0.5
         }
@@ -91,9 +91,23 @@ FAMILY = Family(
     GraniteConfig,
     describe,
     bounds=(
-        Bound("embedding_multiplier", 12.0, 0, LARGEST, "embeddings of 0 have no gradient", False),
+        Bound(
+            "embedding_multiplier",
+            12.0,
+            0,
+            LARGEST,
+            "embeddings scaled by 0 have no gradient",
+            False,
+        ),
         Bound("attention_multiplier", 0.0, 0, LARGEST, "0 uses model.head_dim ** -0.5"),
-        Bound("residual_multiplier", 0.22, 0, LARGEST, "branches of 0 have no gradient", False),
+        Bound(
+            "residual_multiplier",
+            0.22,
+            0,
+            LARGEST,
+            "branches scaled by 0 have no gradient",
+            False,
+        ),
         Bound("logit_divisor", 8.0, 0, LARGEST, "logits are divided by this number", False),
         *rope_config.BOUNDS,
     ),

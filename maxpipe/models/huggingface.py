@@ -1,8 +1,8 @@
 """Hugging Face format of a model family: tables of config keys and tensors, without jax.
 
-A family has one table of keys and one table of tensors. An import reads both tables from left to
-right, and an export from right to left. The code that applies the tables is in
-`maxpipe.huggingface`. Several families share rows of the tables.
+Each family has one table of keys and one table of tensors. Imports read both tables from left to
+right, and exports from right to left. The code that applies the tables is in `maxpipe.huggingface`.
+Several families share table rows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Theirs = Mapping[str, Any]
 """Content of `config.json`."""
 
 Ours = Mapping[str, Any]
-"""Values keyed by name below `model`, such as `num_heads` and `llama.rope_factor`."""
+"""Config values keyed by name below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
 class Unlike(ValueError):
-    """A value that the other format cannot represent, with its key and the violated rule.
+    """Error for a value that the other format cannot represent, with its key and violated rule.
 
-    `action` is the suggested fix, if the default suggestion does not apply.
+    `action` is the suggested fix if the default suggestion does not apply.
     """
 
     def __init__(self, key: str, value: Any, rule: str, action: str = ""):
@@ -30,23 +30,24 @@ class Unlike(ValueError):
 
 
 class Row(Protocol):
-    """A row of the key table."""
+    """A row of a family's key table."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the keys of `config.json` that the row handles."""
+        """Return the `config.json` keys that this row handles."""
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Convert `config.json` to our keys; `ours` has the values of the preceding rows.
+        """Convert `config.json` to maxpipe's config keys; `ours` contains the values from the
+        preceding rows.
 
         Raises:
-            Unlike: the model family cannot compute the value.
+            Unlike: the model family does not support the value.
         """
         ...
 
     def write(self, ours: Ours) -> Theirs:
-        """Convert our values to keys of `config.json`.
+        """Convert maxpipe's config values to `config.json` keys.
 
         Raises:
             Unlike: transformers cannot represent the value.
@@ -61,29 +62,29 @@ class Key:
     theirs: str
     ours: str
     default: Any = None
-    """Value that transformers uses if `config.json` lacks the key, or a function that computes it
-    from our values of the preceding rows."""
+    """Value that transformers uses if `config.json` lacks the key, or a function that computes this
+    value from our values of the preceding rows."""
     zero_means: str = ""
-    """Another of our keys, whose value is used if this key is 0."""
+    """Name of another maxpipe key, whose value is used if this key is 0."""
     is_integer: bool = False
     """Whether transformers stores an integer where our config has a float."""
     also: str = ""
-    """Second name of the key in some releases of transformers. Exports write both names."""
+    """Alternative name of the key in some transformers releases. Exports write both names."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key's name, or both names."""
+        """Return the key's name, or both names if it has two."""
         return (self.theirs, self.also) if self.also else (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the value, or the default."""
+        """Return the key's value in `config.json`, or the default."""
         value = theirs.get(self.theirs)
         if value is None and self.also:
             value = theirs.get(self.also)
         if value is None:
             value = self.default(ours) if callable(self.default) else self.default
         if value is None:
-            raise Unlike(self.theirs, None, "is missing, and has no default.")
+            raise Unlike(self.theirs, None, "is missing and has no default.")
         if self.zero_means and value == ours[self.zero_means]:
             value = 0
         return {self.ours: value}
@@ -99,7 +100,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A key of `config.json`, with the only values that the family supports."""
+    """A `config.json` key for which the family supports only certain values."""
 
     theirs: str
     values: tuple[Any, ...]
@@ -112,10 +113,10 @@ class Fixed:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check the value; none of our keys depends on it."""
+        """Check the value, which corresponds to no maxpipe key."""
         actual = theirs.get(self.theirs)
         actual = self.default if actual is None else actual
-        # 0 equals false, and 1 equals true.
+        # Python considers 0 equal to False, and 1 equal to True.
         if not any(
             actual == value and (type(actual) is bool) == (type(value) is bool)
             for value in self.values
@@ -125,17 +126,15 @@ class Fixed:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the first value. Null is omitted, because the mere presence of some keys has a
-        meaning.
+        """Return the first value. Null is omitted, because the mere presence of some keys changes
+        their meaning.
         """
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
 @dataclass(frozen=True)
 class Only:
-    """A key of our config without a counterpart in `config.json`, and the only value that
-    transformers supports.
-    """
+    """A maxpipe key that `config.json` lacks, and the only value that transformers supports."""
 
     ours: str
     value: Any
@@ -148,7 +147,7 @@ class Only:
         return {self.ours: self.value}
 
     def write(self, ours: Ours) -> Theirs:
-        """Check the value; no key of `config.json` depends on it."""
+        """Check the value, which corresponds to no `config.json` key."""
         if ours[self.ours] != self.value:
             raise Unlike(f"model.{self.ours}", ours[self.ours], f"must be {self.value!r}.")
         return {}
@@ -156,7 +155,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Kept:
-    """A key that does not change logits. Exports copy it from the imported `config.json`."""
+    """A `config.json` key that does not affect logits. Exports copy it from the imported model."""
 
     theirs: str
 
@@ -168,35 +167,34 @@ class Kept:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return nothing: `maxpipe.huggingface` copies the key."""
+        """Return an empty dict; `maxpipe.huggingface` copies the key."""
         return {}
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
+    """Rotary keys: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key for the base."""
+    """Our key for the RoPE base."""
     default: float
-    """Default of the base in transformers."""
+    """Default RoPE base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
     """Rows for the other parameters, keyed by `rope_type`."""
     unscaled: Ours
-    """Our values for the type `default`."""
+    """Our values for the `rope_type` `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
-    """Function that returns the `rope_type` of our values."""
+    """Function that returns the `rope_type` for our values."""
     layers: str = ""
-    """Layer type, if `rope_parameters` has an entry per layer type."""
+    """Layer type to read, if `rope_parameters` has one entry per layer type."""
     legacy_theta_key: str = "rope_theta"
-    """Key of the base in older releases."""
+    """Name of the RoPE base key in older transformers releases."""
     legacy_type_key: str = "rope_type"
-    """Key of the type in older releases."""
+    """Name of the RoPE type key in older transformers releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    """Rows for keys of `config.json` outside the rotary parameters, keyed by `rope_type`."""
+    """Rows for `config.json` keys outside the rotary parameters, keyed by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
-    """Default rotary parameters in transformers if `config.json` specifies nothing except the
-    base."""
+    """Rotary parameters that transformers uses if `config.json` specifies only the base."""
     default_max_positions: int = 0
     """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
@@ -204,11 +202,11 @@ class Rotary:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the keys of the current and of older releases."""
+        """Return the key names of current and older transformers releases."""
         return (self.legacy_theta_key, "rope_scaling", "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return base and scaling from the normalized `rope_parameters`.
+        """Return the RoPE base and scaling from the normalized `rope_parameters`.
 
         See `maxpipe.huggingface.config_json`.
         """
@@ -233,7 +231,7 @@ class Rotary:
         return ours_read
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the keys of the current and of older releases, for compatibility with both."""
+        """Return the keys of both current and older releases, so that both can read the file."""
         rope_type, scaling = self.select_type(ours), {}
         if rope_type != "default":
             for row in self.scalings[rope_type]:
@@ -251,7 +249,7 @@ class Rotary:
 
 
 def an_object(theirs: Theirs, key: str) -> Theirs:
-    """Return the object below a key, or an empty object for null.
+    """Return the JSON object stored under a key, or an empty dict for null.
 
     Raises:
         Unlike: the value is not an object.
@@ -266,19 +264,19 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
 
 @dataclass(frozen=True)
 class Twice:
-    """Two keys of `config.json` with the same meaning. transformers prefers the first key."""
+    """Two `config.json` keys with the same meaning. transformers prefers the first key."""
 
     primary: str
     other: str
     is_read: bool = True
-    """Whether the other key is used if only that key is present."""
+    """Whether the second key is read if the first key is absent."""
     default: Any = None
-    """Value to use if the other key is ignored."""
+    """Value to use if the second key is ignored."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter and the Hugging Face tensors that store it.
+    """Mapping between a model parameter and the Hugging Face tensors that store it.
 
     Rows with the same tensor name are concatenated along the tensor's first dim.
     """
@@ -286,54 +284,54 @@ class Tensor:
     ours: str
     """`PART.PARAM` for a layer parameter, or the checkpoint name of a parameter outside layers."""
     theirs: str
-    """Tensor name with `{layer}`, the layer's index in the network, and optionally `{expert}`."""
+    """Tensor name with the placeholder `{layer}` (layer index) and optionally `{expert}`."""
     dims: str
-    """Einops pattern from our dims to theirs: `d n h -> (n h) d`. A dim that is missing on the
-    right is `{expert}`."""
+    """Einops pattern from maxpipe's dims to Hugging Face's dims: `d n h -> (n h) d`. A dim that is
+    missing on the right is `{expert}`."""
     interleaved: bool = False
-    """Whether the rows' entries alternate along the tensor's last dim, instead of being
-    concatenated along its first dim."""
+    """Whether the rows alternate along the tensor's last dim, instead of being concatenated along
+    its first dim."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A larger model that contains this model as a component. Only imports use it."""
+    """A composite model that contains this model as a component. Only imports support it."""
 
     architecture: str
     section: str
-    """Key of `config.json` with the component's config."""
+    """`config.json` key that holds the component's config."""
     model_type: str
     other_tensors: tuple[str, ...]
-    """Patterns of the tensor names of the other components."""
+    """Tensor name patterns of the other components."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A class of transformers that is equivalent to a family."""
+    """A transformers class that is equivalent to a model family."""
 
     architecture: str
     model_type: str
     keys: tuple[Row, ...]
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of the names of tensors that some releases saved but never read."""
+    """Name patterns of tensors that some releases saved but never read."""
     containers: tuple[Whole, ...] = ()
     mtp_tensors: tuple[Tensor, ...] = ()
-    """Tensors of multi-token prediction layers in addition to the tensors of ordinary layers. The
-    `{layer}` index continues after the network's layers. Empty if the class has no such layers."""
+    """Tensors of multi-token prediction layers, in addition to those of ordinary layers. `{layer}`
+    numbering continues after the decoder layers. Empty if the class has no such layers."""
     copies: tuple[tuple[str, str], ...] = ()
-    """(parameter, tensor) pairs for tensors that a multi-token prediction layer duplicates."""
+    """(parameter, tensor) pairs for tensors duplicated in each multi-token prediction layer."""
     duplicate_keys: tuple[Twice, ...] = ()
-    """Pairs of keys with the same meaning."""
+    """Pairs of `config.json` keys with the same meaning."""
 
     def names(self) -> frozenset[str]:
-        """Return the keys of `config.json` that the table handles."""
+        """Return the `config.json` keys that the tables handle."""
         named = (name for row in self.keys for name in row.names)
         return frozenset(named) | {pair.other for pair in self.duplicate_keys}
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
-    """Return the content of `config.json` for our values.
+    """Return the content of `config.json` for maxpipe config values.
 
     Raises:
         Unlike: transformers cannot represent a value.
@@ -343,7 +341,7 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
         for name, value in row.write(ours).items():
             before = params.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
-                value = {**before, **value}  # merges entries of different layer types
+                value = {**before, **value}  # merges the entries of different layer types
             params[name] = value
     return params
 
@@ -360,10 +358,10 @@ def sizes(
     epsilon: float = 1e-6,
     tied: bool = False,
 ) -> tuple[Row, ...]:
-    """Return rows for the keys that nearly all models have, with the defaults of one transformers
+    """Return rows for the keys that almost all models have, with the defaults of one transformers
     class.
 
-    With `kv_heads` None, the default is the number of heads. With `head_dim` None, the default is
+    If `kv_heads` is None, the default is the number of heads. If `head_dim` is None, the default is
     the width divided by the number of heads.
     """
     return (
@@ -392,15 +390,15 @@ KEPT = tuple(
         *("attention_dropout", "initializer_range", "use_cache", "pretraining_tp"),
     )
 )
-"""Keys that do not change logits."""
+"""Keys that do not affect logits."""
 
 BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")))
-"""Expert keys that affect only training and differ in meaning from our keys."""
+"""Expert keys that affect only training and whose meaning differs from that of maxpipe's keys."""
 
 
 @dataclass(frozen=True)
 class OrNone:
-    """A number whose value for "disabled" is null in `config.json` and 0 in our config."""
+    """A numeric key that is disabled by null in `config.json` and by 0 in our config."""
 
     theirs: str
     ours: str
@@ -412,17 +410,17 @@ class OrNone:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number, or 0 for null."""
+        """Return the number, or 0 if `config.json` has null."""
         return {self.ours: theirs.get(self.theirs, self.default) or 0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number, or null for 0."""
+        """Return the number, or null if it is 0."""
         return {self.theirs: ours[self.ours] or None}
 
 
 @dataclass(frozen=True)
 class Unquantised:
-    """`quantization_config`, which must be absent."""
+    """Row for `quantization_config`, which must be absent."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -438,16 +436,16 @@ class Unquantised:
         if isinstance(method, str) and method in _DEQUANTISED:
             packages, code = _DEQUANTISED[method]
             action = (
-                f"Dequantize them with transformers, torch{packages}: python -c 'from transformers "
-                f"import AutoModelForCausalLM as M{code}, save_original_format=False)', "
-                "then import NEW."
+                f"Dequantize the weights with transformers, torch{packages}: python -c 'from "
+                f"transformers import AutoModelForCausalLM as M{code}, "
+                "save_original_format=False)', then import NEW."
             )
         by = f" by {method}" if isinstance(method, str) else ""
-        rule = f"must be null: the folder's weights are quantized{by}."
+        rule = f"must be null, because the folder's weights are quantized{by}."
         raise Unlike("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
-        """Return nothing, because the mere presence of the key has a meaning."""
+        """Return an empty dict, because the mere presence of the key has a meaning."""
         return {}
 
 
@@ -455,7 +453,7 @@ _LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
 
 
 def _loaded_by(config: str) -> str:
-    """Return the code that dequantizes weights during loading."""
+    """Return Python code that loads a model and dequantizes its weights."""
     return (
         f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
     )
@@ -473,20 +471,20 @@ _DEQUANTISED = {
         f'{_LOADED}).dequantize().save_pretrained("NEW"',
     ),
 }
-"""Packages and code that write a bfloat16 folder, keyed by quantization method. No such code exists
-for GPTQ and AWQ."""
+"""Packages and Python code that convert a folder to bfloat16, keyed by quantization method. No such
+code exists for GPTQ and AWQ."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-"""Names of layer types in transformers."""
+"""Layer type names used by transformers."""
 
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """`layer_types`, which is determined by the family."""
+    """Row for `layer_types`, which the family determines."""
 
     types: tuple[str, ...]
-    """Layer types of the first layers. The sequence repeats for the following layers."""
+    """Layer types of the first layers. The pattern repeats for the following layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -497,7 +495,7 @@ class LayerTypes:
         layer_types = theirs.get("layer_types")
         if layer_types is not None and layer_types != (wanted := self._of(ours)):
             names = " and ".join(map(repr, self.types))
-            rule = f"must name {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
+            rule = f"must list {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
             raise Unlike("layer_types", layer_types, rule)
         return {}
 
@@ -512,14 +510,14 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Keys for sliding windows in some layers. Such windows are not supported."""
+    """Row for keys that enable sliding windows in some layers, which is unsupported."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one key; `Kept` rows handle the other keys."""
+        """Return one key name; `Kept` rows handle the other keys."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -547,12 +545,12 @@ RAMP = (
     Fixed("beta_fast", (32, 32.0), 32),
     Fixed("beta_slow", (1, 1.0), 1),
 )
-"""Boundaries of the YaRN ramp."""
+"""Boundaries of the YaRN interpolation ramp."""
 
 
 @dataclass(frozen=True)
 class Period:
-    """`layer_types` in which every n-th layer attends to all tokens, and a key that holds n."""
+    """Row for `layer_types` where every n-th layer attends to all tokens, and for the key of n."""
 
     ours: str
     others: str
@@ -561,7 +559,7 @@ class Period:
     """Value of n if `config.json` has neither key."""
     theirs: str
     also: tuple[str, ...] = ()
-    """Further names of the key that holds n."""
+    """Alternative names of the key that stores n."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -569,18 +567,18 @@ class Period:
         return ("layer_types", self.theirs, *self.also)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the period of global layers, from the list of layer types."""
+        """Return the interval between global layers, computed from the list of layer types."""
         types = theirs.get("layer_types")
         if types is None:
             period = theirs.get(self.theirs)
             return {self.ours: self.default if period is None else period}
         count = ours["num_layers"]
         if isinstance(types, list) and len(types) == count:
-            # A period beyond the last layer means that no layer attends to all tokens.
+            # An interval larger than the layer count means that no layer attends to all tokens.
             first = types.index(FULL) + 1 if FULL in types else max(count + 1, self.default)
             if types == self._types(count, first):
                 return {self.ours: first}
-        rule = f"must name {count} layers, where every n-th is {FULL!r} and the others are "
+        rule = f"must list {count} layers, where every n-th is {FULL!r} and the others are "
         raise Unlike("layer_types", types, f"{rule}{self.others!r}.")
 
     def write(self, ours: Ours) -> Theirs:
@@ -589,7 +587,7 @@ class Period:
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """Return the key and the value of a period that contradicts `layer_types`, or None."""
+        """Return the (key, value) of an interval that contradicts `layer_types`, or None."""
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None
@@ -604,7 +602,7 @@ class Period:
 
 
 YARN = (Fixed("attention_factor", (None,)), *RAMP)
-"""YaRN parameters other than factor and original length."""
+"""YaRN parameters other than the factor and the original context length."""
 
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
@@ -630,13 +628,13 @@ SINKS = (
     Tensor("attention.out_bias", _LAYER + "self_attn.o_proj.bias", "d -> d"),
     Tensor("attention.sinks", _LAYER + "self_attn.sinks", "n -> n"),
 )
-"""Biases and sinks in addition to `BIASES`."""
+"""Output biases and attention sinks, in addition to `BIASES`."""
 
 JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
 )
-"""Norms that normalize all heads of a token together."""
+"""Query and key norms that normalize all heads of a token together."""
 
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
@@ -652,7 +650,7 @@ FUSED = (
     Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
     Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
 )
-"""Rows for attention and an MLP with fused projections."""
+"""Rows for attention and MLP with fused projections."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -662,7 +660,7 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """Return the rows for a router and experts; `prefix` precedes the names within a layer."""
+    """Return rows for a router and experts; `prefix` precedes the tensor names within a layer."""
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
@@ -682,18 +680,18 @@ JOINED_EXPERTS = (
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )
-"""Router and experts with biases. Each tensor holds one projection of all experts."""
+"""Router and experts with biases. Each tensor stores one projection of all experts."""
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:
-    """Return the rows for a layer's norm scales. `names` maps part names to tensor names."""
+    """Return the rows for a layer's norm scales. `names` maps norm names to tensor names."""
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )
 
 
 NORMED = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-"""Norms before attention and MLP."""
+"""Pre-norms of attention and MLP."""
 
 SANDWICH = norms(
     attention_norm="input_layernorm",
@@ -701,7 +699,7 @@ SANDWICH = norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_after_norm="post_feedforward_layernorm",
 )
-"""Norms before and after attention and MLP."""
+"""Pre-norms and post-norms of attention and MLP."""
 
 LLAMA = (*ENDS, *NORMED, *ATTENTION, *MLP)
-"""All tensors of Llama, which other families share."""
+"""All Llama tensors, which other families share."""

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: attention and a gated MLP, with a norm before each.
+"""Llama 2 and 3: attention and a gated MLP, each with a pre-norm.
 
 `maxpipe/nn/decoder.py` contains the forward pass. `docs/model.md` explains both files.
 """
@@ -25,9 +25,9 @@ class LlamaConfig(RopeConfig):
     """Keys that only Llama models use."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "llama3"
-    """Method of rotary scaling. `llama3` (Llama 3.1) scales only wavelengths that fit fewer than
-    four times into the original context. `yarn` also scales only long wavelengths, with a linear
-    ramp. `linear` multiplies all wavelengths by `rope_factor`. `dynamic` (NTK) raises the base for
+    """RoPE scaling method. `llama3` (Llama 3.1) scales only wavelengths that fit fewer than four
+    times into the original context. `yarn` also scales only long wavelengths, with a linear ramp.
+    `linear` multiplies all wavelengths by `rope_factor`. `dynamic` (NTK) increases the base for
     sequences longer than `original_max_position_embeddings`. `longrope` multiplies each wavelength
     by a separate factor."""
     rope_factor: float = field(

@@ -21,8 +21,8 @@ class MistralConfig(RopeConfig):
     """Keys that only Mistral models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query token. With 0, all layers attend to all
-    tokens, as in version 0.2 and later."""
+    """Attention window in tokens, including the query token. If 0, all layers attend to all tokens,
+    as in version 0.2 and later."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -65,7 +65,7 @@ FAMILY = Family(
             0,
             0,
             2**31 - 1,
-            "devices count tokens in int32, 0 disables the window",
+            "token counts are int32 on devices; 0 disables the window",
         ),
         *rope_config.BOUNDS,
     ),

@@ -1,4 +1,4 @@
-"""Mixture of experts: leading dense layers, then layers with routed experts."""
+"""Mixture of experts: leading dense layers, followed by layers with routed experts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from maxpipe.models.spec import Model, Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedConfig(MixtureConfig):
-    """Keys of families with shared experts and groups of experts."""
+    """Config keys of families with shared experts and expert groups."""
 
     num_dense_layers: int = 1
-    """Number of leading layers with one MLP of width `model.d_mlp` instead of experts."""
+    """Number of leading layers that have one MLP of width `model.d_mlp` instead of experts."""
     num_shared_experts: int = 0
     """Number of shared experts, which process all tokens. Shared experts have the same width as
     routed experts."""
@@ -32,20 +32,20 @@ class RoutedConfig(MixtureConfig):
     )
     """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores."""
     routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
-    """Factor that multiplies the routing weights of a token's experts."""
+    """Factor that multiplies the routing weights of each token's experts."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
     """Normalize the scores of each token's selected experts to a sum of 1."""
     num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
-    """Number of expert groups, which all have the same size. With several groups, each token is
-    routed only to experts in `expert_groups_per_token` of the groups."""
+    """Number of expert groups of equal size. If above 1, each token is routed only to experts in
+    `expert_groups_per_token` of these groups."""
     expert_groups_per_token: int = field(default=1, metadata=renamed_from("groups_per_token"))
-    """Number of expert groups that each token is routed to. The groups with the largest scores are
+    """Number of expert groups to which each token is routed. The groups with the largest scores are
     selected."""
     group_scores: Literal["max", "top2"] = "max"
     """Score of an expert group: the largest expert score (`max`), or the sum of the two largest
     expert scores (`top2`)."""
     expert_bias: bool = field(default=False, metadata=renamed_from("router_bias"))
-    """Add a bias to each expert's score when experts are selected, but not when their outputs are
+    """Add a bias to expert scores when experts are selected, but not when expert outputs are
     weighted. The bias has no gradient. Each step updates the bias to balance expert loads without
     an auxiliary loss."""
     expert_bias_update_rate: float = field(default=0.001, metadata=renamed_from("balance_rate"))
@@ -65,7 +65,9 @@ def describe(config: ModelConfig) -> Model:
 
 
 def layered(config: ModelConfig, attention: Part) -> Model:
-    """Return a model with this attention, for a family whose section extends `RoutedConfig`."""
+    """Return a model with the given attention, for a family whose section extends
+    `RoutedConfig`.
+    """
     own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * family.expert_width(config, own)
     groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
@@ -83,15 +85,15 @@ def layered(config: ModelConfig, attention: Part) -> Model:
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    """Yield the violated rules of the keys in the family's section."""
+    """Yield violations of the rules for the keys in the family's section."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
     yield from family.moe_rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
             f"{section}.num_dense_layers",
-            f"must be less than model.num_layers ({config.num_layers}), because only the "
-            "following layers have experts.",
+            f"must be less than model.num_layers ({config.num_layers}), because only the layers "
+            "after the dense ones have experts.",
             f"Set {section}.num_dense_layers={min(1, config.num_layers - 1)}, or "
             "model.family=llama for a model without experts.",
         )
@@ -103,7 +105,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
-    """Yield the violated rules of expert groups."""
+    """Yield violations of the rules for expert groups."""
     size = own.num_experts // own.num_expert_groups
     if own.num_experts % own.num_expert_groups:
         yield RuleViolation(
@@ -116,16 +118,15 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a "
-            "token's groups "
-            "are distinct.",
+            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because the "
+            "groups of a token are distinct.",
             f"Set {section}.expert_groups_per_token={own.num_expert_groups}.",
         )
     elif own.top_k <= own.num_experts and own.expert_groups_per_token * size < own.top_k:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"must allow {section}.top_k={own.top_k} experts per token, but selects only "
-            f"{own.expert_groups_per_token * size} of {own.num_experts} experts.",
+            f"must provide at least {section}.top_k={own.top_k} experts per token, but covers "
+            f"only {own.expert_groups_per_token * size} of {own.num_experts} experts.",
             f"Set {section}.expert_groups_per_token={-(-own.top_k // size)}.",
         )
     elif own.group_scores == "top2" and own.num_expert_groups > 1 and size < 2:
@@ -171,12 +172,12 @@ BOUNDS = (
     *family.MOE_BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
-    Bound("routed_scaling_factor", 1.0, 0, LARGEST, "experts of weight 0 have no gradient", False),
+    Bound("routed_scaling_factor", 1.0, 0, LARGEST, "unweighted experts have no gradient", False),
     Bound("num_expert_groups", 1, 1),
     Bound("expert_groups_per_token", 1, 1),
     Bound("expert_bias_update_rate", 0.001, 0, 1, "0 keeps biases constant"),
 )
-"""Bounds of the keys of `RoutedConfig`."""
+"""Allowed ranges of the keys in `RoutedConfig`."""
 
 FAMILY = Family(
     "moe",

@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): post-norms only, and norms of all queries and keys."""
+"""OLMo 2 (arXiv:2501.00656): post-norms only, and joint norms over all query and key heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parameters: selection by name patterns, and key paths in nested dicts, without jax."""
+"""Parameter names: selection by name patterns, and key paths in nested dicts, without jax."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LAYERS = "layers"
 def freeze(model: Model, patterns: Sequence[str]) -> Model:
     """Return the model with the parameters that match a pattern frozen.
 
-    `*` in a pattern matches any text, including dots. A pattern is first matched against checkpoint
-    names. If no name matches, the pattern is matched against the names of layer parameters, with
-    and without the layer type.
+    `*` in a pattern matches any characters, including dots. A pattern is first matched against
+    checkpoint names. If no name matches, the pattern is matched against the names of layer
+    parameters, with and without the layer type.
     """
     if not patterns:
         return model
@@ -40,7 +40,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def declared(model: Model) -> Mapping[str, Param]:
-    """Map each checkpoint name to its parameter. Layers of one type share one parameter."""
+    """Map each checkpoint name to its parameter. Layers of the same type share one entry."""
     return {names[0]: param for names, param in _declared(model)}
 
 
@@ -62,16 +62,16 @@ def picked(model: Model, patterns: Sequence[str]) -> set[str]:
 
 
 def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Map the checkpoint name of each matching parameter to the value of its pattern.
+    """Map the checkpoint name of each matching parameter to the value assigned to its pattern.
 
-    If several patterns match, the last one is used.
+    If several patterns match, the last one applies.
     """
     known = list(_declared(model))
     return {name: value for pattern, value in values for name in _matched(pattern, known)}
 
 
 def names_in_layers(model: Model, layer_type: str) -> Mapping[tuple[str, str], str]:
-    """Map (part, parameter) of a layer type to the checkpoint name."""
+    """Map each (sublayer, parameter) of a layer type to its checkpoint name."""
     several = _has_several_kinds(model)
     return {
         key: _names_in_layer(layer_type, key, several)[0]
@@ -80,7 +80,7 @@ def names_in_layers(model: Model, layer_type: str) -> Mapping[tuple[str, str], s
 
 
 def suggestions(model: Model) -> list[str]:
-    """Return suggested patterns for all parameters, parts and layer types."""
+    """Return suggested patterns for all parameters, sublayers and layer types."""
     selected: dict[str, None] = {}
     for names, _ in _declared(model):
         for name in names:
@@ -93,7 +93,7 @@ def suggestions(model: Model) -> list[str]:
 
 
 def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
-    """Yield (names, parameter), with the checkpoint name first."""
+    """Yield (names, parameter) pairs, with the checkpoint name as the first name."""
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
     several = _has_several_kinds(model)
@@ -107,7 +107,7 @@ def _has_several_kinds(model: Model) -> bool:
 
 
 def _names_in_layer(layer_type: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
-    """Return the checkpoint name and the alternative name.
+    """Return the checkpoint name and the alternative name of a parameter.
 
     Checkpoint names include the layer type if the model has several layer types.
     """
@@ -126,7 +126,7 @@ KeyPath = tuple[str, ...]
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are omitted."""
+    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are dropped."""
     leaves: dict[KeyPath, Any] = {}
     for name, part in tree.items():
         if isinstance(part, Mapping):
@@ -137,7 +137,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
 
 
 def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """Convert a flat dict with key paths to nested dicts, the inverse of `flatten`."""
+    """Convert a flat dict keyed by path to nested dicts; the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for (*folders, name), leaf in leaves.items():
         below = tree

@@ -20,25 +20,26 @@ class Phi3Config:
     """Keys that only Phi-3 and Phi-4 models use."""
 
     sliding_window: int = field(default=0, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query token. With 0, all layers attend to all
+    """Attention window in tokens, including the query token. If 0, all layers attend to all
     tokens."""
     rope_size: int = 0
-    """Number of leading entries of each head that are rotated. Must be even. 0 rotates all
-    entries."""
+    """Number of leading dims of each head that are rotated. Must be even. If 0, all dims are
+    rotated."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
-    )  # a list has no hash
-    """Factors that multiply the rotary wavelengths for short sequences (LongRoPE,
-    arXiv:2402.13753), one per rotated pair. They apply to sequences of at most
-    `model.phi3.original_max_position_embeddings` tokens. An empty list means factors of 1."""
+    )  # lists are not hashable
+    """Factors that multiply the RoPE wavelengths of short sequences (LongRoPE, arXiv:2402.13753),
+    one per rotated pair of dims. They apply to sequences of at most
+    `model.phi3.original_max_position_embeddings` tokens. An empty list means that all factors are
+    1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
-    apply to sequences longer than `model.phi3.original_max_position_embeddings`, and to generation
-    with a larger cache."""
+    """Factors that multiply the RoPE wavelengths of long sequences, one per rotated pair of dims.
+    These factors apply to sequences longer than `model.phi3.original_max_position_embeddings`, and
+    to generation with a larger cache."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
-    """Ratio of the extended context length to the original context length. The rotated entries are
+    """Ratio of the extended context length to the original context length. The rotated dims are
     multiplied by `sqrt(1 + log(rope_factor) / log(original_max_position_embeddings))`."""
     original_max_position_embeddings: int = field(
         default=4096, metadata=renamed_from("rope_original_tokens")
@@ -73,9 +74,9 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.rope_size > config.head_dim or own.rope_size % 2:
         yield RuleViolation(
             "model.phi3.rope_size",
-            f"must be even and at most model.head_dim ({config.head_dim}), because entries are "
+            f"must be even and at most model.head_dim ({config.head_dim}), because dims are "
             "rotated in pairs.",
-            "Set model.phi3.rope_size=0 to rotate all entries.",
+            "Set model.phi3.rope_size=0 to rotate all dims.",
         )
         return
     yield from rope_config.factor_rules(
@@ -85,7 +86,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turned:
-    """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
+    """Row for `partial_rotary_factor`, the fraction of each head's dims that are rotated."""
 
     inside: bool = False
     """Whether the key is one of the rotary parameters. Such a key is read but not written."""
@@ -95,20 +96,23 @@ class _Turned:
         return ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of rotated entries."""
+        """Return the number of rotated dims."""
         share = theirs.get("partial_rotary_factor")
         if share is None:
             return {} if self.inside else {"phi3.rope_size": 0}
         return {"phi3.rope_size": 0 if share == 1 else int(ours["head_dim"] * share)}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the fraction that gives the same number of entries in transformers."""
+        """Return the fraction that gives the same number of rotated dims in transformers."""
         if self.inside:
             return {}
         size, all_of_it = ours["phi3.rope_size"], ours["head_dim"]
         share = (size or all_of_it) / all_of_it
         if int(all_of_it * share) != (size or all_of_it):
-            rule = f"must be a fraction of {all_of_it} entries that transformers can represent."
+            rule = (
+                f"must be a number of rotated dims, out of {all_of_it}, that transformers can "
+                "represent as a fraction."
+            )
             raise Unlike("model.phi3.rope_size", size, rule)
         return {"partial_rotary_factor": share}
 
@@ -129,7 +133,7 @@ _LONG = (
     _Turned(inside=True),
 )
 _TYPES = ("longrope", "su", "yarn")
-"""Names of the same rotary type in different releases."""
+"""Names of the same `rope_type` in different transformers releases."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",
@@ -176,7 +180,7 @@ FAMILY = Family(
             0,
             0,
             2**31 - 1,
-            "devices count tokens in int32, 0 disables the window",
+            "token counts are int32 on devices; 0 disables the window",
         ),
         Bound("rope_size", 0, 0, why="0 rotates all entries"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),

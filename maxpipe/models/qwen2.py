@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2412.15115): Llama with biases for queries, keys and values."""
+"""Qwen2 and Qwen2.5 (arXiv:2412.15115): Llama with query, key and value biases."""
 
 from __future__ import annotations
 

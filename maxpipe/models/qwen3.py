@@ -1,4 +1,4 @@
-"""Dense Qwen3 (arXiv:2505.09388): Llama with norms of queries and keys."""
+"""Dense Qwen3 (arXiv:2505.09388): Llama with query and key norms."""
 
 from __future__ import annotations
 

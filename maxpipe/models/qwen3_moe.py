@@ -1,4 +1,4 @@
-"""Qwen3 with experts (arXiv:2505.09388): query and key norms, experts in selected layers."""
+"""Qwen3 with experts (arXiv:2505.09388): query and key norms, and experts in selected layers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Keys that only Qwen3 models with experts use."""
 
     moe_layer_interval: int = field(default=1, metadata=renamed_from("expert_period"))
-    """Period of layers with experts. With period n, every n-th layer has experts, and the others
-    have one MLP of width `model.d_mlp`."""
-    dense_layers: list[int] = field(default_factory=list, hash=False)  # a list has no hash
+    """Interval between layers with experts. If n, every n-th layer has experts and the others have
+    one MLP of width `model.d_mlp`."""
+    dense_layers: list[int] = field(default_factory=list, hash=False)  # lists are not hashable
     """Zero-based indices of layers that have an MLP instead of experts, regardless of
     `moe_layer_interval`."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
@@ -32,7 +32,7 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
 
 
 def describe(config: ModelConfig) -> Model:
-    """Return a model with the layer types `dense` and `experts`, or one of them."""
+    """Return a model with the layer types `dense` and `experts`, or only one of the two."""
     own = own_keys(config, Qwen3MoeConfig)
     head_norm = RMSNorm(config.head_dim, config.norm_epsilon)
     attention = family.attention(config, rope_config.rope(config, own), head_norm=head_norm)
@@ -41,7 +41,7 @@ def describe(config: ModelConfig) -> Model:
 
 
 def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
-    """Return whether each layer has an MLP."""
+    """Return one flag per layer: true if the layer has an MLP instead of experts."""
     return [
         layer in own.dense_layers or (layer + 1) % own.moe_layer_interval != 0
         for layer in range(config.num_layers)
@@ -57,14 +57,14 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         left = [layer for layer in own.dense_layers if layer not in wrong]
         yield RuleViolation(
             "model.qwen3_moe.dense_layers",
-            f"must hold layer indices from 0 to {count - 1}, but holds {wrong[0]}.",
+            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
             f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
         )
     elif all(_dense(config, own)):
         name = "moe_layer_interval" if own.moe_layer_interval > 1 else "dense_layers"
         yield RuleViolation(
             f"model.qwen3_moe.{name}",
-            f"must leave at least one of {count} layers with experts.",
+            f"must leave experts in at least one of {count} layers.",
             "Set model.qwen3_moe.moe_layer_interval=1 and model.qwen3_moe.dense_layers=[], or "
             "model.family=qwen3 for a model without experts.",
         )

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta rule in most layers, full attention in every fourth layer."""
+"""Qwen3-Next: the gated delta rule in most layers, and full attention in every fourth layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Qwen3NextConfig(MixtureConfig):
     """
 
     full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
-    """Period of layers with full attention. With period n, every n-th layer has full attention, and
+    """Interval between layers with full attention. If n, every n-th layer has full attention and
     the others use the gated delta rule."""
     linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
     """Number of query and key heads in delta-rule layers."""
@@ -52,11 +52,11 @@ class Qwen3NextConfig(MixtureConfig):
     """Width in tokens of the convolution over queries, keys and values, including the current
     token."""
     gdn_chunk_size: int = field(default=64, metadata=renamed_from("chunk"))
-    """Number of tokens per chunk of the delta rule, a power of two. Larger chunks use larger
-    matmuls and need more FLOPs. The chunk size changes results only by rounding."""
+    """Number of tokens per chunk of the delta rule, a power of two. Larger chunks lead to larger
+    matmuls but more FLOPs. The chunk size affects results only through rounding."""
     rotary_dim: int = field(default=0, metadata=renamed_from("rope_size"))
-    """Number of leading entries of each attention head that are rotated. Must be even. 0 rotates
-    all entries."""
+    """Number of leading dims of each attention head that are rotated. Must be even. If 0, all dims
+    are rotated."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""
@@ -72,7 +72,7 @@ class Qwen3NextConfig(MixtureConfig):
 
 
 def describe(config: ModelConfig) -> Model:
-    """Return a model with the layer types `delta` and `full`, or one of them."""
+    """Return a model with the layer types `delta` and `full`, or only one of the two."""
     own = own_keys(config, Qwen3NextConfig)
     epsilon, gain = config.norm_epsilon, family.residual_gain(config)
     norm = RMSNorm(config.d_model, epsilon, offset=1.0)
@@ -123,17 +123,17 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
             "model.qwen3_next.linear_num_value_heads",
-            f"must be a multiple of model.qwen3_next.linear_num_key_heads "
-            f"({own.linear_num_key_heads}), because "
-            "value heads share key heads evenly.",
+            "must be a multiple of model.qwen3_next.linear_num_key_heads "
+            f"({own.linear_num_key_heads}), because every key head serves equally many value "
+            "heads.",
             f"Set model.qwen3_next.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )
     if own.rotary_dim > config.head_dim or own.rotary_dim % 2:
         yield RuleViolation(
             "model.qwen3_next.rotary_dim",
-            f"must be even and at most model.head_dim ({config.head_dim}), because entries are "
+            f"must be even and at most model.head_dim ({config.head_dim}), because dims are "
             "rotated in pairs.",
-            "Set model.qwen3_next.rotary_dim=0 to rotate all entries.",
+            "Set model.qwen3_next.rotary_dim=0 to rotate all dims.",
         )
     if own.gdn_chunk_size & (own.gdn_chunk_size - 1):
         yield RuleViolation(
@@ -145,14 +145,14 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turning:
-    """`partial_rotary_factor`, the fraction of a head's entries that are rotated."""
+    """Row for `partial_rotary_factor`, the fraction of each head's dims that are rotated."""
 
     beside: bool = False
     """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""
     names = ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of rotated entries."""
+        """Return the number of rotated dims."""
         if self.beside:
             return {}
         stated = theirs.get(self.names[0])
@@ -161,12 +161,15 @@ class _Turning:
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
             raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
         if (size := int(head * factor)) < 2 or size % 2:
-            rule = f"must rotate a positive even number of {head} entries, but rotates {size}."
+            rule = (
+                f"must rotate a positive even number of the {head} dims of a head, but rotates "
+                f"{size}."
+            )
             raise Unlike("partial_rotary_factor", factor, rule)
         return {"qwen3_next.rotary_dim": size}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return a fraction that gives the same number of entries in transformers."""
+        """Return a fraction that gives the same number of rotated dims in transformers."""
         head = ours["head_dim"]
         size = ours["qwen3_next.rotary_dim"] or head
         factor = size / head
@@ -189,8 +192,8 @@ _DELTA_TENSORS = (
     Tensor("delta.norm", _LINEAR_ATTENTION + "norm.weight", "h -> h"),
     Tensor("delta.out", _LINEAR_ATTENTION + "out_proj.weight", "v h d -> d (v h)"),
 )
-"""Queries, keys, values and gates of a key head are concatenated, in transformers and in
-maxpipe."""
+"""The queries, keys, values and gates of each key head are concatenated, both in transformers and
+in maxpipe."""
 
 _SHARED_EXPERT = (
     Tensor("experts.shared_gate", _SHARED + ".gate_proj.weight", "d f -> f d"),

@@ -1,4 +1,4 @@
-"""Registry of the model families, the values of `model.family`.
+"""Registry of the model families, which are the possible values of `model.family`.
 
 To add a family, write its module and list it here.
 """
@@ -52,7 +52,7 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
 
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Model:
-    """Return the model of a valid config.
+    """Return the model spec for a valid config.
 
     Equal configs share one model object, because counts are cached per object.
     """

@@ -1,7 +1,7 @@
-"""Defaults that depend on sizes: `model.attention=auto` and the size of loss blocks.
+"""Resolve size-dependent defaults: `model.attention=auto` and the size of loss blocks.
 
-The module does not import jax. Forecasts and programs call the same functions once the platform is
-known.
+The module does not import jax. Forecasts and training programs call the same functions once the
+platform is known.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
-"""Minimum sequence length for `blockwise`. On CPUs, `blockwise` is faster from 64 tokens
-(`benchmarks/attention.md`), but compilation is slower with several blocks. On other platforms, it
-is used if the scores of plain attention would need too much memory."""
+"""Minimum sequence length for which `auto` selects `blockwise`. On CPUs, `blockwise` is faster from
+64 tokens (`benchmarks/attention.md`), but compilation is slower with several blocks. On other
+platforms, `blockwise` is used if the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
 """Backends in order of preference, keyed by platform. `xla` is the fallback: it supports every
@@ -30,21 +30,25 @@ _CUDNN_HEAD, _CUDNN_LARGEST = 8, 128
 
 
 BLOCK_TOKENS = 2048
-"""Number of tokens in a block of the loss. Each block reads the output projection and its gradient
-sums, so smaller blocks make matmuls memory-bound on chips with low memory bandwidth."""
+"""Number of tokens in a block of the loss computation. Each block reads the output projection and
+its gradient sums, so smaller blocks make matmuls memory-bound on chips with low memory
+bandwidth."""
 _LARGE_LOGITS = 2**29
-"""Size of a microbatch's float32 logits on a device, in bytes, above which the loss uses blocks."""
+"""Size in bytes of a microbatch's float32 logits on one device, above which the loss is computed in
+blocks."""
 
 
 class Choice(NamedTuple):
-    """The selected backend, and the reasons why preferred backends cannot be used."""
+    """The selected backend, and the reasons why preferred backends were not selected."""
 
     backend: str
     rejected: tuple[str, ...] = ()
 
 
 class Divided(NamedTuple):
-    """Sharding of tokens and heads over devices, and the context-parallel method."""
+    """Numbers of devices over which tokens and heads are sharded, and the context-parallel
+    method.
+    """
 
     context: int = 1
     tensor: int = 1
@@ -53,8 +57,8 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys are passed around a ring of devices. With a ring, scores are computed
-        block by block.
+        """Return whether keys are passed around a ring of devices. In that case, scores are
+        computed block by block.
         """
         return self.context > 1 and self.method == "ring"
 
@@ -69,8 +73,8 @@ ALONE = Divided()
 
 
 def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
-    """Return the backend for sequences of `tokens` tokens; `platform` is jax's name of the
-    platform.
+    """Return the backend for sequences of `tokens` tokens; `platform` is the platform name used by
+    jax.
     """
     if model.attention != AUTO:
         return Choice(model.attention)
@@ -89,12 +93,12 @@ def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = AL
 def resolved(
     model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE
 ) -> ModelConfig:
-    """Return the model config with the selected backend instead of `auto`."""
+    """Return the model config with `auto` replaced by the selected backend."""
     return replace(model, attention=choose(model, platform, tokens, divided).backend)
 
 
 def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
-    """Describe the selected backend and the reasons; return "" unless `model.attention=auto`."""
+    """Describe which backend was selected and why; return "" unless `model.attention=auto`."""
     if model.attention != AUTO:
         return ""
     backend, refused = choose(model, platform, tokens, divided)
@@ -105,7 +109,8 @@ def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALO
 
 
 def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
-    """Return the number of tokens whose logits are in memory at once; 0 means a full microbatch.
+    """Return the number of tokens per loss block, whose logits are in memory at the same time; 0
+    means the full microbatch.
 
     `setting` is `pipeline.loss_block_tokens`. `tokens` is the number of tokens of the microbatch on
     one device, and `vocabulary` is the number of logits per token on one device.
@@ -137,7 +142,7 @@ def _refuses(
         exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
         for part in mixing
     )
-    run = tokens if whole else tokens // (2 * context)  # a device holds two chunks of the sequence
+    run = tokens if whole else tokens // (2 * context)  # two chunks on each device
     if backend == "splash" and run % _SPLASH_TOKENS:
         yield f"requires a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":

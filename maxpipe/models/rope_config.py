@@ -1,4 +1,4 @@
-"""Rotary position scaling for contexts longer than in pre-training, as in published models.
+"""RoPE scaling for contexts longer than in pre-training, as in published models.
 
 All families that support these methods share one set of config keys and one row of the Hugging Face
 key table.
@@ -20,13 +20,13 @@ from maxpipe.models.layers.attention import Rope
 
 @dataclass(
     frozen=True, kw_only=True
-)  # no slots, because a family may inherit from several such classes
+)  # no slots, because a family can inherit from several such classes
 class RopeConfig:
-    """Keys of rotary position scaling for longer contexts."""
+    """Config keys for RoPE scaling to longer contexts."""
 
     rope_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] = "yarn"
-    """Method of rotary scaling. `linear` multiplies all wavelengths by `rope_factor`. `dynamic`
-    (NTK) raises the base for sequences longer than `original_max_position_embeddings`. `llama3` and
+    """RoPE scaling method. `linear` multiplies all wavelengths by `rope_factor`. `dynamic` (NTK)
+    increases the base for sequences longer than `original_max_position_embeddings`. `llama3` and
     `yarn` scale only wavelengths that are long relative to the original context. `longrope`
     multiplies each wavelength by a separate factor."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
@@ -38,44 +38,44 @@ class RopeConfig:
     """Original context length in tokens. Ignored unless `rope_factor` is above 1 or `rope_type` is
     `longrope`."""
     rope_attention_factor: float = field(default=0.0, metadata=renamed_from("rope_length"))
-    """Attention factor that multiplies the rotated queries and keys, for `yarn` and `longrope`. 0
-    selects the value from the paper, which depends on `rope_factor`."""
+    """Factor that multiplies the rotated queries and keys, for `yarn` and `longrope`. If 0, the
+    formula of the paper is used, which depends on `rope_factor`."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
-    )  # a list has no hash
-    """Factors that multiply the rotary wavelengths for short sequences, one per rotated pair. They
-    apply to sequences of at most `original_max_position_embeddings` tokens. Ignored unless
+    )  # lists are not hashable
+    """Factors that multiply the RoPE wavelengths of short sequences, one per rotated pair of dims.
+    They apply to sequences of at most `original_max_position_embeddings` tokens. Ignored unless
     `rope_type` is `longrope`."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the rotary wavelengths for long sequences, one per rotated pair. They
-    apply to sequences longer than `original_max_position_embeddings`, and to generation with a
+    """Factors that multiply the RoPE wavelengths of long sequences, one per rotated pair of dims.
+    They apply to sequences longer than `original_max_position_embeddings`, and to generation with a
     larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
     """Minimum number of rotations within the original context for a wavelength to remain unscaled
-    (`beta_fast`, `high_freq_factor`). 0 selects the value from the papers: 4 for `llama3`, 32 for
+    (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`, 32 for
     `yarn`."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
     """Maximum number of rotations within the original context for a wavelength to be multiplied by
-    the full `rope_factor` (`beta_slow`, `low_freq_factor`). 0 selects the value from the papers,
+    the full `rope_factor` (`beta_slow`, `low_freq_factor`). If 0, the published value is used,
     which is 1."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 
 
 BOUNDS = (
-    Bound("rope_factor", 1.0, 1, LARGEST, "multiplies wavelengths, 1 disables the scaling"),
+    Bound("rope_factor", 1.0, 1, LARGEST, "multiplies RoPE wavelengths; 1 disables the scaling"),
     Bound("original_max_position_embeddings", 8192, 2),
     Bound("rope_attention_factor", 0.0, 0, LARGEST, "0 uses the value from the paper"),
     Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses the value from the paper"),
     Bound("rope_beta_slow", 0.0, 0, LARGEST, "0 uses the value from the paper"),
 )
-"""Bounds of the keys of `RopeConfig`."""
+"""Allowed ranges of the keys in `RopeConfig`."""
 
 
 def rope(config: ModelConfig, own: RopeConfig) -> Rope:
-    """Return the rotary positions that the keys configure."""
+    """Return the rotary positions configured by these keys."""
     factor, tokens = own.rope_factor, own.original_max_position_embeddings
     if own.rope_type == "longrope":
         return longrope(
@@ -108,7 +108,7 @@ def longrope(
     length: float = 0.0,
     turned: int = 0,
 ) -> Rope:
-    """Return LongRoPE positions with a factor per pair (arXiv:2402.13753).
+    """Return LongRoPE positions with one factor per rotated pair of dims (arXiv:2402.13753).
 
     `factor` is the ratio of the context length to the original context length.
     """
@@ -124,15 +124,15 @@ def longrope(
 
 
 def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
-    """Yield the violated rules of the rotary keys."""
+    """Yield violations of the rules for the RoPE keys."""
     section = f"model.{config.family}"
     fast = own.rope_beta_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
     if (own.rope_beta_slow or 1.0) >= fast:
         yield RuleViolation(
             f"{section}.rope_beta_slow",
             f"must be less than {section}.rope_beta_fast ({fast:g}).",
-            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 for the values of the "
-            "paper.",
+            f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 to use the values "
+            "from the paper.",
         )
     if own.rope_type == "longrope":
         yield from factor_rules(
@@ -152,7 +152,7 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     if own.rope_type == "dynamic" and config.head_dim < 4:
         yield RuleViolation(
             "model.head_dim",
-            f"must be at least 4 with {section}.rope_type=dynamic, whose formula divides by "
+            f"must be at least 4 with {section}.rope_type=dynamic, because its formula divides by "
             "head_dim - 2.",
             f"Set model.head_dim=4, or {section}.rope_type=linear.",
         )
@@ -161,8 +161,8 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
-    """Yield a violation for each list that does not have one positive factor per pair of the `size`
-    rotated entries.
+    """Yield a violation for each list that does not contain one positive factor for each pair of
+    the `size` rotated dims.
 
     Empty lists are allowed unless `wanted` is set.
     """
@@ -174,8 +174,8 @@ def factor_rules(
         if wanted or short or long:
             yield RuleViolation(
                 f"{section}.{name}",
-                f"must have {size // 2} positive factors, one per pair of the {size} rotated "
-                f"entries of a head, but has {len(factors)}.",
+                f"must contain {size // 2} positive factors, one per pair of the {size} rotated "
+                f"dims of a head, but contains {len(factors)}.",
                 f"Set {size // 2} factors, or {none}.",
             )
 
@@ -185,7 +185,9 @@ def factor_rules(
 
 @dataclass(frozen=True)
 class _Original:
-    """`original_max_position_embeddings`, which defaults to the longest context in transformers."""
+    """Row for `original_max_position_embeddings`, which defaults to the longest context in
+    transformers.
+    """
 
     ours: str
 
@@ -197,7 +199,7 @@ class _Original:
         for name in ("original_max_position_embeddings", "max_position_embeddings"):
             if theirs.get(name) is not None:
                 return {self.ours: theirs[name]}
-        raise Unlike("original_max_position_embeddings", None, "is missing, and has no default.")
+        raise Unlike("original_max_position_embeddings", None, "is missing and has no default.")
 
     def write(self, ours: Ours) -> Theirs:
         return {"original_max_position_embeddings": ours[self.ours]}
@@ -205,7 +207,7 @@ class _Original:
 
 @dataclass(frozen=True)
 class _Length:
-    """`attention_factor`, or the two values that determine it (arXiv:2405.04434)."""
+    """Row for `attention_factor`, or for the two keys that determine it (arXiv:2405.04434)."""
 
     factor: str
     ours: str
@@ -215,7 +217,7 @@ class _Length:
         return ("attention_factor", "mscale", "mscale_all_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the factor, or 0 if it equals the value from the paper."""
+        """Return the factor, or 0 if it equals the published value."""
         value, above, below = (theirs.get(name) for name in self.names)
         if value is None and above and below:
             more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
@@ -223,34 +225,36 @@ class _Length:
         return {self.ours: value or 0.0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the factor unless it equals the value from the paper."""
+        """Return the factor unless it equals the published value."""
         return {"attention_factor": ours[self.ours]} if ours[self.ours] else {}
 
 
 @dataclass(frozen=True)
 class Longest:
-    """Scaling factor of LongRoPE, the ratio of the longest context to the original context."""
+    """Row for the LongRoPE scaling factor, the ratio of the longest context to the original
+    context.
+    """
 
     factor: str
     original: str
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the keys that determine the factor."""
+        """Return the names of the keys that determine the factor."""
         return ("factor", "original_max_position_embeddings", "max_position_embeddings")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the factor and the original length."""
+        """Return the scaling factor and the original context length."""
         original = _Original(self.original).read(theirs, ours)
         factor = theirs.get("factor")
         if factor is None and theirs.get("max_position_embeddings") is None:
-            raise Unlike("max_position_embeddings", None, "is missing, and has no default.")
+            raise Unlike("max_position_embeddings", None, "is missing and has no default.")
         if factor is None:
             factor = theirs["max_position_embeddings"] / original[self.original]
         return {**original, self.factor: max(factor, 1.0)}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return both lengths; some releases of transformers derive the factor from them."""
+        """Return both context lengths; some transformers releases derive the factor from them."""
         original = ours[self.original]
         longest = round(original * ours[self.factor])
         if longest / original != ours[self.factor]:
@@ -264,20 +268,20 @@ class Longest:
 
 @dataclass(frozen=True)
 class _AttentionFactor(_Length):
-    """`attention_factor` of LongRoPE, which has no `mscale` keys."""
+    """Row for the `attention_factor` of LongRoPE, which has no `mscale` keys."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("attention_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the factor, or 0 if it equals the value from the paper."""
+        """Return the factor, or 0 if it equals the published value."""
         return {self.ours: theirs.get("attention_factor") or 0.0}
 
 
 @dataclass(frozen=True)
 class Turns:
-    """A number of rotations. 0 in our config means the value from the paper."""
+    """Row for a number of rotations. 0 in our config selects the published value."""
 
     theirs: str
     ours: str
@@ -289,7 +293,7 @@ class Turns:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number, or 0 if it equals the value from the paper.
+        """Return the number of rotations, or 0 if it equals the published value.
 
         Raises:
             Unlike: the key is required and missing.
@@ -298,7 +302,7 @@ class Turns:
             raise Unlike(
                 self.theirs,
                 None,
-                "is required with rope_type = 'llama3'; transformers requires it too.",
+                "is required with rope_type = 'llama3'; transformers also requires it.",
                 f"Set {self.theirs} to the published value, {self.paper} for Llama 3.1 to 3.3, "
                 "next to rope_type in config.json.",
             )
@@ -306,16 +310,16 @@ class Turns:
         return {self.ours: 0.0 if value == self.paper else value}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number, even if it equals the value from the paper, because Llama's class has
-        no default.
+        """Return the number of rotations, even if it equals the published value, because the Llama
+        class of transformers has no default.
         """
         return {self.theirs: ours[self.ours] or self.paper}
 
 
 def row(family: str, longest: int, theta: float = 10000.0) -> Row:
-    """Return the table row of rotary positions for a family with all keys of `RopeConfig`.
+    """Return the table row of rotary positions for families with all keys of `RopeConfig`.
 
-    `longest` and `theta` are the defaults of transformers for `max_position_embeddings` and
+    `longest` and `theta` are the transformers defaults of `max_position_embeddings` and
     `rope_theta`.
     """
     kind, factor, length = (

@@ -1,10 +1,11 @@
-"""Model descriptions, which all other code reads. The module does not import jax.
+"""Model specs, the single source that all other code reads. The module does not import jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
-type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A part
-(attention, an MLP, experts or a norm) declares its parameters, the names of its activations, its
-operations and the memory of its backward pass. Parameter counts, initialization, sharding, the
-forecasts of `plan`, import and export read this description; no other list of weights exists.
+type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A sublayer
+(`Part`: attention, an MLP, experts or a norm) declares its parameters, the names of its
+activations, its operations and the memory that its backward pass needs. Parameter counts,
+initialization, sharding, the forecasts of `plan`, import and export are all derived from this spec;
+no other list of weights exists.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Size and logical axis of each dim of an array. Activations omit batch and tokens."""
+"""Size and logical axis of each dim of an array. Dims of activations omit batch and tokens."""
 
 Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""
@@ -29,19 +30,19 @@ class Normal(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Constant initial value of all entries."""
+    """Initialization of all entries to one constant."""
 
     value: float
 
 
 class Made(NamedTuple):
-    """Initialization from other parameters of the layer (`maxpipe.models.adapters`)."""
+    """Initialization derived from other parameters of the layer (`maxpipe.models.adapters`)."""
 
     of: tuple[str, str]
 
 
 class Entries(NamedTuple):
-    """A separate initial value for each entry of a vector."""
+    """Separate initial values for the entries of a vector."""
 
     values: tuple[float, ...]
 
@@ -53,15 +54,15 @@ class Param:
     dims: Dims
     init: Normal | Constant | Entries | Made
     decays: bool = True
-    """Whether weight decay applies."""
+    """Whether weight decay applies to the parameter."""
     trainable: bool = True
-    """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
-    override this value in `LayerType.params` and `Ends.params`."""
+    """Whether the parameter has a gradient, optimizer state and updates. A model's `frozen`
+    patterns override this value in `LayerType.params` and `Ends.params`."""
     own_dtype: str = ""
-    """Dtype in storage and in computation, instead of the dtypes in the config."""
+    """Dtype used for storage and computation in place of the dtypes in the config."""
     num_contracted_dims: int = 0
-    """Number of leading dims that the matmul contracts. Set for weights that only one matmul uses
-    and that `model.matmul` may quantize to 8 bits."""
+    """Number of leading dims that the matmul contracts. Set for weights that are used by exactly
+    one matmul and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
     """Same as `num_contracted_dims`, for weights that `model.matmul` does not quantize."""
 
@@ -82,12 +83,12 @@ class Param:
 
 
 class Follows(NamedTuple):
-    """Update rule of a parameter without a gradient. Each step raises an entry if its statistic is
-    below the mean and lowers it if its statistic is above the mean (arXiv:2408.15664).
+    """Update rule for a parameter without a gradient. Each step raises an entry if its statistic is
+    below the mean and lowers the entry if its statistic is above the mean (arXiv:2408.15664).
     """
 
     statistic: str
-    """Name of a statistic of the same part, with the dims of the parameter."""
+    """Name of a statistic of the same sublayer, whose dims equal those of the parameter."""
     rate: float
     """Step size of the update."""
 
@@ -98,44 +99,45 @@ class Adapter(NamedTuple):
     """
 
     scale: float
-    """Multiplier of the product."""
+    """Factor that multiplies the product."""
     dropout: float
-    """Fraction of the adapter's inputs set to zero in training."""
+    """Fraction of the adapter's inputs that are set to zero in training."""
     num_contracted_dims: int
-    """Number of leading dims of the matrix that its matmul contracts."""
+    """Number of leading dims of the adapted matrix that its matmul contracts."""
 
 
 class Matmul(NamedTuple):
-    """A matmul of each token's activations with a parameter of the part."""
+    """A matmul of each token's activations with a parameter of the sublayer."""
 
     param: str
     needed: float = 1.0
-    """Fraction of the parameter's entries that one token needs. It determines the model's FLOPs."""
+    """Fraction of the parameter's elements that one token needs. The model's FLOPs are counted with
+    this fraction."""
     computed: float = 1.0
-    """Fraction of the parameter's entries that the matmul uses per token."""
+    """Fraction of the parameter's elements that the matmul actually multiplies per token."""
 
 
 Stands = Literal["scores", "mask", "block"]
-"""Attention arrays over pairs of tokens that are stored in memory. `scores`: the scores of all
-heads, which the backward pass reads. `mask`: one mask for all heads, as input of a fused kernel.
-`block`: the scores of one block of pairs at a time. The backward pass recomputes scores for `mask`
-and `block`."""
+"""Token-pair arrays of attention that are stored in memory. `scores`: the scores of all heads,
+which the backward pass reads. `mask`: one mask for all heads, used as input of a fused kernel.
+`block`: the scores of one block of token pairs at a time. With `mask` and `block`, the backward
+pass recomputes the scores."""
 
 
 class Scores(NamedTuple):
-    """The two matmuls of attention over pairs of tokens."""
+    """The two attention matmuls over pairs of tokens."""
 
     heads: int
     axis: str
-    """Logical axis of the heads."""
+    """Logical axis of the attention heads."""
     head_dim: float
-    """Size of a key head and of a value head, or their mean if the sizes differ."""
+    """Head dim of keys and values, or the mean of the two if they differ."""
     window: str = ""
-    """Name of the per-layer value (`Model.values`) with the number of tokens that a query attends
-    to; 0 means all. Pairs outside the window do not count as needed. All pairs are computed,
-    because one program serves all layers."""
+    """Name of the per-layer value (`Model.values`) that stores the attention window in tokens; a
+    window of 0 means all tokens. Pairs outside the window do not count as needed FLOPs. All pairs
+    are computed, because one program serves all layers."""
     storage: Stands = "scores"
-    """Arrays over pairs of tokens that are stored in memory."""
+    """Token-pair arrays that are stored in memory."""
     query: Dims = ()
     """Dims of the queries."""
     keys: tuple[Dims, ...] = ()
@@ -145,15 +147,15 @@ class Scores(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matmuls between activations, with a constant cost per token."""
+    """Matmuls between two activations, with a constant cost per token."""
 
     heads: int
     axis: str
     """Logical axis of the heads."""
     needed: float
-    """Multiply-adds per token and head that count as FLOPs of the model."""
+    """Multiply-adds per token and head that count as model FLOPs."""
     computed: float
-    """Multiply-adds per token and head that are computed."""
+    """Multiply-adds per token and head that are actually computed."""
 
 
 Operation = Matmul | Scores | Products
@@ -163,7 +165,7 @@ Operation = Matmul | Scores | Products
 class Held:
     """Arrays that are in memory at the same time.
 
-    An entry is the number of copies per token and the dims of one copy.
+    Each entry holds the number of copies per token and the dims of one copy.
     """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()
@@ -171,20 +173,20 @@ class Held:
     float32: tuple[tuple[float, Dims], ...] = ()
     """Arrays in float32."""
     one_byte: tuple[tuple[float, Dims], ...] = ()
-    """Arrays with one byte per entry."""
+    """Arrays with one byte per element."""
     blocks: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy per block of queries for at most
-    `count.scored_keys` keys."""
+    """Arrays in the compute dtype, with one copy per query block for up to `count.scored_keys`
+    keys."""
     token_independent: tuple[Dims, ...] = ()
-    """Arrays in the compute dtype that are stored once, not per token, such as parameters."""
+    """Arrays in the compute dtype that are stored once instead of per token, such as parameters."""
     float32_token_independent: tuple[Dims, ...] = ()
-    """Arrays with four bytes per entry that are stored once, not per token."""
+    """Arrays with four bytes per element that are stored once instead of per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy for each packed document of a sequence (at most
+    """Arrays in the compute dtype, with one copy per packed document in a sequence (at most
     `count.packed_documents`)."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Memory per scored pair of tokens over all heads: copies in the compute dtype, copies in
-    float32, and bytes of other dtypes."""
+    """Memory over all heads per token pair whose score is computed: copies in the compute dtype,
+    copies in float32, and bytes in other dtypes."""
 
     def __add__(self, other: Held) -> Held:
         narrow, wide, other_bytes = (
@@ -206,37 +208,37 @@ NOTHING = Held()
 
 
 class Summary(NamedTuple):
-    """A metric that a run computes from the losses and statistics of layers."""
+    """A metric computed during a run from the losses and statistics that layers report."""
 
     of: str
-    """Name of the loss or of the statistic."""
+    """Name of the loss or statistic."""
     take: Literal["mean", "largest", "smallest"]
-    """`mean`: a loss, averaged over its layers and all target tokens, without its coefficient.
-    `largest` and `smallest`: the extreme entry of a statistic over all layers, divided by the mean
-    entry of its layer."""
+    """`mean`: a loss averaged over its layers and all target tokens, before multiplication by its
+    coefficient. `largest` and `smallest`: the extreme entry of a statistic over all layers, divided
+    by the mean entry in its layer."""
     unit: str
     meaning: str
 
 
 @runtime_checkable
 class Part(Protocol):
-    """A component of a layer. It is declared in `maxpipe.models.layers` and computed by a
-    module.
+    """A sublayer, such as attention or an MLP. Subclasses in `maxpipe.models.layers` declare it,
+    and a module in `maxpipe.nn` computes it.
     """
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the parameters in the order of initialization, keyed by name."""
+        """Return the parameters, keyed by name, in the order of initialization."""
         ...
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named matmul results that may be saved, in the order of computation."""
+        """Return the named matmul results that can be saved, in the order of computation."""
         ...
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Return the float32 arrays to save with each activation, keyed by activation name.
+        """Return the float32 arrays to save along with each activation, keyed by activation name.
 
         The forward pass marks these arrays with jax's `checkpoint_name`, so results that depend
         only on them are not recomputed.
@@ -245,24 +247,24 @@ class Part(Protocol):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the matmuls and attention scores of a forward pass."""
+        """Return the matmuls and attention scores of one forward pass."""
         ...
 
     @property
     def traffic(self) -> Held:
-        """Return the activations that a forward pass reads from and writes to memory, without
+        """Return the activations that a forward pass reads from and writes to memory, excluding
         scores.
         """
         ...
 
     @property
     def backward_peak(self) -> Held:
-        """Return the arrays in memory at the backward pass's peak, without weights."""
+        """Return the arrays in memory at the peak of the backward pass, excluding weights."""
         ...
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the part of `backward_peak` that exists only if the compiler drops optimization
+        """Return the arrays in `backward_peak` that exist only if the compiler drops optimization
         barriers.
         """
         return NOTHING
@@ -276,38 +278,40 @@ class Part(Protocol):
         """Return the arrays that the weight gradients need when the backward pass is split.
 
         `recomputed`: the forward pass has been run again. The result then excludes the cotangent of
-        the part's output and the inputs of norms, because both follow from arrays that the layer
-        keeps (`LayerType.num_streams`). `normed`: a norm follows the part and keeps the part's
-        output.
+        the sublayer's output and the inputs of norms, because both are derived from arrays that the
+        layer keeps (`LayerType.num_streams`). `normed`: a post-norm follows the sublayer and saves
+        the sublayer's output.
         """
         ...
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Return the arrays that the part reports with its output: sums over tokens, without
-        gradient.
+        """Return the arrays that the sublayer reports along with its output: sums over tokens,
+        without gradient.
         """
         return {}
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the update rules, based on the part's statistics, of parameters without a
-        gradient.
+        """Return the update rules for parameters without a gradient, based on the sublayer's
+        statistics.
         """
         return {}
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the part's scalar losses (sums over target tokens)."""
+        """Return the coefficients of the sublayer's scalar losses, which are sums over target
+        tokens.
+        """
         return {}
 
     metrics: ClassVar[Mapping[str, Summary]] = {}
-    """Metrics of the losses and statistics, keyed by tag."""
+    """Metrics derived from the losses and statistics, keyed by tag."""
 
     @property
     def note(self) -> str:
-        """Describe how the part is computed. Plans and the start-up screen of a run show the
-        text.
+        """Describe how the sublayer is computed. The text is shown in plans and on the start-up
+        screen of a run.
         """
         return ""
 
@@ -321,12 +325,14 @@ class Branch:
     pre_norm: Part | None
     post_norm: Part | None = None
     dropout: float = 0.0
-    """Fraction of the outputs set to zero in training."""
+    """Fraction of the branch's outputs that are set to zero in training."""
     scale: float = 1.0
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """Return the parts, keyed by the name under which their parameters are stored."""
+        """Return the sublayer and its norms, keyed by the name under which their parameters are
+        stored.
+        """
         parts = {
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
@@ -335,26 +341,27 @@ class Branch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, so that its counts can be cached
+@dataclass(frozen=True, eq=False)  # compared by identity, so that counts can be cached per object
 class LayerType:
     """A layer type: a sequence of residual branches."""
 
     branches: tuple[Branch, ...]
     frozen: frozenset[tuple[str, ...]] = frozenset()
-    """(part, name) of the parameters that are frozen regardless of their part's declaration."""
+    """(sublayer, name) of each parameter that is frozen regardless of the sublayer's
+    declaration."""
     stored: Mapping[tuple[str, str], Param] = field(default_factory=dict)
-    """Parameters that replace or extend the declarations of the parts."""
+    """Parameters that replace or extend those declared by the sublayers."""
     adapters: Mapping[tuple[str, str], Adapter] = field(default_factory=dict)
-    """(part, name) of the matrices with a low-rank adapter."""
+    """Low-rank adapters, keyed by the (sublayer, name) of the adapted matrix."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
-        """Return all parts in order, keyed by name."""
+        """Return all sublayers in order, keyed by name."""
         return {name: part for branch in self.branches for name, part in branch.parts.items()}
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to each parameter as declared by its part."""
+        """Map (sublayer, name) to each parameter as declared by its sublayer."""
         return {
             (name, param): declared
             for name, part in self.parts.items()
@@ -363,20 +370,20 @@ class LayerType:
 
     @property
     def params_in_init_order(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the parameter in the order of initialization, declared parameters
-        first.
+        """Map (sublayer, name) to each parameter in the order of initialization, declared
+        parameters first.
         """
         return {**self.declared, **self.stored, **self.declared}
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """Map (part, name) to the stored parameter."""
+        """Map (sublayer, name) to each stored parameter."""
         params = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without a gradient, except for
+        """Map (sublayer, name) to the update rule of each parameter without a gradient, except for
         frozen parameters.
         """
         return {
@@ -388,8 +395,8 @@ class LayerType:
 
     @cached_property
     def num_masks(self) -> int:
-        """Return the number of dropout masks, each with one entry per token and residual-stream
-        entry.
+        """Return the number of dropout masks, each with one entry per token and
+        residual-stream dim.
         """
         return sum(branch.dropout > 0 for branch in self.branches)
 
@@ -399,8 +406,8 @@ class LayerType:
         recomputation.
 
         Two of these arrays are the layer's input and the cotangent of its output. Each branch adds
-        its part's output if a norm follows. Otherwise it adds the residual sum, unless this sum is
-        the layer's output.
+        its sublayer's output if a post-norm follows the sublayer. Otherwise, the branch adds the
+        residual sum, unless this sum is the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(
@@ -409,34 +416,34 @@ class LayerType:
 
     @cached_property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations of all parts."""
+        """Return the named activations of all sublayers."""
         return _joined(part.activations for part in self.parts.values())
 
     @cached_property
     def saved_with(self) -> Mapping[str, Dims]:
-        """Return all float32 arrays that are saved together with an activation."""
+        """Return all float32 arrays that are saved along with an activation."""
         return _joined(saved for part in self.parts.values() for saved in part.saved_with.values())
 
     @cached_property
     def statistics(self) -> Mapping[str, Dims]:
-        """Return the statistics that a layer of this type reports."""
+        """Return the statistics reported by a layer of this type."""
         return _joined(part.statistics for part in self.parts.values())
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the scalar losses of a layer of this type."""
+        """Return the coefficients of the scalar losses in a layer of this type."""
         return _joined(part.losses for part in self.parts.values())
 
 
 def _unless(param: Param, frozen: bool) -> Param:
-    """Return the parameter. It is not trainable if `frozen` is set."""
+    """Return the parameter, made non-trainable if `frozen` is set."""
     return replace(param, trainable=False) if frozen else param
 
 
 def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
     joined: dict[str, Any] = {}
     for mapping in mappings:
-        assert joined.keys().isdisjoint(mapping), "two parts of a layer use one name"
+        assert joined.keys().isdisjoint(mapping), "two sublayers of a layer have the same name"
         joined |= mapping
     return joined
 
@@ -445,26 +452,27 @@ def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Ahead:
     """Multi-token prediction heads, used in training only (arXiv:2404.19737).
 
-    Head k, counted from 1, predicts the token k positions after the ordinary target. It projects `h
-    + silu(h W_k)` to the vocabulary, where h is the output of the final norm (arXiv:2401.10774).
-    The ordinary head projects h. W_k starts at 0, so all heads are equal at initialization.
+    Head k, counted from 1, predicts the token k positions after the ordinary target. The head
+    projects `h + silu(h W_k)` to the vocabulary, where h is the output of the final norm
+    (arXiv:2401.10774). The ordinary head projects h itself. W_k is initialized to 0, so all heads
+    are equal at initialization.
     """
 
     num_heads: int
     d_model: int
     loss_weight: float
-    """Weight of the mean loss of the heads in the objective."""
+    """Weight in the training objective of the mean loss over the heads."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters of one head, in the order of initialization."""
+        """Return the parameters of one head in the order of initialization."""
         dims = ((self.d_model, "embed"), (self.d_model, "norm"))
         return {("transform",): Param(dims, Constant(0.0))}
 
     @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
-        """Return the parameters of all heads, stacked. Each head is initialized as in
-        `params_of_one`.
+        """Return the parameters of all heads, stacked along a leading dim. Each head is initialized
+        as in `params_of_one`.
         """
         stack = (self.num_heads, "ahead")
         return {
@@ -481,23 +489,25 @@ class Ahead:
 
 @dataclass(frozen=True)
 class LayersAhead(Ahead):
-    """Multi-token prediction heads with one transformer layer each, applied in sequence.
+    """Multi-token prediction heads that each consist of one transformer layer and are applied in
+    sequence.
 
-    Source: arXiv:2412.19437, section 2.2. Head k combines h of the previous head with the embedding
-    e of the token k positions ahead, `h_k = norm(layer_k([norm(e); norm(h_{k-1})] W_k))`. Each norm
-    has a separate scale. Head k projects h_k to the vocabulary. It shares the embedding table and
-    the output projection with the network. The paper does not specify where h is normalized. Here h
-    is always the normalized input of the output projection, so h_0 is the output of the final norm.
-    The implementation in transformers does the same for the published weights. The embedding comes
-    first in the concatenation, as in the published `eh_proj`.
+    Source: arXiv:2412.19437, section 2.2. Head k combines the hidden state h of the previous head
+    with the embedding e of the token k positions ahead, `h_k = norm(layer_k([norm(e);
+    norm(h_{k-1})] W_k))`. Each norm has a separate scale. Head k projects h_k to the vocabulary.
+    The heads share the embedding table and the output projection with the network. The paper does
+    not specify where h is normalized. Here, h is always the normalized input of the output
+    projection, so h_0 is the output of the final norm. The transformers implementation does the
+    same for the published weights. The embedding comes first in the concatenation, as in the
+    published `eh_proj`.
     """
 
     layer_type_name: str
-    """Name of the layer type of the network's last layer. The heads' layers are numbered after the
-    network's layers."""
+    """Name of the layer type of the network's last layer. The layers of the heads are numbered
+    after the network's layers."""
     layer_type: LayerType
     norm: Part
-    """Norm that is applied twice before the projection and once after the layer."""
+    """Norm applied twice before the projection and once after the layer."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
@@ -519,18 +529,19 @@ class Ends:
 
     embedding: Param
     norm: Part
-    """Norm before the output projection. Its parameters are stored as `final_norm`."""
+    """Final norm, applied before the output projection. Its parameters are stored under
+    `final_norm`."""
     head: Param | None
-    """Output projection. None selects the embedding table."""
+    """Output projection. If None, the embedding table is used."""
     embed_scale: float = 1.0
-    """Multiplier of the embedding, rounded to the compute dtype."""
+    """Factor, rounded to the compute dtype, that multiplies the embedding."""
     logit_scale: float = 1.0
-    """Multiplier of the logits."""
+    """Factor that multiplies the logits."""
     final_logit_softcapping: float = 0.0
-    """Cap of the scaled logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
+    """Soft cap of the scaled logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
-    """Storage paths of frozen parameters."""
+    """Storage paths of the frozen parameters."""
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
@@ -554,8 +565,8 @@ class Ends:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (part, name) to the update rule of each parameter without a gradient in the layers of
-        multi-token prediction heads.
+        """Map (sublayer, name) to the update rule of each parameter without a gradient in the
+        layers of multi-token prediction heads.
         """
         if (heads := self.mtp_layers) is None:
             return {}
@@ -568,7 +579,7 @@ class Ends:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """Description of a complete model."""
+    """Spec of a complete model."""
 
     layer_types: Mapping[str, LayerType]
     layers: tuple[str, ...]
@@ -578,8 +589,8 @@ class Model:
     """Values that differ between layers, with one entry per layer of `all_layers`."""
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
-        """Return the model with `change` applied to the part of each branch; return the same object
-        if nothing changes.
+        """Return the model with `change` applied to the sublayer of each branch; return the same
+        object if nothing changes.
         """
 
         def changed(branch: Branch) -> Branch:
@@ -602,8 +613,8 @@ class Model:
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the layers' scalar losses. `ends` contains the coefficients of
-        the heads.
+        """Return the coefficients of the scalar losses of all layers. The coefficients of the heads
+        are in `ends`.
         """
         losses: dict[str, float] = {}
         for layer_type in self.layer_types.values():
@@ -612,7 +623,7 @@ class Model:
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
-        """Return the metrics of the layers' losses and statistics, keyed by tag."""
+        """Return the metrics derived from the layers' losses and statistics, keyed by tag."""
         metrics: dict[str, Summary] = {}
         for layer_type in self.layer_types.values():
             for part in layer_type.parts.values():
@@ -621,7 +632,7 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the notes of the parts, without duplicates."""
+        """Return the notes of the sublayers, without duplicates."""
         parts = (
             part for layer_type in self.layer_types.values() for part in layer_type.parts.values()
         )
@@ -629,10 +640,11 @@ class Model:
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """Map each name that may be saved to the activations that it selects.
+        """Map each name that can be saved to the activations that it selects.
 
-        A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
-        name selects the activations of its part. Each activation includes the arrays saved with it.
+        A name denotes an activation or a preset. `matmuls` selects all activations, and a
+        branch's name selects its sublayer's activations. Each activation includes the arrays saved
+        with it.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

@@ -1,8 +1,8 @@
-"""Initialization and application of adapters, and quantization of frozen matrices.
+"""Initialize and apply adapters, and quantize frozen weight matrices.
 
-`int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into a byte. The codes are
-quantiles of a normal distribution, and each block of 64 values shares one scale (arXiv:2305.14314,
-section 3).
+`int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into each byte. The codes
+are quantiles of a normal distribution, and each block of 64 values shares one scale
+(arXiv:2305.14314, section 3).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Value of each 4-bit code as a fraction of the block's largest magnitude; from the paper's
-table."""
+"""Quantization level of each 4-bit code as a fraction of the block's largest magnitude; from the
+paper's table."""
 
 
 def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
     """Quantize a matrix to `int8` or to packed 4-bit codes (`uint8`).
 
-    `dim` is a negative index (-1 is the last dim). It is split into `blocks` blocks with one scale
-    each. Returns the quantized values and their float32 scales.
+    `dim` is a negative index (-1 is the last dim). The dim is split into `blocks` blocks with one
+    scale each. Returns the quantized weights and their float32 scales.
     """
     split = _split(weight.astype(jnp.float32), dim, blocks)
     most = jnp.abs(split).max(dim, keepdims=True)
@@ -44,7 +44,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # The code is the number of thresholds below the value; this sum needs no array over all codes.
+    # The code is the number of thresholds below the weight; this sum needs no array over all codes.
     below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -53,7 +53,7 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
 
 
 def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Array:
-    """Return the dequantized values of a matrix."""
+    """Return the dequantized weights of a matrix."""
     if numbers.dtype == jnp.uint8:
         pairs = jnp.moveaxis(numbers, dim, -1)
         codes = jnp.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1)
@@ -65,7 +65,9 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """Split the dim into (blocks, values in a block). In the result, `dim` indexes the values."""
+    """Split the dim into (blocks, weights per block). In the result, `dim` indexes the weights
+    within a block.
+    """
     at = weight.ndim + dim
     size = weight.shape[at]
     return weight.reshape(*weight.shape[:at], blocks, size // blocks, *weight.shape[at + 1 :])
@@ -73,15 +75,15 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Random stream of adapter dropout. Example ids are far smaller, so the streams of examples do not
-collide with it."""
+"""Random stream for adapter dropout. Example IDs are far smaller, so their streams never collide
+with this one."""
 
 
 def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[Key, Array]:
     """Derive all stored layer parameters from the initialized or loaded parameters.
 
     The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
-    of the quantized base matrix, so a new adapter does not change the model.
+    of the quantized base matrix, so that a new adapter does not change the model.
     """
     base, stored = dict(arrays), dict[Key, Array]()
     for key, weight in arrays.items():
@@ -102,7 +104,7 @@ def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[
 
 
 def quantize_dequantize(layer_type: LayerType, key: Key, weight: Array) -> Array:
-    """Quantize a matrix and return the dequantized values."""
+    """Quantize a matrix and return the dequantized weights."""
     return dequantize(
         *_quantize_param(layer_type, key, weight), _scale_dim(layer_type, key), weight.dtype
     )
@@ -120,7 +122,8 @@ def apply_adapters(
     inputs: Mapping[str, Array],
     key: RandomKey[Array, ""] | None,
 ) -> Params:
-    """Return one layer's parameters, keyed by part and name, with adapters applied to the weights.
+    """Return one layer's parameters, keyed by sublayer and name, with adapters applied to the
+    weights.
 
     `key` is the layer's dropout key; None disables dropout.
     """
@@ -158,7 +161,9 @@ def apply_adapters(
 
 
 def _scale_dim(layer_type: LayerType, key: Key) -> int:
-    """Return the dim along which a quantized matrix has scales, as a negative index."""
+    """Return the dim of a quantized matrix along which weights share scales, as a negative
+    index.
+    """
     declared = layer_type.declared[key]
     dim = dim_of_scales(declared)
     assert dim is not None

@@ -1,4 +1,4 @@
-"""Attention backends, and grouped-query attention with rotary positions over packed sequences."""
+"""Attention backends, and grouped-query attention with RoPE over packed sequences."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ BACKENDS: Mapping[str, AttentionBackend] = {
 # quarter of that length are not scaled.
 _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
-# YaRN's beta: pairs with at least 32 rotations are not scaled, and pairs with at most one rotation
-# are fully scaled.
+# YaRN's beta: pairs that rotate at least 32 times are not scaled, and pairs that rotate at most
+# once are fully scaled.
 _FAST_TURNS = 32.0
 _SLOW_TURNS = 1.0
 
@@ -50,7 +50,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Return each pair's rotation angle per position, float32 `[H / 2]`.
+    """Return the rotation angle per position of each pair of dims, float32 `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -88,7 +88,7 @@ def _ntk_base_factor(
 
 
 def _max_visible_tokens(context: LayerContext) -> int:
-    """Return the maximum number of tokens that a query can see, which is static."""
+    """Return the maximum number of tokens that a query token can attend to, which is static."""
     cache = context.cache
     return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
@@ -98,13 +98,13 @@ def _yarn(
 ) -> Float[Array, " half"]:
     """Interpolate between scaled and unscaled frequencies with a ramp over pair indices.
 
-    The ramp is linear in the logarithm of the number of rotations of a pair. The ramp boundaries
-    are integers in most released models (arXiv:2309.00071).
+    The ramp is linear in the logarithm of a pair's rotation count. In most released models, the
+    ramp boundaries are integers (arXiv:2309.00071).
     """
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Return the fractional index of the pair with this many rotations in the original
+        """Return the fractional index of the pair that rotates this many times in the original
         context.
         """
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
@@ -127,10 +127,11 @@ def rotate(
     length: float = 1.0,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
-    """Rotate each pair (i, i + half) by the angle of its position; further entries are unchanged.
+    """Rotate each pair of dims (i, i + half) by the angle of its position; further dims are
+    unchanged.
 
-    `length` multiplies the rotated entries. With the TPU backend, a matmul with a permutation swaps
-    the halves, which is five times faster than moving data between lanes.
+    `length` multiplies the rotated dims. On TPU, a matmul with a permutation matrix swaps the
+    halves, which is five times faster than moving data between lanes.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
@@ -150,9 +151,10 @@ def rotate(
 def _rotate_by_matmul(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
 ) -> Float[Array, "B T N H"]:
-    """Rotate with a matmul that is exact, because each sum has only one nonzero term.
+    """Rotate with a matmul, which is exact because each sum has only one nonzero term.
 
-    For bfloat16 it is exact at any matmul precision, and for float32 at the highest precision.
+    The matmul is exact for bfloat16 at any precision setting, and for float32 at the highest
+    precision.
     """
     half, size = cos.shape[-1], x.shape[-1]
     padding = [(0, 0)] * 3 + [(0, size - 2 * half)]
@@ -174,7 +176,7 @@ def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Arra
 
 
 def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
-    """Rotate by the negative angles. This avoids sums of low-precision gradients."""
+    """Rotate the cotangent by the negative angles. This avoids sums of low-precision gradients."""
     cos, sin = angles
     return _rotate_by_matmul(grad, cos, -sin), None, None
 
@@ -198,7 +200,9 @@ class Attention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Compute causal attention within segments, limited to the window if a window is set."""
+        """Compute causal attention within document segments, limited to the window if one is
+        set.
+        """
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_dim, context)
@@ -253,17 +257,17 @@ class Attention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return an empty cache of rotated keys and values for each key/value head."""
+        """Return an empty cache of keys (after RoPE) and values for each key/value head."""
         return KVCache.empty((rows, tokens, part.num_kv_heads, part.head_dim), dtype)
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the window's name, or "" if the rotary factors depend on the cache size."""
+        """Return the name of the window, or "" if the rotary factors depend on the cache size."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """Return the logical axes of `KVCache`."""
+        """Return the logical axes of each `KVCache` array."""
         del part
         return KVCache.axes()
 

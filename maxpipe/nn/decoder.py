@@ -1,9 +1,9 @@
-"""Decoder: pure functions of the parameters that a model description declares.
+"""Decoder: pure functions of the parameters declared by a model spec.
 
 Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
-layers of each layer type in model order. `Decoder.apply` is the plain loop over layers, which is
-the reference for pipelined runs. The pipeline calls `layer` and `norm`. This file also initializes
-parameters and defines `Block`, a layer of any type.
+layers of each layer type in model order. `Decoder.apply` is a plain loop over layers and the
+reference implementation for pipelined runs. The pipeline calls `layer` and `norm` directly. This
+file also initializes parameters and defines `Block`, a layer of any type.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MODULES: Mapping[type, Any] = {
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
-"""Module classes, keyed by part class."""
+"""Module class that computes each sublayer class."""
 
 
 def norm_module(part: Part) -> Any:
@@ -79,10 +79,11 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], context: LayerContext, key: Key[Array, ""] | None
     ) -> Output:
-        """Apply the layer; `key` is its dropout key, None disables dropout."""
+        """Apply the layer; `key` is the layer's dropout key, or None to disable dropout."""
         branches, keys = self.layer_type.branches, None
         if key is not None and any(branch.dropout for branch in branches):
-            # Keys depend on the example, so dropout does not depend on how the batch is sharded.
+            # Dropout keys depend on the example, so dropout does not depend on how the batch is
+            # sharded.
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
@@ -124,8 +125,8 @@ def init_params(
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """Initialize parameters, keyed by name.
 
-    The key of a random parameter is derived from its index among the random parameters. Parameters
-    that are derived from others are omitted.
+    The key of a randomly initialized parameter is derived from its index among these parameters.
+    Parameters that are derived from other parameters are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -151,11 +152,11 @@ def _init_param(
 def normal_approximation(
     key: Key[Array, ""], shape: Sequence[int], stddev: float
 ) -> Float[Array, "*dims"]:
-    """Return approximately normal float32 samples with mean 0, within 3.5 standard deviations.
+    """Return approximately normal float32 samples with mean 0, limited to 3.5 standard deviations.
 
-    A sample is a scaled sum of four uniform 16-bit integers. Integer sums and one multiplication
-    are exact on every device and for any sharding, unlike the usual method, which uses the inverse
-    error function. The same seed therefore gives the same bits under every layout.
+    Each sample is a scaled sum of four uniform 16-bit integers. Integer sums and a single
+    multiplication are exact on every device and for any sharding, unlike the usual method based on
+    the inverse error function. A seed therefore gives bitwise identical samples under every layout.
     """
     bits = jax.random.bits(key, (2, *shape), jnp.uint32)
     halves = (bits & 0xFFFF) + (bits >> 16)
@@ -164,9 +165,9 @@ def normal_approximation(
 
 
 MTP = "ahead"
-"""Key of the parameters and statistics of multi-token prediction heads."""
+"""Key under which the parameters and statistics of multi-token prediction heads are stored."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Random stream of each parameter outside the layers. Layers use stream 0."""
+"""Random stream of each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -175,7 +176,7 @@ Statistics = Mapping[str, Array]
 
 
 class DecoderOutput(NamedTuple):
-    """Result of the plain loop over layers for a batch."""
+    """Output of the plain loop over layers for one batch."""
 
     logits: Float[Array, "B T V"]
     """Float32 logits."""
@@ -184,26 +185,26 @@ class DecoderOutput(NamedTuple):
     targets, the losses of multi-token prediction heads are included."""
     statistics: Mapping[str, Statistics]
     """Statistics keyed by layer type and name, summed over tokens, with shape `[layers of the type,
-    ...]`. If the batch has targets, the statistics of layer heads are under `ahead`, with shape
-    `[heads, ...]`."""
+    ...]`. If the batch has targets, the statistics of multi-token prediction layers are stored
+    under `ahead`, with shape `[heads, ...]`."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model as functions of its parameters."""
+    """A model, as pure functions of its parameters."""
 
     config: ModelConfig
     rules: AxisRules
 
     @cached_property
     def model(self) -> Model:
-        """Return the model description."""
+        """Return the model spec."""
         return describe(self.config)
 
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters. A layer's values depend only on the key and the layer
+        """Initialize all parameters. A layer's initial weights depend only on the key and the layer
         index.
         """
         indices = {layer_type: [] for layer_type in self.model.layer_types}
@@ -216,7 +217,9 @@ class Decoder:
         return self.init_outer(key) | {"layers": layers}
 
     def init_layers(self, layer_type: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
-        """Initialize the layers of one type at the given indices, stacked along a new first dim."""
+        """Initialize the layers of one type at the given indices, stacked along a new leading
+        dim.
+        """
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
         return jax.vmap(partial(self.init_layer, layer_type))(keys)
@@ -246,21 +249,22 @@ class Decoder:
         return outer
 
     def axes(self) -> Params:
-        """Return the logical axes of every parameter, without the stacking axis of layers."""
+        """Return the logical axes of every parameter, excluding the layer stacking axis."""
         return self._declared(lambda param: param.axes)
 
     def trainable(self) -> Params:
-        """Return whether each parameter is trained."""
+        """Return a tree that is true for trained parameters."""
         return self._declared(lambda param: param.trainable)
 
     def has_own_dtype(self) -> Params:
-        """Return whether each parameter has a fixed dtype that overrides the config."""
+        """Return a tree that is true for parameters whose fixed dtype overrides the config."""
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Return the number of contracted dims of parameters that layers receive in 8 bits, else 0.
+        """Return the number of contracted dims for parameters that layers receive in 8 bits, and 0
+        for others.
 
-        With sequence parallelism, layers quantize weights themselves.
+        With sequence parallelism, layers quantize their weights themselves.
         """
         quantizer = make_quantizer(self.config)
         is_token_sharded = any(dict(self.rules.table).get("sequence", ()))
@@ -297,11 +301,11 @@ class Decoder:
     ]:
         """Return the function that applies a layer of this type.
 
-        The function receives parameters, x, inputs, the layer's index and a key, and returns the
-        output, losses and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`,
-        and `example_ids` `[B]`, the indices of sequences in the global batch. Dropout keys depend
-        on the step (in the key), the layer and the example, so dropout does not depend on how the
-        batch is sharded. Without a key, dropout is disabled.
+        The function maps parameters, x, inputs, the layer's index and a key to the output, losses
+        and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`, and `example_ids`
+        `[B]`, the indices of sequences in the global batch. Dropout keys depend on the step (in the
+        key), the layer and the example, so dropout does not depend on how the batch is sharded. If
+        the key is None, dropout is disabled.
         """
 
         def run(
@@ -333,7 +337,7 @@ class Decoder:
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
-        """Return each layer type's block as a graph definition and an abstract state."""
+        """Return the block of each layer type, as a graph definition and an abstract state."""
         return {
             name: _split(lambda layer_type=layer_type: Block(layer_type, self.rules))
             for name, layer_type in self.model.layer_types.items()
@@ -342,21 +346,23 @@ class Decoder:
     # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return the embeddings of tokens in the compute dtype, the input of the first layer."""
+        """Return token embeddings in the compute dtype, the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Apply the norm between the last layer and the output projection."""
+        """Apply the final norm, between the last layer and the output projection."""
         return _merge_module(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return float32 logits from the last layer's output."""
+        """Return float32 logits computed from the last layer's output."""
         return self._projected(params, self.norm(params["final_norm"], x))
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Apply a projection head to the final norm's output, before the output projection."""
+        """Apply a projection-type MTP head to the final norm's output, before the output
+        projection.
+        """
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
@@ -369,12 +375,12 @@ class Decoder:
         number: Int[Array, ""],
         key: LayerKey = None,
     ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-        """Apply a layer head, and return its output, losses and statistics.
+        """Apply an MTP head with a transformer layer, and return its output, losses and statistics.
 
-        The output is the input of the output projection and of the next head. `x` is the previous
+        The output is the input of both the output projection and the next head. `x` is the previous
         head's output, or the final norm's output for the first head. `embedded` holds the
-        embeddings of the later tokens, and `number` is the head's zero-based index. Layer indices
-        of heads continue after those of the network.
+        embeddings of the tokens ahead, and `number` is the head's zero-based index. The layer
+        indices of heads continue after those of the network.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None
@@ -391,7 +397,8 @@ class Decoder:
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the summed cross entropy in nats of each MTP head.
 
-        With layer heads, also the summed losses of the layers, and their statistics `[heads, ...]`.
+        If the heads are layers, also return the summed losses of these layers, and their statistics
+        `[heads, ...]`.
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
@@ -433,7 +440,7 @@ class Decoder:
     # Complete network.
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
-        """Run the plain loop over layers, without a pipeline."""
+        """Run the plain loop over layers, without pipelining."""
         x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
             mtp_losses, mtp_statistics = self._mtp_losses(params, x, batch, key)
@@ -443,13 +450,15 @@ class Decoder:
         return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
-        """Return the last layer's output from the plain loop, the input of `logits`."""
+        """Return the last layer's output, computed by the plain loop, which is the input of
+        `logits`.
+        """
         return self._run_layers(params, batch, None)[0]
 
     def _run_layers(
         self, params: Params, batch: Params, key: LayerKey
     ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
-        """Return the last layer's output, and losses and statistics of all layers."""
+        """Return the last layer's output, and the losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
         statistics: dict[str, list[Statistics]] = {
@@ -476,7 +485,7 @@ class Decoder:
         return x, losses, joined
 
     def _layer_runs(self, layers: Params) -> Iterator[tuple[str, Params, Array]]:
-        """Yield (type, parameters, indices) of consecutive layers of one type."""
+        """Yield (type, parameters, indices) for each run of consecutive layers of the same type."""
         used = dict.fromkeys(self.model.layer_types, 0)
         number = 0
         for layer_type, run in itertools.groupby(self.model.layers):
@@ -489,19 +498,21 @@ class Decoder:
             number += size
 
     def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
-        """Return float32 logits from the plain loop."""
+        """Return float32 logits computed by the plain loop."""
         return self.run(params, batch, key).logits
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """Return the mean cross entropy in nats over the target tokens, from the plain loop."""
+        """Return the mean cross entropy in nats over the target tokens, computed by the plain
+        loop.
+        """
         return cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """Return the training objective: cross entropy plus the weighted auxiliary losses."""
+        """Return the training objective: cross entropy plus weighted auxiliary losses."""
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, output: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """Return the training objective, computed from the output of the plain loop."""
+        """Return the training objective, given the output of the plain loop."""
         total = cross_entropy(output.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in output.losses.items():
@@ -511,10 +522,10 @@ class Decoder:
     # Decoding.
 
     def by_layer(self, params: Params, split: Callable[[Array], Sequence[Array]] = list) -> Params:
-        """Return the parameters with a list of layers in model order instead of stacked layers.
+        """Return the parameters with stacked layers replaced by a list of layers in model order.
 
-        Decoding reads every layer for each token, and XLA would copy each slice of a stacked array
-        first. `split` splits a stacked array into one array per layer.
+        Decoding reads every layer for each token, and XLA would first copy each slice of a stacked
+        array. `split` splits a stacked array into one array per layer.
         """
         stacks = params["layers"]
         if not isinstance(stacks, Mapping):
@@ -526,26 +537,28 @@ class Decoder:
         return params | {"layers": [next(layers[layer_type]) for layer_type in self.model.layers]}
 
     def empty_cache(self, layer_type: str, rows: int, tokens: int) -> Any:
-        """Return an empty cache of a layer of this type for `tokens` tokens per sequence."""
+        """Return an empty cache for a layer of this type and `tokens` tokens per sequence."""
         return self._of_caching_part(
             layer_type, lambda module, part: module.empty_cache(part, rows, tokens, self._dtype)
         )
 
     def cache_axes(self, layer_type: str) -> Any:
-        """Return the logical axes of `empty_cache`, one tuple per array."""
+        """Return the logical axes of `empty_cache`, with one tuple per array."""
         return self._of_caching_part(layer_type, lambda module, part: module.cache_axes(part))
 
     def _of_caching_part(self, layer_type: str, read: Callable[[Any, Part], Any]) -> Any:
-        """Return `read(module, part)` for the part that caches earlier tokens; None without one."""
+        """Return `read(module, part)` for the sublayer that caches earlier tokens; None if no
+        sublayer has a cache.
+        """
         parts = (branch.part for branch in self.model.layer_types[layer_type].branches)
         values = (read(_MODULES[type(part)], part) for part in parts)
         return next((value for value in values if value is not None), None)
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
-        """Return the empty caches of all layers, in model order.
+        """Return empty caches for all layers, in model order.
 
-        `piece` is the maximum number of tokens that are appended at once. If it is set, the cache
-        of a layer with a window holds only these tokens and the window before them.
+        `piece` is the maximum number of tokens appended at once. If `piece` is set, the cache of a
+        layer with a window holds only these tokens and the window before them.
         """
         caches = []
         for number, layer_type in enumerate(self.model.layers):
@@ -562,7 +575,7 @@ class Decoder:
     def decode_layer(
         self, layer_type: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
-        """Return the layer's output, and its cache extended by the tokens of this batch."""
+        """Return the layer's output, and its cache extended by this batch's tokens."""
         context = self._context(batch, index, cache)
         output = self._layer(layer_type, params, x, context, None)
         return output.x, output.cache
@@ -572,7 +585,8 @@ class Decoder:
     ) -> tuple[Float[Array, "B t V"], list[Any]]:
         """Return the logits of tokens that follow the cached tokens, and the extended caches.
 
-        `last` limits logits to that many tokens at the end of each sequence; 0 returns all.
+        `last` limits logits to that many tokens at the end of each sequence; 0 returns the logits
+        of all tokens.
         """
         x, extended = self.embed(params["embedding"], batch["tokens"]), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
@@ -583,7 +597,7 @@ class Decoder:
 
 
 def _targets(batch: Params) -> Float[Array, ""]:
-    """Return the number of target tokens, at least 1."""
+    """Return the number of target tokens, but at least 1."""
     return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
 
@@ -596,7 +610,7 @@ def cross_entropy(logits: Float[Array, "B T V"], batch: Params) -> Float[Array, 
 def _summed_cross_entropy(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], mask: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Return the summed cross entropy of unmasked targets."""
+    """Return the summed cross entropy of the unmasked targets."""
     scores = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return -(picked * mask).sum()

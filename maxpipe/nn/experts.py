@@ -1,8 +1,8 @@
 """Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
-For expert parallelism, every device reserves capacity for tokens from each of the other devices.
-Tokens are sent in buffers of a fixed size, whose last rows may be empty. On TPUs, a ragged
-all-to-all sends only the rows in use.
+With expert parallelism, every device reserves capacity for tokens from each other device. Tokens
+are sent in fixed-size buffers, whose last rows may be empty. On TPUs, a ragged all-to-all sends
+only the used rows.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens from all devices of the expert axis for the e local experts."""
+    """Tokens received from all devices of the expert axis for the e local experts."""
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
-    """Index of each token's local expert; e for an empty row."""
+    """Local expert index of each token; e for an empty row."""
     weights: Float[Array, "1 S e"]
-    """Weight of each expert's output; 0 for the experts that the token does not use."""
+    """Weight of each expert's output; 0 for experts that the token does not use."""
 
 
 class SentTokens(NamedTuple):
-    """State of a dispatch that is needed to return expert outputs."""
+    """Dispatch state needed to return expert outputs to the senders."""
 
     slots: TokenPermutation
     counts: Int[Array, " X"]
@@ -77,8 +77,8 @@ def dispatch_tokens(
     weights: Float[Array, "B T E"],
     room: int,
 ) -> tuple[ReceivedTokens, SentTokens]:
-    """Send each token to the devices of its experts. `room` is the capacity per device pair in
-    rows.
+    """Send each token to the devices that hold its experts. `room` is the capacity, in rows,
+    between a pair of devices.
 
     Expert index E means no expert. If the capacity is exceeded, first choices have priority over
     second choices and earlier tokens over later tokens, regardless of the expert.
@@ -93,7 +93,7 @@ def dispatch_tokens(
     flat, of_tokens = places.reshape(-1, places.shape[-1]), weights.reshape(-1, num_experts)
     factors = row_weights(of_tokens, flat, slots, num_experts)
     expert = flat.reshape(-1).at[slots.choice_of_row].get(mode="fill", fill_value=num_experts)
-    # Empty rows get the expert index that follows the local experts.
+    # Empty rows get the expert index that follows the last local expert.
     expert = all_to_all(
         jnp.where(expert < num_experts, expert % local_experts, local_experts), EXPERT, 0, 0
     )
@@ -112,9 +112,9 @@ def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "
 def _all_to_all(
     x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
-    """Send each device its block of rows, where the first `sent` rows are in use.
+    """Send each device its block of rows, whose first `sent` rows are used.
 
-    Unused rows of the result are uninitialized and are never read.
+    Unused rows in the result are uninitialized and never read.
     """
     padded = lambda x, sent, received: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
     return lax.platform_dependent(x, sent, received, tpu=_ragged, default=padded)
@@ -138,18 +138,19 @@ def _ragged(x: Array, sent: Array, received: Array) -> Array:
 
 
 class Routing(NamedTuple):
-    """Selected experts and weights of each token."""
+    """Selected experts and routing weights of each token."""
 
     logits: Float[Array, "B T E"]
     """Float32 router logits."""
     probabilities: Float[Array, "B T E"]
-    """Normalized float32 scores of all experts, with a sum of 1."""
+    """Normalized float32 scores of all experts, which sum to 1."""
     expert_ids: Int[Array, "B T k"]
-    """Experts of each token, best first. Ties are resolved in favor of the lower index."""
+    """Selected experts of each token, best first. Ties are resolved in favor of the lower expert
+    index."""
     expert_mask: Float[Array, "B T E"]
-    """Selection mask, 1 for selected experts and 0 for unselected experts."""
+    """Selection mask: 1 for selected experts and 0 for all others."""
     weights: Float[Array, "B T E"]
-    """Weights of the outputs of selected experts; 0 for unselected experts."""
+    """Routing weights, which multiply the outputs of selected experts; 0 for unselected experts."""
 
 
 def route_tokens(
@@ -159,9 +160,9 @@ def route_tokens(
     bias: Float[Array, " E"] | None = None,
     logit_bias: Float[Array, " E"] | None = None,
 ) -> Routing:
-    """Select the experts of each token and compute their weights.
+    """Select the experts of each token and compute their routing weights.
 
-    `bias` affects only the selection (arXiv:2408.15664). `logit_bias` affects selection and
+    `bias` affects only the selection (arXiv:2408.15664). `logit_bias` affects both selection and
     weights.
     """
     router = router.astype(x.dtype)
@@ -186,7 +187,7 @@ def route_tokens(
 
 
 def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
-    """Return whether each expert belongs to one of the token's selected groups."""
+    """Return whether each expert belongs to one of the groups selected for the token."""
     within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
     best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
     _, places = lax.top_k(best.sum(-1), groups.per_token)
@@ -200,7 +201,7 @@ def compute_router_metrics(
     mask: Float[Array, "B T"],
     over: experts.BalanceOver = "sequence",
 ) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
-    """Return losses and statistics of the target tokens.
+    """Return losses and statistics over the target tokens.
 
     `lost` is the fraction of each token's experts that dropped the token.
     """
@@ -219,12 +220,12 @@ def compute_router_metrics(
 def _balance(
     routes: Routing, counts: Float[Array, "B T 1"], over: experts.BalanceOver
 ) -> tuple[Float[Array, ""], Float[Array, " E"]]:
-    """Compute the balance loss and the number of tokens that each expert receives.
+    """Compute the load-balance loss and the number of tokens that each expert receives.
 
     The loss per token is `E / k * sum(f * p)`, where f is the fraction of tokens that an expert
-    receives and p is its mean probability (arXiv:2101.03961). Gradients flow through p. The
-    fraction f is computed per sequence, over the sequences of this call, or over the sequences of
-    all devices (arXiv:2501.11873).
+    receives and p is the expert's mean probability (arXiv:2101.03961). Gradients flow through p.
+    The fraction f is computed per sequence, over the sequences of this call, or over the sequences
+    of all devices (arXiv:2501.11873).
     """
     used, likely = (
         (counts * weight).sum(1) for weight in (routes.expert_mask, routes.probabilities)
@@ -233,9 +234,9 @@ def _balance(
     if over == "devices":
         used = sum_count(load)
     else:
-        # A sequence may be sharded over devices, and each device adds its share of p.
+        # If a sequence is sharded over devices, each device adds its share of p.
         used = sum_count(used if over == "sequence" else load, (CONTEXT,))
-    # The sum of `used` is the number of tokens times k, so division by the mean gives E / k * f.
+    # `used` sums to the number of tokens times k, so dividing by its mean gives E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
     return (relative * likely).sum(), load
 
@@ -244,7 +245,7 @@ _PROJECTIONS = ("gate", "up", "down")
 
 
 class Experts(SpecModule):
-    """Weighted sum of each token's experts (arXiv:2401.04088)."""
+    """Weighted sum of the outputs of each token's experts (arXiv:2401.04088)."""
 
     router: nnx.Param
     router_bias: nnx.Param
@@ -265,9 +266,10 @@ class Experts(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Apply the experts; with a `loss_mask`, also return losses and statistics.
+        """Apply the experts; if there is a `loss_mask`, also return losses and statistics.
 
-        Decoding drops no tokens, because capacity would depend on the number of tokens in a call.
+        Decoding drops no tokens, because the capacity would depend on the number of tokens per
+        call.
         """
         part, split, shards = self.part, context.split(self.rules), x
         x = split.gather_tokens(x)
@@ -290,8 +292,8 @@ class Experts(SpecModule):
     def _apply_experts(
         self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
-        """Return weighted sums of expert outputs, and the dropped fraction of each token's
-        experts.
+        """Return the weighted sums of expert outputs, and the fraction of each token's experts that
+        dropped it.
         """
         limited = bool(self.part.capacity) and context.cache is None
         apart, divided = axis_size(EXPERT) > 1, axis_size(CONTEXT) > 1
@@ -327,7 +329,7 @@ class Experts(SpecModule):
         if context.cache is not None:
             part = replace(part, capacity=0.0, send_capacity_factor=0.0)
         room = part.send_capacity(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
-        # Padding must not use the capacity of real tokens.
+        # Padding must not consume capacity that real tokens need.
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
         received, sent = dispatch_tokens(x, places, weights, room)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
@@ -343,7 +345,7 @@ class Experts(SpecModule):
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch; in decoding, if it computes fewer rows."""
+        """Return whether to use grouped dispatch; in decoding, only if it computes fewer rows."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -361,10 +363,10 @@ class Experts(SpecModule):
         filled: float = 1.0,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Compute the selected experts of each token; `params` are the experts' parameters.
+        """Compute the selected experts of each token; `params` are the parameters of the experts.
 
         `complete` means that no token-expert pair is empty, or that the results of empty pairs are
-        not read. `filled` is the mean fraction of pairs that are not empty.
+        never read. `filled` is the mean fraction of nonempty pairs.
         """
         x, *routes = tokens
         places, weights = (array.reshape(-1, array.shape[-1]) for array in routes)
@@ -392,7 +394,7 @@ class Experts(SpecModule):
     def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Compute all experts for all tokens, including experts of other devices on the expert
+        """Compute all experts for all tokens, including experts on other devices of the expert
         axis.
         """
         whole = all_gather(x, EXPERT, 0)
@@ -445,7 +447,7 @@ class Experts(SpecModule):
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
     ) -> Array:
-        """Add the biases of the projection, if any, after `spread` has transformed them."""
+        """Add the projection's biases, if any, transformed by `spread`."""
         if not self.part.biased:
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))
@@ -453,9 +455,9 @@ class Experts(SpecModule):
     def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
-        """Return the experts of each token, with index E in place of experts at capacity.
+        """Return the experts of each token, replaced by index E where the expert is at capacity.
 
-        Capacity is counted over full sequences, even if this device holds only a shard.
+        Capacity is counted over full sequences, even if this device holds only a shard of each.
         """
         whole = mark_varying(gather_sequences(places, 1))
         slots = self._capacity_slots(whole, inputs.get(FULL_SEGMENT_IDS, inputs["segment_ids"]))
@@ -465,7 +467,7 @@ class Experts(SpecModule):
     def _capacity_slots(
         self, places: Int[Array, "B T k"], segments: Int[Array, "B T"]
     ) -> TokenPermutation:
-        """Assign token-expert pairs to capacity slots of the experts, separately for each sequence.
+        """Assign token-expert pairs to the experts' capacity slots, separately for each sequence.
 
         Padding (segment 0) does not count toward capacity.
         """

@@ -1,9 +1,9 @@
 """Chunked gated delta rule over packed sequences.
 
-All tokens of a chunk are processed at once with the inverse of a triangular matrix (the WY
-representation of arXiv:2412.06464). A state is passed from chunk to chunk. The state and the
-convolution are reset at document boundaries. The backward pass recomputes the chunks from their
-saved initial states.
+All tokens in a chunk are processed at once with the inverse of a triangular matrix (the WY
+representation of arXiv:2412.06464). A recurrent state is passed from chunk to chunk. The state and
+the convolution are reset at document boundaries. The backward pass recomputes each chunk from its
+saved initial state.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _EPSILON = 1e-6
-"""Epsilon that is added to the squared norm of queries and keys."""
+"""Epsilon added to the squared norm of queries and keys."""
 _EMPTY_SEGMENT = -1
-"""Segment id before the start of a sequence."""
+"""Segment ID that marks positions before the start of a sequence."""
 _NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
 
 Weights = Mapping[str, Array]
 
 
 class GatedDeltaCache(NamedTuple):
-    """Cache of a layer, whose size is independent of the number of earlier tokens."""
+    """Cache of one layer, whose size is independent of the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
     """Convolution inputs of the most recent tokens."""
     segments: Int[Array, "B w"]
-    """Segment ids of the tokens in `tail`."""
+    """Segment IDs of the tokens in `tail`."""
     state: Float[Array, "B K r dk dv"]
-    """Float32 state."""
+    """Float32 recurrent state."""
 
     def append(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"], state: Array
     ) -> GatedDeltaCache:
-        """Return the cache after T more tokens; `state` is the state after these tokens."""
+        """Return the cache after T more tokens; `state` is the recurrent state after these
+        tokens.
+        """
         width = self.segments.shape[1]
         tail, of = self.prepend_tail(mixed, segments)
         return GatedDeltaCache(tail[:, -width:], of[:, -width:], state)
@@ -54,7 +56,7 @@ class GatedDeltaCache(NamedTuple):
     def prepend_tail(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
-        """Return the cached and new convolution inputs, concatenated, and their segments."""
+        """Return the cached convolution inputs followed by the new ones, and their segment IDs."""
         tail = jnp.concatenate([self.tail, mixed], axis=1)
         return tail, jnp.concatenate([self.segments, segments], axis=1)
 
@@ -62,23 +64,23 @@ class GatedDeltaCache(NamedTuple):
 class Chunk(NamedTuple):
     """Float32 arrays with which a chunk reads and updates the state, including decay.
 
-    Entries between tokens of different documents are 0.
+    Entries for pairs of tokens from different documents are 0.
     """
 
     query: Float[Array, "B K r C dk"]
-    """Queries that read the state before the chunk."""
+    """Queries that read the state at the start of the chunk."""
     key: Float[Array, "B K r C dk"]
-    """Keys that write to the state after the chunk."""
+    """Keys that write to the state at the end of the chunk."""
     value: Float[Array, "B K r C dv"]
-    """Values that are written to an empty state."""
+    """Values that would be written to an empty state."""
     known: Float[Array, "B K r C dk"]
     """Keys that read the values already stored in the state."""
     mixing: Float[Array, "B K r C C"]
-    """Weights of the written values in the outputs."""
+    """Weights of the written values in the chunk's outputs."""
     keep: Float[Array, "B K r"]
-    """Decay of the state over the chunk."""
+    """Factor by which the state decays over the chunk."""
     gate: Float[Array, "B K r C dv"]
-    """Gate of the output, in the compute dtype."""
+    """Output gate, in the compute dtype."""
 
 
 class GatedDelta(SpecModule):
@@ -99,7 +101,9 @@ class GatedDelta(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Apply the delta rule causally within segments. Each segment is contiguous."""
+        """Apply the delta rule causally within document segments. Each segment must be
+        contiguous.
+        """
         part, rules, dtype = self.part, self.rules, x.dtype
         split = context.split(rules)
         x = split.gather_tokens(x)
@@ -129,13 +133,13 @@ class GatedDelta(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return an empty cache; its size is independent of `tokens`."""
+        """Return an empty cache, whose size does not depend on `tokens`."""
         del tokens
         return _empty_cache(part, jnp.zeros((rows, 0, part.num_key_heads, 0), dtype))
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
-        """Return the logical axes of `GatedDeltaCache`."""
+        """Return the logical axes of each `GatedDeltaCache` array."""
         del part
         tail, state = ("batch", None, "kv_heads", None), ("batch", "kv_heads", None, None, None)
         return GatedDeltaCache(tail, ("batch", None), state)  # type: ignore[arg-type]
@@ -162,7 +166,7 @@ def _delta_rule(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
-    """Return the normalized and gated output, and the state after the last token."""
+    """Return the normalized and gated output, and the recurrent state after the last token."""
     chunks = _chunks(part, weights, qkvz, ba, segments, before)
     state, read = lax.scan(partial(_chunk_step, part, weights["norm"]), before.state, chunks)
     return _merge_chunks(read, qkvz.shape[1]), state
@@ -215,7 +219,7 @@ def _chunk_step(
     state: Float[Array, "B K r dk dv"],
     chunk: Chunk,
 ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
-    """Return the state after a chunk, and the chunk's normalized and gated output."""
+    """Return the state at the end of a chunk, and the chunk's normalized and gated output."""
     written = chunk.value - chunk.known @ state
     read = chunk.query @ state + chunk.mixing @ written
     state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
@@ -232,7 +236,7 @@ def _chunks(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> Chunk:
-    """Return all chunks of the sequences, along a new first dim.
+    """Return all chunks of the sequences, stacked along a new leading dim.
 
     The last chunk is padded with tokens that do not change the state.
     """
@@ -275,9 +279,10 @@ def _chunks(
 def _cumulative_log_decay(
     within: Bool[Array, "N B 1 1 C C"], forget: Float[Array, "N B K r C 1"]
 ) -> Float[Array, "N B K r C"]:
-    """Return the log decay at each token since the start of the chunk or of the token's document.
+    """Return each token's cumulative log decay since the start of the chunk or of the token's
+    document.
 
-    Differences of cumulative sums over full chunks would be inaccurate, because a large decay in
+    Differences of cumulative sums over entire chunks would be inaccurate, because a large decay in
     other documents would cause rounding errors.
     """
     factors, each = within[:, :, 0, 0].astype(jnp.float32), forget[..., 0]
@@ -291,7 +296,9 @@ def _causal_convolution(
     segments: Int[Array, "B T"],
     before: GatedDeltaCache,
 ) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
-    """Return the convolved queries and keys, normalized to length 1, and the convolved values."""
+    """Return the convolved queries and keys, normalized to unit length, and the convolved
+    values.
+    """
     row, of = before.prepend_tail(mixed, segments)
     heads, tokens = part.num_key_heads, mixed.shape[1]
     kernel = jnp.concatenate(
@@ -302,7 +309,7 @@ def _causal_convolution(
         axis=1,
     ).astype(jnp.float32)
     total: Any = 0.0
-    for at in range(part.kernel):  # the last entry of the kernel multiplies the current token
+    for at in range(part.kernel):  # the kernel's last entry multiplies the current token
         there = slice(at, at + tokens)
         seen = (of[:, there] == segments)[..., None, None]
         total += jnp.where(seen, row[:, there], 0).astype(jnp.float32) * kernel[..., at]
@@ -318,7 +325,7 @@ def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
 def _gates(
     part: gated_delta.GatedDelta, weights: Weights, ba: Float[Array, "B T K e"]
 ) -> tuple[Float[Array, "B T K r"], Float[Array, "B T K r"]]:
-    """Return the write gate, and the logarithm of the state's decay."""
+    """Return the write gate and the log decay of the state."""
     heads = (part.num_key_heads, part.group)
     rate, bias = (
         weights[name].reshape(heads).astype(jnp.float32) for name in ("decay", "decay_bias")
@@ -337,7 +344,7 @@ def _cut(x: Array, size: int) -> Array:
 
 
 def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:
-    """Merge the chunks of value heads, the inverse of `_cut`."""
+    """Merge the chunks of value heads; the inverse of `_cut`."""
     x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
     rows, count, size, heads, group, width = x.shape
     return x.reshape(rows, count * size, heads * group, width)[:, :tokens]
@@ -347,9 +354,9 @@ def _merge_chunks(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "
 def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
     """Invert `1 + lower`, where `lower` is strictly lower triangular and C is a power of two.
 
-    Each iteration doubles the size of the diagonal blocks. The block below two diagonal blocks is
-    multiplied on each side by the inverse of a diagonal block. This is as stable as substitution
-    and uses only matmuls.
+    Each iteration doubles the size of the diagonal blocks that have been inverted. The block below
+    two diagonal blocks is multiplied on each side by the inverse of one of them. This method is as
+    stable as substitution and uses only matmuls.
     """
     size = lower.shape[-1]
     place = jnp.arange(size)

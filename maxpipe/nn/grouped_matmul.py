@@ -1,9 +1,9 @@
 """Grouped matmul, which multiplies each token only by the weights of its selected experts.
 
 Each row holds one token-expert pair, and rows are sorted by expert. TPUs use megablox kernels
-(arXiv:2211.15841). Other platforms use a loop over blocks of rows; a block with rows of several
-experts is processed once per expert. The gradients of rows and of weights are separate matmuls, so
-a split backward pass can schedule them separately.
+(arXiv:2211.15841). Other platforms use a loop over row blocks; a block that contains rows of
+several experts is processed once per expert. The row gradients and the weight gradients are
+separate matmuls, so a split backward pass can schedule them separately.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class GroupedMatmulOptions(NamedTuple):
     """Options of a grouped matmul."""
 
     axes: tuple[str, ...]
-    """Mesh axes that shard the width of an expert."""
+    """Mesh axes that shard the hidden width of an expert."""
     complete: bool = True
-    """Whether every token-expert pair has a row (no pair is dropped)."""
+    """Whether every token-expert pair has a row, that is, no pair is dropped."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the operands. Kernels multiply the dequantized values."""
+    """Quantizer of the operands. Kernels multiply dequantized operands."""
     fill_fraction: float = 1.0
-    """Mean fraction of rows in use. Kernels skip unused rows."""
+    """Mean fraction of rows that are used. Kernels skip unused rows."""
 
     def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
-        """Quantize rows that are multiplied by weights.
+        """Quantize rows that will be multiplied by weights.
 
-        `divided` means that the last dim of the rows is sharded over `axes`.
+        `divided` means that the rows' last dim is sharded over `axes`.
         """
         if self.quantizer is None:
             return rows
@@ -67,9 +67,9 @@ class GroupedMatmulOptions(NamedTuple):
 
 
 # Matmuls of tokens with expert weights. The input projections return one result per row. The output
-# projection sums the results over each token's rows. The width of an expert is sharded over `axes`.
-# Partial sums are reduced after the sum over a token's rows, so that communication is proportional
-# to the number of tokens.
+# projection sums the results over each token's rows. The hidden width of an expert is sharded over
+# `axes`. Partial sums are reduced after the sum over each token's rows, so that communication is
+# proportional to the number of tokens.
 
 
 @custom_vjp_with_static(static=4)
@@ -144,7 +144,7 @@ def down_projection(
     sizes: Int[Array, " E"],
     spread: GroupedMatmulOptions,
 ) -> Float[Array, "n D"]:
-    """Multiply each row by the weights of its expert, and sum over each token's rows."""
+    """Multiply each row by its expert's weights, and sum over each token's rows."""
 
     def run(hidden: Array, weight: Array, row: Array, sizes: Array) -> Array:
         hidden, weight = (
@@ -193,7 +193,9 @@ _WHOLE = PartitionSpec()
 
 
 def expert_width_axes(rules: AxisRules) -> tuple[str, ...]:
-    """Return the mesh axes that shard the width of an expert and are auto axes in this program."""
+    """Return the mesh axes that shard the hidden width of an expert and are auto axes in the
+    current program.
+    """
     automatic = auto_axes()
     return tuple(axis for axis in dict(rules.table).get("mlp", ()) if axis in automatic)
 
@@ -210,7 +212,7 @@ def _grouped_matmul(
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
-    """Multiply each row by the weights of its expert, or by their transpose."""
+    """Multiply each row by its expert's weights, or by their transpose."""
     loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
@@ -292,7 +294,7 @@ def outer_by_kernel(
 
 
 def _megablox() -> Any:
-    # The package exports a function with the module's name, which shadows the module.
+    # The package exports a function with the same name as its module, which shadows the module.
     import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
 
     return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -301,17 +303,17 @@ def _megablox() -> Any:
 _LANES = 128
 _LARGEST_TILE = 1024
 _VMEM_BYTES = 12 * 2**20
-"""Memory limit in bytes for the tiles of a kernel. A kernel has 16 MiB in total."""
+"""Maximum memory in bytes for the tiles of one kernel. A kernel can use 16 MiB in total."""
 
 
 def grouped_matmul_tiles(
     num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any
 ) -> Tiles | None:
-    """Return tile sizes of rows, of the contracted dim and of the output dim.
+    """Return the tile sizes of the rows, the contracted dim and the output dim.
 
     Returns None if no multiple of the lane count divides a dim. A row tile is processed once for
-    each expert in the tile, so row tiles are small. If memory allows, the contracted dim is a
-    single tile. The expert's weights then remain in memory between tiles of rows.
+    each expert in it, so row tiles are small. If memory allows, the contracted dim is a single
+    tile. The expert's weights then remain in memory from one row tile to the next.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
@@ -325,7 +327,7 @@ def grouped_matmul_tiles(
 def outer_tiles(
     num_rows: int, num_experts: int, first: int, second: int, dtype: Any
 ) -> Tiles | None:
-    """Return tile sizes of the contracted rows and of both output dims, or None."""
+    """Return the tile sizes of the contracted rows and both output dims, or None."""
     rows = _rows_tile(num_rows, num_experts)
     return _select_tiles(
         [(rows, _divisor(first, most), _divisor(second, most)) for most in (1024, 512)],
@@ -335,7 +337,9 @@ def outer_tiles(
 
 
 def _rows_tile(num_rows: int, num_experts: int) -> int:
-    """Return the row tile size: less than a loop's block, because a kernel step costs less."""
+    """Return the row tile size, which is smaller than a loop's row block because a kernel step has
+    less overhead.
+    """
     return _divisor(num_rows, max(_LANES, row_block_size(num_rows, num_experts) // 2))
 
 
@@ -357,7 +361,9 @@ def _select_tiles(
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest multiple of the lane count, at most `most`, that divides `size`, or 0."""
+    """Return the largest multiple of the lane count that divides `size` and is at most `most`, or
+    0.
+    """
     largest = min(most, size) // _LANES * _LANES
     return next((tile for tile in range(largest, 0, -_LANES) if size % tile == 0), 0)
 
@@ -367,18 +373,20 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 
 class _BlockSteps(NamedTuple):
-    """Steps of a loop over blocks of rows."""
+    """Steps of a loop over row blocks."""
 
     expert: Int[Array, " V"]
     start: Int[Array, " V"]
     """First row of the block."""
     first: Int[Array, " V"]
-    """First row of the expert in this step."""
+    """First row of the expert processed in this step."""
     stop: Int[Array, " V"]
 
 
 def row_block_size(num_rows: int, num_experts: int) -> int:
-    """Return the rows per block: at most a quarter of the mean number of rows of an expert."""
+    """Return the number of rows per block: at most a quarter of the mean number of rows per
+    expert.
+    """
     quarter = max(1, num_rows // num_experts // 4)
     power = 1 << quarter.bit_length() - 1
     return min(num_rows, max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, power)))
@@ -388,37 +396,37 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 512
 
 
 def num_block_steps(num_rows: int, num_experts: int) -> int:
-    """Return the number of steps of a loop over blocks. Each expert except the first may add a
-    step, because it may start inside a block.
+    """Return the number of steps in a loop over row blocks. Each expert except the first can add a
+    step, because its rows may start inside a block.
     """
     blocks = -(-num_rows // row_block_size(num_rows, num_experts))
     return blocks + min(num_experts, num_rows) - 1
 
 
 def num_multiplied_rows(num_rows: int, num_experts: int) -> int:
-    """Return the number of rows that a loop over blocks multiplies."""
+    """Return the number of rows multiplied in a loop over row blocks."""
     return num_block_steps(num_rows, num_experts) * row_block_size(num_rows, num_experts)
 
 
 def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
-    """Return the steps of a loop over blocks. Unused steps process no rows."""
+    """Return the steps of a loop over row blocks. Unused steps process no rows."""
     block = row_block_size(num_rows, len(sizes))
     stops = jnp.cumsum(sizes)
     firsts = stops - sizes
     blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
     ends = jnp.cumsum(blocks)
     turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
-    expert = (turns[:, None] >= ends).sum(1)  # in unused steps, equal to the number of experts
+    expert = (turns[:, None] >= ends).sum(1)  # equals the number of experts in unused steps
     expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
     number = firsts[expert] // block + turns - (ends - blocks)[expert]
-    # The last block ends at the last row and may overlap the previous block.
+    # The last block ends at the last row and can overlap the previous block.
     start = jnp.clip(number * block, 0, num_rows - block)
     first = jnp.maximum(firsts[expert], number * block)
     return _BlockSteps(expert, start, first, jnp.where(left, stops[expert], 0))
 
 
 def _expert_row_mask(step: _BlockSteps, block: int) -> Array:
-    """Return the mask `[b, 1]` of the block's rows that belong to the step."""
+    """Return the mask `[b, 1]` of the rows in the block that belong to the step."""
     row = step.start + jnp.arange(block)
     return ((row >= step.first) & (row < step.stop))[:, None]
 
@@ -450,7 +458,7 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
         block_rows, block_cotangents = (
             lax.dynamic_slice_in_dim(array, step.start, block) for array in (rows, cotangents)
         )
-        # Mask both operands, because rows without an expert may hold any values.
+        # Both operands are masked, because rows without an expert can hold any values.
         block_rows, block_cotangents = (
             jnp.where(_expert_row_mask(step, block), array, 0)
             for array in (block_rows, block_cotangents)

@@ -28,9 +28,8 @@ _HEADS = (None, None, "heads", "head_dim")
 class LatentAttention(SpecModule):
     """Self-attention with N heads, whose keys and values are projected from one latent per token.
 
-    Internally, the rotated entries of a head come first, as pairs (i, i + half), so the rotation is
-    the same as in other families. Weights are reordered instead of activations because they are
-    smaller.
+    Internally, the RoPE dims of a head come first, as pairs (i, i + half), so RoPE is computed as
+    in other families. Weights are reordered instead of activations, because weights are smaller.
     """
 
     query: nnx.Param
@@ -48,7 +47,7 @@ class LatentAttention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Compute causal attention within segments."""
+        """Compute causal attention within document segments."""
         part, dtype, positions = self.part, x.dtype, context.inputs["positions"]
         split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
@@ -71,7 +70,7 @@ class LatentAttention(SpecModule):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return an empty cache. A key holds the rotated entries and the latent, and a value is a
+        """Return an empty cache. A key consists of the RoPE dims and the latent, and a value is a
         latent.
         """
         both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
@@ -85,7 +84,7 @@ class LatentAttention(SpecModule):
         return KVCache.axes()._replace(keys=whole, values=whole)
 
     def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
-        """Return queries before rotation. The entries to be rotated come first."""
+        """Return the queries before RoPE, with the RoPE dims first."""
         part = self.part
         turned_first = partial(_rotary_dims_first, turned=part.rope_size)
         if not part.q_lora_rank:
@@ -98,8 +97,8 @@ class LatentAttention(SpecModule):
         return split.column_parallel(normed, [weight], [part.params["query_up"].axes])[0]
 
     def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
-        """Return the projections from latents to unrotated keys `[r, N, h]` and values `[r,
-        N, v]`.
+        """Return the projections from latents to the non-RoPE dims of keys `[r, N, h]` and to
+        values `[r, N, v]`.
         """
         weight, unrotated = self.key_value_up[...].astype(dtype), self.part.rest_size
         return weight[..., :unrotated], weight[..., unrotated:]
@@ -131,9 +130,9 @@ class LatentAttention(SpecModule):
         positions: Array,
         cache: KVCache,
     ) -> tuple[Float[Array, "B T N v"], KVCache]:
-        """Compute attention with latents as keys and values.
+        """Compute attention with the latents themselves as keys and values.
 
-        The up projections are applied to the queries and to the attention output instead.
+        The up projections are instead applied to the queries and to the attention output.
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
         front, unrotated = jnp.split(query, (self.part.rope_size,), axis=-1)
@@ -153,12 +152,12 @@ class LatentAttention(SpecModule):
 
 
 def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims h"]:
-    """Reorder pairs (2i, 2i + 1) to (i, i + half)."""
+    """Reorder pairs of dims from (2i, 2i + 1) to (i, i + half)."""
     pairs = weight.reshape(*weight.shape[:-1], -1, 2)
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
 
 
 def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
-    """Move the rotated entries of a head from the end to the front."""
+    """Move the RoPE dims of each head from the end to the front."""
     unrotated, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
     return jnp.concatenate([_deinterleave_pairs(last), unrotated], axis=-1)

@@ -35,7 +35,8 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """Compute `function(gate) * up`, optionally weighted, and store it once for all matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and store the result once for all
+    matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
@@ -92,7 +93,7 @@ def gated_mlp(
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Compute a gated MLP with the parameters of `module` whose names start with the prefix."""
+    """Compute a gated MLP with those parameters of `module` whose names start with the prefix."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
@@ -112,7 +113,7 @@ _UP_AXES = ("embed", "mlp")
 order."""
 
 
-# Fully quantized MLP. The differentiation rules below determine which arrays are quantized and in
+# Fully quantized MLP. The differentiation rules below determine which arrays are quantized, and in
 # which pass.
 
 
@@ -126,7 +127,7 @@ def quantized_gated_mlp(
     rules: AxisRules,
     prefix: str,
 ) -> Float[Array, "B T D"]:
-    """Compute a gated MLP; `largest` is the largest magnitude of each token, if known."""
+    """Compute a gated MLP; `largest` is the largest magnitude in each token, if known."""
     return _quantized_gated_mlp_forward(x, largest, weights, function, low, rules, prefix)[0]
 
 
@@ -156,9 +157,9 @@ def _quantized_gated_mlp_backward(
 ) -> Any:
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
-    The first computation is fused into the matmul that computes their cotangent, and determines the
-    scales. The second computation quantizes the arrays. With a single computation, XLA for TPU
-    would materialize some of the arrays and need a third more cycles.
+    The first computation is fused into the matmul that computes their cotangents, and determines
+    the scales. The second computation quantizes the arrays. With a single computation, XLA for TPU
+    would materialize some of these arrays and need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved
@@ -202,7 +203,7 @@ quantized_gated_mlp.defvjp(_quantized_gated_mlp_forward, _quantized_gated_mlp_ba
 
 
 class GatedMLP(SpecModule):
-    """SwiGLU or GEGLU (arXiv:2002.05202)."""
+    """SwiGLU or GEGLU MLP (arXiv:2002.05202)."""
 
     gate: nnx.Param
     up: nnx.Param

@@ -1,4 +1,4 @@
-"""Base class of modules, their context and output, and norms."""
+"""Base class of modules, the context and output of modules, and norms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maxpipe.parallel.sharding import AxisRules
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Data that a layer receives in addition to its parameters and its input."""
+    """Data that a layer receives in addition to its parameters and input."""
 
     inputs: Mapping[str, Any]
     """Integer arrays `segment_ids` and `positions` `[B, T]` and `example_ids` `[B]`, and in
@@ -33,13 +33,13 @@ class LayerContext:
     cache: Any = None
     """Cache of earlier tokens in decoding, created by `empty_cache`."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of matmuls with weights. None: matmuls use the compute dtype."""
+    """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
     max_abs: Float[Array, "B T 1"] | None = None
-    """Largest magnitude of each input token. Set if matmuls are in 8 bits and the preceding norm
-    computes the magnitudes."""
+    """Largest magnitude in each input token. Set if matmuls use 8 bits and the preceding norm
+    computes these magnitudes."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
-        """Return the number, or this layer's value if `number` is a name."""
+        """Return the number, or this layer's value if `number` is the name of a per-layer value."""
         if not isinstance(number, str):
             return number
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
@@ -49,11 +49,11 @@ class LayerContext:
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Return the distinct integer values of all layers, in ascending order."""
+        """Return the distinct integer values of `name` over all layers, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
     def split(self, rules: AxisRules, *, attention: bool = False) -> SequenceParallel:
-        """Return the sharding of tokens between the matmuls of attention or of other parts.
+        """Return the sharding of tokens between the matmuls of attention or of other sublayers.
 
         Decoding does not shard tokens.
         """
@@ -70,19 +70,19 @@ class LayerContext:
 
 
 class Output(NamedTuple):
-    """Output of a part or a layer."""
+    """Output of a sublayer or a layer."""
 
     x: Float[Array, "B T D"]
     losses: Mapping[str, Float[Array, ""]] = {}
-    """Float32 sums over target tokens."""
+    """Float32 losses, summed over target tokens."""
     statistics: Mapping[str, Array] = {}
-    """Sums over tokens, without gradient."""
+    """Statistics, summed over tokens, without gradient."""
     cache: Any = None
-    """Cache that includes the tokens of this step. Set in decoding only."""
+    """Cache that includes the tokens of this step. Set only in decoding."""
 
 
 class SpecModule(nnx.Module):
-    """Module whose parameters are attributes, named as in the part's declarations."""
+    """Module whose parameters are attributes with the names declared by the sublayer."""
 
     def __init__(self, part: Part):
         for name, param in part.params.items():
@@ -92,18 +92,19 @@ class SpecModule(nnx.Module):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
-        The cache is a tree of arrays with sequences in dim 0, and of scalar token counts. A
-        sequence may be replaced by a sequence of another cache if both caches have the same token
-        count. Therefore, the slot of a token must depend only on the count, as in a ring buffer.
+        The cache is a tree that contains arrays with sequences in dim 0, and scalar token counts. A
+        sequence's entries can be replaced with those of a sequence from another cache if both
+        caches hold the same number of tokens. Therefore, the slot of a token must depend only on
+        the token count, as in a ring buffer.
         """
         del part, rows, tokens, dtype
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the per-layer value with the number of visible tokens.
+        """Return the name of the per-layer value that stores the number of visible tokens.
 
-        The number includes the query. The cache may omit older tokens. The name is empty if the
-        cache must keep all tokens.
+        This number includes the query token. The cache can omit older tokens. The name is empty if
+        the cache must keep all tokens.
         """
         del part
         return ""
@@ -115,7 +116,7 @@ class SpecModule(nnx.Module):
 
 
 def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
-    """Return the quantizer of 8-bit matmuls, or None if matmuls use the compute dtype."""
+    """Return the quantizer for 8-bit matmuls, or None if matmuls use the compute dtype."""
     if config.matmul == "default":
         return None
     own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"
@@ -132,14 +133,15 @@ class RMSNorm(SpecModule):
         self.part = part
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Apply the norm; the dtype is unchanged."""
+        """Apply the norm, preserving the dtype."""
         return rms_norm(x, self.scale[...], self.part)
 
     def max_abs(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
-        """Return the largest float32 magnitude of each normalized token, without gradient.
+        """Return the largest float32 magnitude in each normalized token, without gradient.
 
-        The result is exact except for rounding of the normalized values. XLA computes it in the
-        same pass as the mean square. The maximum of the normalized values would need another pass.
+        The result is exact except for the rounding of normalized activations. XLA computes this
+        maximum in the same pass as the mean square. Computing the maximum of the normalized
+        activations instead would need another pass.
         """
         wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         scaled = wide * ((self.part.offset or 0.0) + scale)
@@ -152,8 +154,8 @@ def rms_norm(
 ) -> Float[Array, "*dims"]:
     """Normalize over as many trailing dims as the scale has.
 
-    Statistics are in float32. With an offset, the multiplication by the scale is also in float32,
-    as in released models.
+    Statistics are computed in float32. With an offset, the multiplication by the scale is also in
+    float32, as in the released models.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
     normed = wide * _inverse_rms(wide, over, part)
@@ -180,7 +182,7 @@ class LayerNorm(SpecModule):
         self.part = part
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
-        """Apply the norm in float32; the dtype is unchanged."""
+        """Apply the norm in float32, preserving the dtype of the input."""
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)

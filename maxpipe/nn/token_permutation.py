@@ -1,6 +1,6 @@
-"""Permutation of tokens to rows and back. Each row holds one token-expert pair.
+"""Permute tokens into rows sorted by expert, and back. Each row holds one token-expert pair.
 
-A token has several rows. The transpose of each function is another function of this module, so
+A token can have several rows. The transpose of each function is another function of this module, so
 gradients need no scatter, which is slow on TPUs.
 """
 
@@ -18,13 +18,13 @@ from maxpipe.parallel.collectives import mark_varying
 
 
 class TokenPermutation(NamedTuple):
-    """Assignment of the k token-expert pairs of n tokens to rows."""
+    """Assignment of the k token-expert pairs of each of n tokens to rows."""
 
     choice_of_row: Int[Array, " N"]
-    """Pair in each row: the token index times k, plus the choice. The value of an empty row is n
-    times k."""
+    """Pair index in each row: the token index times k, plus the index of the choice. The index is n
+    times k for an empty row."""
     row_of_choice: Int[Array, "n k"]
-    """Row of each pair; N for a dropped pair."""
+    """Row index of each pair; N for a dropped pair."""
 
     @property
     def dropped_fraction(self) -> Float[Array, " n"]:
@@ -35,9 +35,10 @@ class TokenPermutation(NamedTuple):
 def sort_by_expert(
     places: Int[Array, "n k"], num_experts: int
 ) -> tuple[TokenPermutation, Int[Array, " E"]]:
-    """Assign a row to each pair, in the order of experts; also return the rows per expert.
+    """Assign a row to each pair, in the order of experts; also return the number of rows per
+    expert.
 
-    Expert index `num_experts` means no expert; such a pair has no row.
+    Expert index `num_experts` means no expert, and the pair gets no row.
     """
     flat = places.reshape(-1)
     choice = stable_argsort(flat, num_experts)
@@ -53,7 +54,7 @@ def assign_capacity_slots(
 
     First choices have priority over second choices, and earlier tokens over later tokens
     (arXiv:2006.16668). `lengths` are the lengths of the Q queues. Queue index Q means that a pair
-    is in no queue.
+    belongs to no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
     queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices precede all second choices
@@ -71,9 +72,9 @@ def assign_capacity_slots(
 
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     """Return the permutation that stably sorts keys between 0 and `largest`."""
-    # A sorted 32-bit integer holds a key and its index. XLA for TPU compiles a sort of one array in
-    # one second, but a stable sort or a sort of two arrays in five seconds. A layer has several of
-    # these sorts.
+    # The key and its index are packed into one 32-bit integer, which is then sorted. XLA for TPU
+    # compiles a sort of one array in one second, but a stable sort or a sort of two arrays in five
+    # seconds. Each layer contains several of these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
@@ -88,7 +89,9 @@ def invert_permutation(order: Int[Array, " N"]) -> Int[Array, " N"]:
 
 
 def custom_vjp_with_static(static: int) -> Callable[[Callable[..., Any]], Any]:
-    """Return `jax.custom_vjp` for a function whose argument at index `static` is not an array."""
+    """Return a variant of `jax.custom_vjp` for a function whose argument at index `static` is not
+    an array.
+    """
     return lambda run: jax.custom_vjp(run, nondiff_argnums=(static,))
 
 
@@ -99,7 +102,7 @@ def row_weights(
     rows: TokenPermutation,
     num_experts: int,
 ) -> Float[Array, " N"]:
-    """Return the weight of the pair in each row, from the weights of all experts; 0 for
+    """Return the routing weight of the pair in each row, given the weights of all experts; 0 for
     empty rows.
     """
     picked = jnp.where(_is_choice(places, num_experts), weights[:, None], 0).sum(-1)
@@ -133,7 +136,7 @@ row_weights.defvjp(
 def row_biases(
     biases: Float[Array, "E F"], places: Int[Array, "n k"], rows: TokenPermutation
 ) -> Float[Array, "N F"]:
-    """Return the bias of each row's expert, by a matmul that avoids a scatter in the gradient."""
+    """Return the bias of each row's expert, using a matmul to avoid a scatter in the gradient."""
     return _one_hot_experts(places, rows, biases) @ biases
 
 
@@ -149,7 +152,7 @@ def _row_biases_backward(
 ) -> tuple[Float[Array, "E F"], None, None]:
     places, rows, biases = saved
     experts = _one_hot_experts(places, rows, biases)
-    # Rows without an expert may hold any values, and 0 times inf is NaN.
+    # Rows without an expert can hold any values, and 0 times inf is NaN.
     cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
     return gradient.astype(biases.dtype), None, None
@@ -173,7 +176,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above, mask tokens without an expert, which may hold any values.
+    # As above, tokens without an expert are masked, because they can hold any values.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
@@ -196,7 +199,7 @@ def sum_rows_by_token(
 ) -> Float[Array, "n D"]:
     """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
-    # Use a single gather, because XLA for TPU needs a second to compile each gather.
+    # A single gather is used, because XLA for TPU needs a second to compile each gather.
     index = row.T.reshape(-1)
     for array in arrays:
         rows_of_array = (
@@ -206,7 +209,7 @@ def sum_rows_by_token(
     return total.astype(arrays[0].dtype)
 
 
-# Permutation with empty rows, which occur if experts have a capacity. An empty row holds an
+# Permutation with empty rows, which occur if experts have a capacity limit. An empty row holds an
 # arbitrary token with weight 0.
 
 

@@ -1,10 +1,11 @@
-"""Detection of bad steps on the devices, before the update is applied.
+"""Detect bad steps on the devices, before the update is applied.
 
-The host receives the result of a step only after the update, while the next step runs. Therefore,
-the step itself compares its loss and gradient norm with those of recent steps. If the step is bad,
-parameters and optimizer state are left unchanged. `train.bad_steps` implements the host's reaction.
+The host receives the result of a step only after the update, while the next step is running.
+Therefore, the step itself compares its loss and gradient norm with those of recent steps. If the
+step is bad, parameters and optimizer state are left unchanged. `train.bad_steps` decides how the
+host reacts.
 
-`bound_update` bounds the absolute values of parameters after an update, without computing the
+`bound_update` bounds the absolute values of the parameters after an update, without computing the
 update.
 
 Source: OLMo, which compares the loss and gradient norm with those of recent steps.
@@ -38,18 +39,20 @@ class GuardState(NamedTuple):
     """State of the guard, identical on all devices."""
 
     skipped: Int[Array, ""]
-    """int32: number of steps whose update was skipped."""
+    """int32 number of steps whose update was skipped."""
     spikes: Int[Array, ""]
-    """int32: number of steps with a spike of the loss or the gradient norm."""
+    """int32 number of steps in which the loss or the gradient norm spiked."""
     recent: Float[Array, "2 window"]
-    """Float32 loss (nats per token) and gradient norm of the latest updates, newest last. Missing
-    entries are NaN. Without spike detection, the window is 0."""
+    """Float32 loss (nats per token) and gradient norm of the most recent updates, newest last.
+    Missing entries are NaN. Without spike detection, the window has length 0."""
     bounds: Float[Array, " 2"]
     """Float32 bounds on the absolute values of parameters and of first moments; infinite if
     unknown. See `bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON values for a checkpoint; `bounds` is omitted and recomputed."""
+        """Return the state as JSON data for a checkpoint; `bounds` is omitted, because it is
+        recomputed.
+        """
         recent = np.asarray(self.recent)
         return {
             "skipped": int(self.skipped),
@@ -82,9 +85,9 @@ def check_step(
     """Return (whether the update is applied, new guard state), identical on all devices.
 
     `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
-    `check` receives a device's shards of the operands, which are sharded according to `specs`. It
-    returns whether all values remain finite, and bounds on their absolute values. The update is
-    skipped if a value would not remain finite.
+    `check` receives a device's shards of the operands, which are sharded according to `specs`.
+    `check` returns whether all parameters and moments remain finite, and bounds on their absolute
+    values. The update is skipped if any of them would become non-finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
@@ -97,7 +100,7 @@ def check_step(
 
 
 def select_update(taken: Bool[Array, ""] | bool, new: Tree, old: Tree) -> Tree:
-    """Return `new` if the update is applied, otherwise `old`.
+    """Return `new` if the update is applied, and `old` otherwise.
 
     XLA fuses the elementwise selection into the computation of `new`. Therefore, no second copy is
     stored unless `old` is used later.
@@ -147,11 +150,11 @@ def _reduce_over_devices(
 
 
 _ROUNDING_FACTOR = 1.05
-"""Upper bound on the factor by which several bfloat16 roundings, of at most 1/256 each, increase a
+"""Upper bound on the factor by which several bfloat16 roundings, each by at most 1/256, increase a
 value."""
 
 MOMENTUM = "mu"
-"""Name of the first moments, whose magnitude bounds the next update."""
+"""State key of the first moment, whose magnitude bounds the next update."""
 
 
 def bound_update(
@@ -163,20 +166,19 @@ def bound_update(
     decay: float,
     largest: float,
 ) -> Float[Array, " 2"]:
-    """Return bounds on the values that the optimizer's update produces.
+    """Return bounds on the parameters and first moments that the optimizer's update produces.
 
     Args:
-        config: config of the optimizer.
-        reach: float32 bounds on any parameter and any first moment before the update.
+        config: optimizer config.
+        reach: float32 bounds on all parameters and on all first moments before the update.
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
-        decay: largest weight decay.
+        decay: largest weight decay of any parameter.
         largest: `max_direction` of all parameters.
 
-    Returns:
-        The same bounds after the update, or infinity if a value might overflow. The bounds are much
-        larger than actual values, because the root of a second moment may be 0. They are used only
-        to exclude overflow.
+    Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
+        much larger than the actual values, because the square root of a second moment can be 0.
+        They are only used to exclude overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.
@@ -195,7 +197,7 @@ def bound_update(
     after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
-    # With smaller values, a divisor may be rounded to 0.
+    # With smaller epsilons, a divisor could be rounded to 0.
     is_bounded = not divides or config.epsilon > 1e-30
     is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
@@ -215,7 +217,7 @@ def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
 
 
 def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
-    """Return a bound on update directions that involve no division by a second moment."""
+    """Return a bound on update directions that are not divided by a second moment."""
     bounds = [1.0 if config.name == "lion" else 0.0]
     for param in params:
         if is_orthogonalised(config, param):
@@ -223,6 +225,6 @@ def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
-        elif config.name == "adafactor":  # worst case: a single entry is nonzero
+        elif config.name == "adafactor":  # worst case: a single nonzero entry
             bounds.append(math.sqrt(math.prod(param.shape)))
     return max(bounds)

@@ -8,7 +8,7 @@ from maxpipe.config.sections.optim import OptimConfig, resolve_phases
 
 
 def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Return the learning-rate schedule: a warm-up, then the configured shape."""
+    """Return the learning-rate schedule: a warmup followed by the configured shape."""
     if config.lr_phases:
         return _phase_schedule(config, total_steps)
     peak = config.learning_rate
@@ -35,7 +35,9 @@ def learning_rate(config: OptimConfig, total_steps: int) -> optax.Schedule:
 
 
 def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
-    """Return the schedule of `lr_phases`; the first step after a phase has its end value."""
+    """Return the schedule for `lr_phases`; the first step after a phase uses the phase's end
+    value.
+    """
     peak, shapes, borders = config.learning_rate, [], []
     phases = resolve_phases(config.lr_phases, total_steps)
     for phase in phases:
@@ -47,6 +49,6 @@ def _phase_schedule(config: OptimConfig, total_steps: int) -> optax.Schedule:
         else:
             shapes.append(optax.linear_schedule(start, end, steps))
         last = borders[-1] if borders else 0
-        borders.append(min(last + phase.steps, 2**31 - 1))  # steps are int32
+        borders.append(min(last + phase.steps, 2**31 - 1))  # step counts are int32
     final = optax.constant_schedule(peak * phases[-1].end)
     return optax.join_schedules([*shapes, final], borders)

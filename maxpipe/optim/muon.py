@@ -1,9 +1,9 @@
-"""Muon updates: orthogonalized matrices. The computation is distributed over devices.
+"""Muon updates, which orthogonalize matrices. The computation is distributed over devices.
 
-Each device holds a shard of every matrix of its layers. All-to-alls over the axes that shard the
-matrices give each device some complete matrices. The device orthogonalizes these matrices, and the
-inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of B bytes
-sends 2 (n - 1) / n B in total, if n divides the number of matrices.
+Each device holds a shard of every matrix in its layers. All-to-alls over the axes that shard the
+matrices give each device a subset of complete matrices. The device orthogonalizes these matrices,
+and the inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of
+B bytes sends 2 (n - 1) / n B in total, if n divides the number of matrices.
 
 Source: Keller Jordan's Muon (the Newton-Schulz iteration and its coefficients). The update is
 scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's
@@ -29,13 +29,13 @@ from maxpipe.models.param_names import KeyPath
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 UPDATE_RMS = 0.2
-"""Root mean square of an update's entries, for matrices of full rank."""
+"""Root mean square of the update's entries, for full-rank matrices."""
 MAX_SINGULAR_VALUE = 2.0
 """Upper bound on the singular values of an orthogonalized matrix, and therefore on its entries."""
 
 
 class Matrices(NamedTuple):
-    """Description of an array that contains matrices."""
+    """Layout of the matrices contained in an array."""
 
     inputs: tuple[int, ...]
     """Dims that form the rows of a matrix."""
@@ -51,15 +51,15 @@ class Matrices(NamedTuple):
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor by which an orthogonalized matrix is multiplied to obtain an update."""
+    """Return the factor that multiplies an orthogonalized matrix to obtain an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
-    """Return a matrix with the same singular vectors and singular values of about 0.7 to 1.2.
+    """Return a matrix with the same singular vectors, and with singular values of about 0.7 to 1.2.
 
-    A zero matrix is returned unchanged. I should be at most O; otherwise, the matmuls are larger
-    than necessary.
+    A zero matrix is returned unchanged. I should be at most O, because the matmuls are otherwise
+    larger than necessary.
     """
     # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)
@@ -77,9 +77,9 @@ def compute_updates(
     """Orthogonalize and scale each matrix of the arrays.
 
     Args:
-        arrays: float32 directions of the updates, with the shapes described by `declared`.
-        declared: description of the matrices in each array, and of their sharding.
-        mesh: mesh of the devices.
+        arrays: float32 update directions, with the shapes described by `declared`.
+        declared: layout and sharding of the matrices in each array.
+        mesh: device mesh.
     """
 
     def on_device(shards: dict[KeyPath, Array]) -> dict[KeyPath, Array]:
@@ -101,7 +101,7 @@ def compute_updates(
 
 
 class _Flat(NamedTuple):
-    """A shard as a batch of matrices, transposed if the columns are the shorter side."""
+    """A shard as a batch of matrices, transposed if there are fewer columns than rows."""
 
     path: KeyPath
     matrices: Float[Array, "K i o"]
@@ -115,10 +115,11 @@ class _Flat(NamedTuple):
 
     @classmethod
     def from_shard(cls, path: KeyPath, shard: Array, matrices: Matrices, mesh: Mesh) -> _Flat:
-        """Convert a shard to matrices.
+        """Convert a shard to a batch of matrices.
 
-        If several dims form a side, the order of its entries may differ between devices. The result
-        is the same, because the entries of the singular vectors are permuted in the same way.
+        If several dims form the rows or the columns, their order can differ between devices. The
+        result is unaffected, because the entries of the singular vectors are permuted in the same
+        way.
         """
         inputs, outputs, _ = matrices
         others = tuple(dim for dim in range(shard.ndim) if dim not in inputs + outputs)
@@ -162,10 +163,10 @@ def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float
 
 
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """Gather the shards of each matrix along `dim` on one device.
+    """Gather the shards of each matrix, along `dim`, on one device.
 
     The all-to-all uses a separate dim. The CPU backend fails if one dim is split and another is
-    concatenated, because the layouts of the parts differ.
+    concatenated, because the shards have different layouts.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -174,7 +175,7 @@ def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Arra
 
 
 def _return_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
-    """Restore the shards: the inverse of `_deal_matrices`."""
+    """Restore the shards; the inverse of `_deal_matrices`."""
     x = jnp.moveaxis(x.reshape(*x.shape[:dim], ways, -1, *x.shape[dim + 1 :]), dim, 0)
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
     return x.reshape(-1, *x.shape[2:])

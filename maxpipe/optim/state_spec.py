@@ -1,7 +1,7 @@
-"""Specifications of the optimizer-state arrays of each parameter.
+"""Specs of the optimizer-state arrays of each parameter.
 
-The specifications define the state in memory and in checkpoints. `plan` uses them to predict memory
-and the size of a checkpoint. `optim.update` computes the arrays. This module does not import jax.
+The specs define the state in memory and in checkpoints. `plan` uses them to predict memory use and
+checkpoint size. `optim.update` computes the arrays. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"
-"""Name of the tree with the EMA of the parameters; updates do not use the EMA."""
+"""Name of the tree that stores the EMA of the parameters; updates do not use the EMA."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
@@ -22,10 +22,10 @@ class StateArray(NamedTuple):
     """An optimizer-state array of one parameter."""
 
     dims: Dims
-    """Dims of the parameter that the array also has."""
+    """Dims that the array shares with the parameter."""
     dtype: str
     dropped_dims: tuple[int, ...] = ()
-    """Indices of the dims of the parameter that the array does not have."""
+    """Indices of the parameter's dims that the array lacks."""
 
 
 MatrixDims = tuple[tuple[int, ...], tuple[int, ...]]
@@ -35,7 +35,7 @@ def matrix_dims(param: Param) -> MatrixDims | None:
     """Return the indices of a matrix's contracted dims and output dims, or None.
 
     Other dims, such as the expert dim, are batch dims. In an embedding table, the vocabulary is the
-    contracted dim. None: the parameter is not a matrix.
+    contracted dim. None means that the parameter is not a matrix.
     """
     if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
         return None  # a vector or a convolution kernel
@@ -52,8 +52,8 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
     """Return the optimizer-state arrays of a parameter, keyed by their tree name in checkpoints.
 
     `mu` and `nu` are moving averages of the gradients and of the squared gradients. `rows` and
-    `columns` are moving averages of the means of squared gradients over the outputs and over the
-    inputs of a matrix, respectively (arXiv:1804.04235).
+    `columns` are moving averages of the squared gradients of a matrix, averaged over its outputs
+    and over its inputs, respectively (arXiv:1804.04235).
     """
     if not param.trainable:
         return {}
@@ -83,7 +83,9 @@ def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
 
 
 def is_orthogonalised(config: OptimConfig, param: Param) -> bool:
-    """Whether updates are orthogonalized: with Muon, for matrices without a vocabulary dim."""
+    """Return whether Muon orthogonalizes the updates, which is true for matrices without a vocab
+    dim.
+    """
     return config.name == "muon" and matrix_dims(param) is not None and "vocab" not in param.axes
 
 
@@ -92,7 +94,7 @@ def saved_bytes(
 ) -> float:
     """Return the size in bytes of a parameter and its optimizer state in a checkpoint.
 
-    With `trained_only`, the checkpoint contains only trainable parameters, as for adapters.
+    If `trained_only` is set, the checkpoint contains only trainable parameters, as with adapters.
     """
     if trained_only and not param.trainable:
         return 0.0

@@ -1,16 +1,17 @@
 """Parameter updates: clipping, update direction, weight decay, learning rate and EMA.
 
-Updates are computed one parameter at a time, so that all operations on an entry fuse into one pass
-over memory. Only Muon processes several matrices together, because it exchanges them together.
+Updates are computed one parameter at a time, so that all operations on an entry are fused into one
+pass over memory. Only Muon processes several matrices together, because they are exchanged
+together.
 
-Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. They
-return the direction, before weight decay and learning rate, and the new state arrays, or the old
-state arrays if the update is skipped. The new or the old moments are selected before they are used;
-otherwise, XLA would store the old, new and selected moments at the same time.
+Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. These
+functions return the direction, before weight decay and learning rate, and the new state arrays, or
+the old state arrays if the update is skipped. The selection between new and old moments precedes
+their use; otherwise, XLA would store the old, new and selected moments at the same time.
 
-Stochastic rounding to bfloat16 rounds up with a probability for which the expected value of the
-result is the input. The random bits are a hash of the seed, the step, the array's name, the layer
-and the entry's index. They do not depend on the mesh or on padding.
+Stochastic rounding to bfloat16 rounds up with the probability that makes the expected value of the
+result equal to the input. The random bits are a hash of the seed, the step, the array name, the
+layer and the entry's index. These bits do not depend on the mesh or on padding.
 
 Sources: stochastic rounding in training, arXiv:1502.02551; the integer hash is "lowbias32", which
 passes the usual avalanche tests.
@@ -48,12 +49,12 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 class LayerSlice(NamedTuple):
-    """A slice of arrays along the dim that a loop iterates over."""
+    """A slice of arrays along the dim over which a loop iterates."""
 
     place: Int[Array, ""] | int = 0
     """Index of the slice along the dim."""
     dim: int | None = None
-    """Dim that the loop iterates over. None: the slice is the full array."""
+    """Dim over which the loop iterates. If None, the slice is the full array."""
 
     def slice_of(self, x: Array) -> Array:
         """Return the slice of an array, keeping all dims."""
@@ -76,14 +77,15 @@ def map_layers(
 ) -> Arrays:
     """Apply `run` to each layer's slices, and return the arrays with the new slices.
 
-    If a computation uses an array in host memory, XLA may copy the full array to the device at any
+    If a computation uses an array in host memory, XLA can copy the full array to the device at any
     time. In a loop whose slices are along exactly one dim, XLA copies only the slice.
 
     Args:
         run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
             dtypes. Scalars are carried between iterations.
         arrays: arrays in host or device memory, keyed by name.
-        dim: unsharded dim of all arrays to loop over. None: `run` is called once.
+        dim: unsharded dim of all arrays over which the loop iterates. If None, `run` is called
+        once.
     """
 
     def turn(number: Int[Array, ""] | int, have: Arrays) -> Arrays:
@@ -115,7 +117,7 @@ Taken = Bool[Array, ""] | bool
 DECAY_EXPONENT = 0.8
 """Exponent in Adafactor's decay of second moments, which is `1 - t**-0.8` at step t."""
 SQUARE = 1e-30
-"""Constant that Adafactor adds to mean squares when it uses them, so that stored padding remains
+"""Constant that Adafactor adds to mean squares at the time of use, so that stored padding remains
 0."""
 HUGE = 1e15
 """Maximum of a gradient divided by its root mean square. The square of this maximum fits in
@@ -123,7 +125,9 @@ float32."""
 
 
 class BiasCorrections(NamedTuple):
-    """Divisors that correct moments for their initialization at 0; the same for all parameters."""
+    """Divisors that correct the moments for their initialization at 0; the same for all
+    parameters.
+    """
 
     mu: Float[Array, ""]
     nu: Float[Array, ""]
@@ -155,7 +159,7 @@ def lion(config: OptimConfig, gradient: Array, old: Arrays, taken: Taken) -> tup
 def momentum(
     config: OptimConfig, gradient: Array, old: Arrays, taken: Taken
 ) -> tuple[Array, Arrays]:
-    """Return Muon's Nesterov momentum, which `muon.compute_updates` turns into an update."""
+    """Return Muon's Nesterov momentum, from which `muon.compute_updates` computes the update."""
     share = config.momentum
     mu = optax.tree.update_moment(gradient, old["mu"], share, 1)
     new = select_update(taken, {"mu": mu}, old)
@@ -168,9 +172,9 @@ class FactoredDims(NamedTuple):
     inputs: tuple[int, ...]
     """Input dims of a matrix, or all dims of a parameter that is not a matrix."""
     outputs: tuple[int, ...]
-    """Output dims of a matrix, or empty for other parameters."""
+    """Output dims of a matrix; empty for other parameters."""
     num_inputs: int
-    """Number of entries along the input dims, without padding entries, whose gradients are 0."""
+    """Number of entries along the input dims, excluding padding entries, whose gradients are 0."""
     num_outputs: int
 
 
@@ -179,8 +183,8 @@ def adafactor(
 ) -> tuple[Array, Arrays]:
     """Return Adafactor's direction (arXiv:1804.04235), without momentum or relative step size.
 
-    The second moments of a matrix are approximated by the product of row and column moments. The
-    root mean square of the direction of each parameter is at most 1.
+    The second moments of a matrix are approximated by the product of row and column moments. Each
+    parameter's direction has a root mean square of at most 1.
     """
     decay = 1.0 - jnp.maximum(count, 1).astype(jnp.float32) ** -DECAY_EXPONENT
     squares, inputs, outputs = jnp.square(gradient), sides.inputs, sides.outputs
@@ -208,14 +212,14 @@ def adafactor(
 
 
 def _inverse_root(x: Array) -> Array:
-    """Return the inverse square root, limited to a finite value, because gradients may be 0."""
+    """Return the inverse square root, limited to a finite value because gradients can be 0."""
     return jnp.minimum(x**-0.5, HUGE)
 
 
 def factored_dims(
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None, shape: tuple[int, ...], stacked: int
 ) -> FactoredDims:
-    """Return the factored dims of a parameter of this shape with `stacked` stacked dims."""
+    """Return the factored dims for a parameter of this shape with `stacked` stacked dims."""
     inputs, outputs = matrix or (tuple(range(len(shape))), ())
     counts = [math.prod(shape[dim] for dim in dims) for dims in (inputs, outputs)]
     moved = [tuple(stacked + dim for dim in dims) for dims in (inputs, outputs)]
@@ -243,8 +247,8 @@ def random_bits(
         seed: seed of the run.
         name: name of the array, which does not depend on the layout.
         step: number of updates.
-        layers: int array with the index in the network of each layer, in the shape of the leading
-            stacked dims. None: the array is not stacked.
+        layers: int array in the shape of the leading stacked dims, with each layer's index in the
+            network. None if the array is not stacked.
         sizes: sizes of the other dims without padding, which determine the index of an entry.
         shape: shape of the full array.
     """
@@ -263,7 +267,7 @@ def random_bits(
 
 
 def round_stochastically(x: Array, drawn: Array) -> Array:
-    """Round float32 values up or down to bfloat16, depending on the upper 16 bits of `drawn`.
+    """Round a float32 array up or down to bfloat16, depending on the upper 16 bits of `drawn`.
 
     Infinities, NaN, and values that bfloat16 represents exactly are unchanged.
     """
@@ -275,23 +279,23 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Name of the parameter itself in rounding and in loops over layers."""
+"""Key of the parameter itself in rounding and in loops over layers."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Names of other values in loops over layers."""
+"""Keys of other arrays in loops over layers."""
 
 
 class OptState(NamedTuple):
-    """State of an optimizer."""
+    """Optimizer state."""
 
     updates: Int[Array, ""]
-    """int32: number of updates so far."""
+    """int32 number of updates so far."""
     trees: dict[str, Tree]
-    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict like the
-    parameters and contains only the parameters that have this array."""
+    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict structured
+    like the parameters that contains only the parameters with this array."""
 
 
 class _UpdateContext(NamedTuple):
-    """Values of an update that all parameters share."""
+    """Update settings shared by all parameters."""
 
     updates: Int[Array, ""]
     """Number of updates so far, including this one."""
@@ -305,24 +309,24 @@ class _UpdateContext(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainableParam:
-    """A trainable parameter in stacked form and its update settings."""
+    """A trainable parameter in stacked form, with its update settings."""
 
     param: Param
     name: str = ""
     """Name of the parameter in checkpoints."""
     rate: float = 1.0
-    """Factor applied to the learning rate."""
+    """Factor that multiplies the learning rate."""
     decay: float = 0.0
     """Weight decay."""
     layers: np.ndarray | None = None
-    """int array with the index in the network of each layer in the stacked dims; None without
-    stacked dims."""
+    """int array with each layer's index in the network, in the shape of the stacked dims; None if
+    there are no stacked dims."""
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     """PartitionSpec of the gradient and the update."""
 
     @property
     def num_stacked_dims(self) -> int:
-        """Number of leading stacked dims."""
+        """Return the number of leading stacked dims."""
         return 0 if self.layers is None else self.layers.ndim
 
     def shape_of(self, one: StateArray, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -341,7 +345,7 @@ class TrainableParam:
 
 @dataclass(frozen=True, eq=False)
 class Optimizer:
-    """The configured optimizer, including clipping by the norm of the full gradient."""
+    """The configured optimizer, including gradient clipping by global norm."""
 
     config: OptimConfig
     rate: optax.Schedule
@@ -353,7 +357,7 @@ class Optimizer:
 
     @cached_property
     def state_arrays(self) -> dict[str, dict[KeyPath, StateArray]]:
-        """State arrays of each parameter, keyed by the name of the tree and by path."""
+        """Return the state arrays of each parameter, keyed by tree name and path."""
         arrays: dict[str, dict[KeyPath, StateArray]] = {}
         for path, target in self.trainable_params.items():
             for name, array in state_arrays(self.config, target.param, self.param_dtype).items():
@@ -361,14 +365,14 @@ class Optimizer:
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return trees, keyed by name, with the result of `of` for each state array."""
+        """Return a tree for each name, which contains the result of `of` for each state array."""
         return {
             name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
             for name, arrays in self.state_arrays.items()
         }
 
     def init(self, params: Tree) -> OptState:
-        """Return the state of a new run: zero moments, and an EMA equal to the parameters."""
+        """Return the state of a new run: zero moments, and an EMA initialized to the parameters."""
         params_by_path = flatten(params)
 
         def first(name: str, path: KeyPath, one: StateArray) -> Array:
@@ -382,7 +386,9 @@ class Optimizer:
 
     @cached_property
     def vocab_dims(self) -> dict[str, dict[str, int]]:
-        """Index of the vocabulary dim of state arrays, keyed by tree name and parameter."""
+        """Return the index of the vocab dim of each state array, keyed by tree name and
+        parameter.
+        """
         vocab_dims: dict[str, dict[str, int]] = {}
         for name, arrays in self.state_arrays.items():
             axes = {path: [axis for _, axis in array.dims] for path, array in arrays.items()}
@@ -393,7 +399,7 @@ class Optimizer:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether the update of an entry depends only on that entry."""
+        """Return whether the update of each entry depends only on that entry."""
         return self.config.name in ("adamw", "lion")
 
     def bound_update(
@@ -412,12 +418,14 @@ class Optimizer:
 
     @cached_property
     def target_specs(self) -> Tree:
-        """PartitionSpecs of gradients, and of parameters while they are updated."""
+        """Return the PartitionSpecs of the gradients, and of the parameters while they are
+        updated.
+        """
         return unflatten({path: target.spec for path, target in self.trainable_params.items()})
 
     @cached_property
     def specs(self) -> dict[str, Tree]:
-        """PartitionSpecs of the optimizer-state trees."""
+        """Return the PartitionSpecs of the optimizer-state trees."""
         return self._map_state(lambda _, path, one: self.trainable_params[path].spec_of(one))
 
     def update(
@@ -430,7 +438,7 @@ class Optimizer:
         taken: Taken = True,
         draw: bool = True,
     ) -> tuple[Tree, OptState]:
-        """Return (parameters, state) after the update, or unchanged if `taken` is false.
+        """Return the updated parameters and state, or the old ones if `taken` is false.
 
         Args:
             gradients: gradients of the trainable parameters, with the same tree structure.
@@ -438,7 +446,7 @@ class Optimizer:
             params: trainable parameters.
             norm: norm of the full gradient, if known.
             taken: `False` skips the update.
-            draw: whether to use the configured rounding. False: round to nearest.
+            draw: whether to use the configured rounding mode; if false, round to nearest.
         """
         now = self._make_context(gradients, state, norm=norm, taken=taken, draw=draw)
         gradients_by_path, params_by_path = flatten(gradients), flatten(params)
@@ -478,7 +486,9 @@ class Optimizer:
     def is_finite_after_update(
         self, gradients: Tree, norm: Float[Array, ""], params: Tree, state: OptState
     ) -> Bool[Array, ""]:
-        """Compute an elementwise update layer by layer; return whether all values are finite."""
+        """Compute an elementwise update layer by layer, and return whether all results are
+        finite.
+        """
         now = self._make_context(gradients, state, norm=norm, taken=True, draw=False)
         now = now._replace(rate=jnp.asarray(self.rate(state.updates)))
         gradients_by_path, params_by_path, finite = (
@@ -521,7 +531,7 @@ class Optimizer:
     ) -> Arrays:
         """Apply `run` to a parameter and its arrays, layer by layer if the state is offloaded.
 
-        Layers along a sharded dim, such as the layers of different stages, are computed together.
+        Layers along a sharded dim, such as the layers of different stages, are processed together.
         """
         if not self.config.offload_state:
             return run(ALL_LAYERS, have)
@@ -545,7 +555,7 @@ class Optimizer:
     def _update_moments(
         self, path: KeyPath, now: _UpdateContext, dtype: np.dtype, layer: LayerSlice, have: Arrays
     ) -> Arrays:
-        """Return the direction, stored under the key of the gradient, and the new state arrays."""
+        """Return the direction, stored under the gradient's key, and the new state arrays."""
         old = {name: have[name].astype(jnp.float32) for name in self._names(path)}
         slope = now.clip(have[_GRADIENT].astype(dtype))
         direction, new = self._direction(
@@ -581,7 +591,7 @@ class Optimizer:
         return new
 
     def _names(self, path: KeyPath) -> Iterator[str]:
-        """Yield the names of the state arrays that a parameter's update uses."""
+        """Yield the names of the state arrays used in a parameter's update."""
         return (
             name for name, arrays in self.state_arrays.items() if path in arrays and name != EMA
         )
@@ -589,10 +599,11 @@ class Optimizer:
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """Return a function that clips bitwise like optax. If `norm` is None, it is computed.
+        """Return a function that clips gradients, bitwise equal to optax. If `norm` is None, it is
+        computed.
 
-        Both moments use the clipped gradients, so XLA may store the clipped gradients. Clipping
-        depends on `taken`, so that XLA cannot do this before the update has been checked.
+        Both moments use the clipped gradients, so XLA can store the clipped gradients. Clipping
+        depends on `taken`, so that XLA cannot store them before the update has been checked.
         """
         limit = self.config.clip_norm
         if not limit:
@@ -635,7 +646,7 @@ class Optimizer:
 
     @cached_property
     def _matrices(self) -> dict[KeyPath, muon.Matrices]:
-        """Parameters that Muon orthogonalizes, keyed by path."""
+        """Return the matrix layout of each parameter that Muon orthogonalizes, keyed by path."""
         declared: dict[KeyPath, muon.Matrices] = {}
         for path, target in self.trainable_params.items():
             if is_orthogonalised(self.config, target.param):

@@ -1,8 +1,9 @@
 """Names of the mesh axes, and the table that maps logical axes to mesh axes.
 
-Model code gives dims logical names ("heads", "mlp"). The table defines the mesh axes over which
-such a dim is sharded, and `mesh.axis_rules` changes the table. `sharding` derives JAX partition
-specs from the table, and `plan` uses it to compute memory. This module does not import jax.
+Model code gives dims logical names ("heads", "mlp"). The table defines the mesh axes over which a
+dim with such a name is sharded, and `mesh.axis_rules` changes the table. `sharding` derives JAX
+partition specs from the table, and `plan` computes memory use from it. This module does not import
+jax.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
     *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
 )
-"""Logical names that model code gives to the dims of its arrays."""
+"""Logical names that model code assigns to the dims of its arrays."""
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Axes of the device mesh, ordered from the slowest to the fastest interconnect."""
@@ -57,9 +58,11 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
-    """Whether attention over the context axis exchanges heads (see `mesh.context_attention`).
+    """Return whether attention over the context axis exchanges heads (see
+    `mesh.context_attention`).
 
-    `auto` exchanges heads if context x tensor divides the numbers of heads and key/value heads.
+    With `auto`, heads are exchanged if context x tensor divides the numbers of heads and key/value
+    heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "ulysses" or (method == "auto" and divide)
@@ -72,13 +75,12 @@ def find_zero1_dim(
 
     Args:
         dims: (size, logical axis) of each dim of the parameter.
-        over: mesh axes that already shard each dim.
+        over: mesh axes over which each dim is already sharded.
         axes: number of devices along each mesh axis.
 
-    Returns:
-        The first dim that the data axis divides evenly. Dims sharded by the compiler are skipped.
-        The vocabulary is also skipped, because its padding differs between the forms of the train
-        state. None: every device holds the full state.
+    Returns: The first dim whose size is a multiple of the data axis size. Dims sharded by the
+        compiler are skipped. The vocabulary dim is also skipped, because its padding differs
+        between the forms of the train state. None means that every device holds the full state.
     """
     if axes["data"] == 1:
         return None
@@ -91,19 +93,22 @@ def find_zero1_dim(
 
 
 def axis_table(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return the mesh axes of each logical axis, with `mesh.axis_rules` applied."""
+    """Map each logical axis to its mesh axes, with `mesh.axis_rules` applied."""
     return DEFAULT_AXIS_RULES | {name: tuple(axes) for name, axes in mesh.axis_rules.items()}
 
 
 def axis_table_with_sequence(mesh: MeshConfig) -> dict[str, tuple[str, ...]]:
-    """Return `axis_table` with a rule for the axes that shard tokens between a layer's matmuls."""
+    """Return `axis_table` with an additional rule for the axes that shard tokens between a layer's
+    matmuls.
+    """
     return axis_table(mesh) | {"sequence": ("tensor",) if mesh.sequence_parallel else ()}
 
 
 def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> MeshConfig:
-    """Replace each -1 in the mesh config by the remaining slices (dcn) or devices (ici).
+    """Replace each -1 in the mesh config with the number of remaining slices (dcn) or devices
+    (ici).
 
-    The product of the sizes may differ from the number of devices; the caller checks this.
+    The product of the sizes can differ from the number of devices, which the caller must check.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())
@@ -127,24 +132,24 @@ class MeshConfig:
     """
 
     ici_data: int = 1
-    """Number of replicas of the parameters inside a slice. Each replica processes a different part
-    of the batch."""
+    """Number of parameter replicas within a slice. Each replica processes a different shard of the
+    batch."""
     ici_fsdp: int = 1
-    """Number of shards of the parameters inside a slice. The devices of each shard process a
-    different part of the batch."""
+    """Number of parameter shards within a slice. The devices of each shard process a different
+    shard of the batch."""
     ici_stage: int = 1
-    """Number of pipeline stages inside a slice."""
+    """Number of pipeline stages within a slice."""
     ici_tensor: int = 1
-    """Number of shards of attention heads and MLP weights inside a slice."""
+    """Number of shards of attention heads and MLP weights within a slice."""
     ici_context: int = 1
-    """Number of shards of each sequence inside a slice."""
+    """Number of shards of each sequence within a slice."""
     ici_expert: int = 1
-    """Number of shards of the experts inside a slice. The devices of each shard process a different
-    part of the batch."""
+    """Number of shards of the experts within a slice. The devices of each shard process a different
+    shard of the batch."""
     dcn_data: int = 1
-    """Number of replicas of the parameters across slices."""
+    """Number of parameter replicas across slices."""
     dcn_fsdp: int = 1
-    """Number of shards of the parameters across slices."""
+    """Number of parameter shards across slices."""
     dcn_stage: int = 1
     """Number of pipeline stages across slices."""
     dcn_tensor: int = 1
@@ -153,43 +158,43 @@ class MeshConfig:
     """Number of shards of each sequence across slices."""
     dcn_expert: int = 1
     """Number of shards of the experts across slices. The devices of each shard process a different
-    part of the batch."""
+    shard of the batch."""
     context_attention: Literal["auto", "all_gather", "ulysses", "ring"] = dataclasses.field(
         default="auto",
         metadata=renamed_from(values={"gather": "all_gather", "heads": "ulysses"}),
     )
-    """Communication of attention over the context axis. `all_gather`: each device gathers the keys
-    and values of full sequences. `ulysses`: devices exchange tokens for heads, so each device
-    computes some heads, each over full sequences; context x tensor must divide the numbers of heads
-    and key/value heads. `ring`: keys and values are sent around a ring, so no device holds the keys
-    and values of full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `ulysses`
-    if the sizes permit it, otherwise `all_gather`."""
+    """Communication method for attention over the context axis. `all_gather`: each device gathers
+    the keys and values of full sequences. `ulysses`: devices exchange tokens for heads, so that
+    each device computes some of the heads over full sequences; context x tensor must divide the
+    numbers of heads and key/value heads. `ring`: keys and values are sent around a ring, so no
+    device holds the keys and values of full sequences; requires `pipeline.idle=compute`, or one
+    stage. `auto`: `ulysses` if the sizes permit it, `all_gather` otherwise."""
     shard_mode: Literal["auto", "explicit"] = "auto"
-    """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
-    program's inputs and outputs. `explicit`: array types include the shardings over all axes except
-    tensor, and an ambiguous operation is an error. Results are the same. Generation and scoring
-    always use `auto`."""
+    """Sharding mode of arrays outside the pipeline. `auto`: the compiler chooses the shardings
+    between a program's inputs and outputs. `explicit`: array types include the shardings over all
+    axes except tensor, and ambiguous operations raise an error. Both modes give the same results.
+    Generation and scoring always use `auto`."""
     cpu_devices: int = 1
     """Number of virtual devices when running on CPU. Ignored on TPU and GPU."""
     sequence_parallel: bool = False
-    """Sharding of activations between the matmuls of a layer (residual stream, norms, messages,
-    saved inputs): their tokens are sharded over the tensor axis. All-reduces become all-gathers and
+    """Shard the activations between the matmuls of a layer (residual stream, norms, stage-to-stage
+    messages, saved inputs) by token over the tensor axis. All-reduces become all-gathers and
     reduce-scatters, and saved activations use less memory."""
     collective_matmul: bool = False
-    """Overlap of the all-gathers and reduce-scatters of sequence parallelism with the matmuls that
-    use their results or compute their operands. Each collective is replaced by a ring of messages
-    and smaller matmuls. Ignored unless `mesh.sequence_parallel` is set."""
+    """Overlap the all-gathers and reduce-scatters of sequence parallelism with the matmuls that use
+    their results or compute their operands. Each collective is replaced by a ring of messages and
+    smaller matmuls. Ignored unless `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
     """Changes to the table from logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """Maximum size in bytes of a parameter that is replicated over the fsdp, expert and context
-    axes, counting all layers of a stage. A larger parameter is an error, unless an axis rule `[]`
-    replicates it explicitly; such a parameter is reported. 0: no limit."""
+    """Maximum size in bytes of a parameter, summed over all layers of a stage, that is replicated
+    over the fsdp, expert and context axes. A larger replicated parameter is rejected unless an axis
+    rule `[]` replicates it explicitly; such parameters are reported. 0 disables the limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Block size with `model.matmul_scales=block`: number of values along a dim that share a scale. If
-it does not divide the size of the dim, the largest power of two that divides both is used."""
+"""Number of elements along a dim that share a scale with `model.matmul_scales=block`. If this
+number does not divide the size of the dim, the largest power of two that divides both is used."""

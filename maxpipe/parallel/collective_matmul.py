@@ -1,10 +1,10 @@
-"""Collective matmuls: all-gather or reduce-scatter overlapped with the matmul.
+"""Collective matmuls: all-gathers and reduce-scatters overlapped with matmuls.
 
-Moving arrays are sharded over tokens (dim 1) and stationary arrays over features, both over the
-same mesh axis. Shards are sent around the ring in both directions. Each shard is multiplied while
-the next shard is transferred. Partial sums are sent around the ring in the same way, and every
-device adds its matmul to them. In shapes, t is T divided by the axis size, and weights have this
-device's dims.
+The arrays that move between devices are sharded over tokens (dim 1) and the stationary arrays over
+features, both over the same mesh axis. Shards are sent around the ring in both directions. Each
+shard is multiplied while the next shard is transferred. Partial sums are sent around the ring in
+the same way, and every device adds its matmul result to them. In shapes, t is T divided by the axis
+size, and weights have their per-device dims.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.
@@ -34,7 +34,7 @@ def all_gather_matmul(
     axis: str,
     multiply: Callable[[Array, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
-    """Return the gathered `x` multiplied by each weight, with a single ring of messages."""
+    """Return the gathered `x` multiplied by each weight, using a single ring of messages."""
     outputs: list[Array | None] = [None] * len(weights)
     length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
     axis: str,
     dtype: Any,
 ) -> Float[Array, "B t D"]:
-    """Sum the matmuls over devices and arrays, and return this device's tokens of the sum.
+    """Sum the matmuls over devices and arrays, and return this device's shard of the sum, by token.
 
     `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function in `multiplies` multiplies
     the corresponding array by this device's weights in float32. Sums are computed in float32 and
@@ -80,7 +80,7 @@ def matmul_reduce_scatter(
 
     total = part(own_index)
     for step, hops in _ring_directions(size):
-        # The partial sum that arrives here started on the device `hops` positions earlier.
+        # The partial sum received here started on the device `hops` positions earlier.
         travelling: Array | None = None
         for hop in range(hops, 0, -1):
             added = part(own_index + step * hop)
@@ -94,8 +94,8 @@ def matmul_reduce_scatter(
 def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"]:
     """Gather all shards for a matmul that sums over tokens, overlapped with other matmuls.
 
-    If each shard were multiplied when it arrives, the full float32 sum would be read and written
-    for every shard. For weight gradients, this would be slower than the matmul itself.
+    If each shard were multiplied on arrival, the full float32 sum would be read and written once
+    per shard. For weight gradients, this would be slower than the matmul itself.
     """
     rows, length, width = x.shape
     whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)
@@ -118,12 +118,14 @@ def outer_product(one: Array, other: Array) -> Array:
 
 
 def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (step, hops) for both directions, which together reach all devices of the ring."""
+    """Return (step, hops) for each of the two directions, which together reach all devices in the
+    ring.
+    """
     return (1, size // 2), (-1, (size - 1) // 2)
 
 
 def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
-    """Yield (source device's index, shard), starting with this device's shard."""
+    """Yield (source device index, shard) pairs, starting with this device's shard."""
     size, own_index = lax.axis_size(axis), lax.axis_index(axis)
     yield own_index, x
     moving = {step: x for step, _ in _ring_directions(size)}

@@ -1,7 +1,7 @@
 """Collectives over the manual axes of the per-device program, and context-parallel sequences.
 
 Axes with a single device are omitted from the program, because their collectives would be no-ops
-and some compilers fail on them. Callers specify axes by name and do not depend on the sizes.
+and some compilers fail on them. Callers specify axes by name and need not know their sizes.
 `with_layout` fixes the memory layout of an array on TPUs.
 
 With context parallelism, the tokens of a sequence are sharded over the context axis. The sequence
@@ -31,14 +31,14 @@ from maxpipe.parallel.sharding import auto_axes, restrict_spec
 def mark_varying(tree: Any) -> Any:
     """Mark every leaf as varying over all manual axes.
 
-    Inside the per-device program, JAX tracks over which axes a value is replicated. Autodiff
-    would sum the gradient of a replicated value over devices, and a conditional on the stage index
-    would silently give wrong results (jax#40823). Marking values as varying avoids both problems.
+    Inside the per-device program, JAX tracks the axes over which each array is replicated. Autodiff
+    would sum the gradient of a replicated array over devices, and a conditional on the stage index
+    would silently give wrong results (jax#40823). Marking arrays as varying avoids both problems.
     """
 
     def mark(leaf: jax.Array) -> jax.Array:
         kind: Any = jax.typeof(leaf)
-        # JAX 0.10 has `vma`; later releases renamed the attribute.
+        # JAX 0.10 has `vma`; newer releases renamed the attribute.
         known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
         manual = jax.sharding.get_abstract_mesh().manual_axes
         missing = tuple(a for a in MANUAL_AXES if a in manual and a not in known)
@@ -54,9 +54,9 @@ def map_shards(
 
     The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
     to be manual, including axes of size 1. A kernel declares no varying axes, so the type checks
-    for varying axes are disabled inside, and results are marked as varying. The returned function
-    must not be differentiated, because the marks would become sums over devices. If `run` declares
-    varying axes, set `states_types` to enable the checks.
+    for varying axes are disabled inside `run`, and its results are marked as varying. The returned
+    function must not be differentiated, because the marks would become sums over devices. If `run`
+    declares varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     remaining_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -73,10 +73,10 @@ def map_shards(
 
 
 def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> Any:
-    """Call `run(rows, shared)` on each device's shard of the sequences; `shared` is replicated.
+    """Call `run(rows, shared)` on each device's shard of sequences; `shared` is replicated.
 
-    Sequences are the first dim. Inside the pipeline's program, arrays are already per-device
-    shards.
+    Sequences are indexed by the first dim. Inside the pipeline's program, arrays are already
+    per-device shards.
     """
     axes = tuple(axis for axis in BATCH_AXES if axis in auto_axes())
     if not axes:
@@ -88,7 +88,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens; no gradient flows through it.
+    """Return a count summed over the axes that shard tokens, without gradient.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -118,10 +118,10 @@ def map_auto_axes(
 ) -> Callable[[jax.Array], jax.Array]:
     """Return `run` mapped over the shards of the auto axes, in addition to the manual axes.
 
-    `entries` name the auto axes of each dim, in the format of a PartitionSpec. Without this
-    function, XLA's partitioner keeps such a dim sharded in all-reduces and permutes, but gathers it
-    before an all-gather or reduce-scatter of another dim. With a tensor axis of size 4, this would
-    need four times the traffic and memory.
+    `entries` lists the auto axes of each dim, in the format of a PartitionSpec. Without this
+    function, XLA's partitioner keeps such a dim sharded in all-reduces and permutes, but gathers
+    the dim before an all-gather or reduce-scatter along another dim. With a tensor axis of size 4,
+    this would need four times as much traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -144,13 +144,13 @@ def axis_size(axes: str | Sequence[str]) -> int:
 
 
 def sum_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Return the replicated sum over all devices along these axes."""
+    """Return the sum over all devices along these axes, replicated on each of them."""
     present = _manual_axes(axes)
     return _sum_in_float32(lambda x: lax.psum(x, present), x) if present else x
 
 
 def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Use float32 on CPU: with an auto axis, XLA for CPU aborts on bfloat16 sums."""
+    """Use float32 on CPU, because XLA for CPU aborts on bfloat16 sums if there is an auto axis."""
     if x.dtype != jnp.bfloat16:
         return add(x)
     wide = lambda x: add(x.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
@@ -158,13 +158,13 @@ def _sum_in_float32(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.
 
 
 def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
-    """Return the replicated maximum over all devices along these axes."""
+    """Return the maximum over all devices along these axes, replicated on each of them."""
     present = _manual_axes(axes)
     return lax.pmax(x, present) if present else x
 
 
 def broadcast_from(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
-    """Return the value of the device at `position` on all devices along the axis."""
+    """Return, on all devices along the axis, the array of the device at `position`."""
     return sum_over(jnp.where(axis_index(axis) == position, x, 0), axis)
 
 
@@ -181,8 +181,8 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
 
 
 def _is_cpu_program() -> bool:
-    """Whether the program being traced is for CPUs. Unlike `lax.platform_dependent`, a choice at
-    trace time adds nothing to programs for other devices.
+    """Return whether the program being traced targets CPUs. Unlike `lax.platform_dependent`, a
+    decision at trace time adds nothing to programs for other devices.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device is not None and device.platform == "cpu"
@@ -194,12 +194,12 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     if not present:
         return x
     add = partial(lax.psum_scatter, axis_name=present, tiled=True)
-    if dim and _is_cpu_program():  # XLA for CPU would transpose, as in `all_gather`
+    if dim and _is_cpu_program():  # XLA for CPU would transpose the result, as in `all_gather`
         first = jnp.moveaxis(x, dim, 0)
         return jnp.moveaxis(_sum_in_float32(partial(add, scatter_dimension=0), first), 0, dim)
-    # XLA for TPU replaces some reduce-scatters by all-reduces, with twice the traffic. This affects
-    # arrays with dims of size 1, with several leading dims, or with a last dim whose shard size is
-    # not a multiple of the number of lanes.
+    # XLA for TPU replaces some reduce-scatters with all-reduces, which doubles the traffic. This
+    # affects arrays with dims of size 1, with several leading dims, or with a last dim whose shard
+    # size is not a multiple of the number of lanes.
     size = x.shape[dim] // axis_size(present)
     own = (*x.shape[:dim], size, *x.shape[dim + 1 :])
     after = [size for size in x.shape[dim + 1 :] if size > 1]
@@ -214,13 +214,15 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
 
 
 def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
-    """Send each device its chunk along `split`; concatenate received chunks along `join`."""
+    """Send each device its chunk along `split`, and concatenate the received chunks along
+    `join`.
+    """
     present = _manual_axes(axes)
     return lax.all_to_all(x, present, split, join, tiled=True) if present else x
 
 
 def ring_shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
-    """Return the value of the device that is `step` positions earlier in the ring of `size`
+    """Return the array of the device that is `step` positions earlier in the ring of `size`
     devices.
     """
     if not _manual_axes(axis):
@@ -229,7 +231,7 @@ def ring_shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
 
 
 def with_layout(value: Array, order: Sequence[int]) -> Array:
-    """Return the value; on TPUs, fix the order of its dims in memory, from major to minor."""
+    """Return the array; on TPUs, also fix the order of its dims in memory, from major to minor."""
     layout = Layout(tuple(order))
     return lax.platform_dependent(
         value, tpu=lambda value: with_layout_constraint(value, layout), default=lambda value: value
@@ -239,16 +241,16 @@ def with_layout(value: Array, order: Sequence[int]) -> Array:
 # --- sequences sharded over the context axis ----------------------------------
 
 FULL_SEGMENT_IDS = "row_segment_ids"
-"""Key of the microbatch array `[B, S]` with the segment ids of the full sequences, which is present
-if tokens are sharded."""
+"""Key of the microbatch array `[B, S]` with the segment IDs of the full sequences, which exists if
+tokens are sharded."""
 _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 """Batch arrays without a token dim."""
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return a batch of full sequences with only this device's tokens, and add all segment ids.
+    """Return a batch of full sequences reduced to this device's tokens, with all segment IDs added.
 
-    `by_row` contains the names of further arrays without a token dim.
+    `by_row` contains the names of additional arrays without a token dim.
     """
     if axis_size(CONTEXT) == 1:
         return batch
@@ -258,17 +260,19 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
 
 
 def local_positions(tokens: int) -> Int[Array, " T"]:
-    """Return the positions in the sequence of the `tokens` tokens that this device holds."""
+    """Return the positions within the sequence of the `tokens` tokens on this device."""
     return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
 
 
 def contiguous_length(tokens: int) -> int:
-    """Return the number of tokens in each contiguous chunk that this device holds."""
+    """Return the length in tokens of each contiguous chunk on this device."""
     return tokens if axis_size(CONTEXT) == 1 else tokens // 2
 
 
 def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Return the start positions of this device's two chunks, which hold `tokens` tokens."""
+    """Return the start positions of this device's two chunks, which hold `tokens` tokens in
+    total.
+    """
     return shard_starts(axis_index(CONTEXT), tokens)
 
 
@@ -279,7 +283,7 @@ def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], I
 
 
 def full_sequence_length(inputs: Mapping[str, Any]) -> int:
-    """Return the number of tokens (S) of a full sequence, given a microbatch's arrays."""
+    """Return the length in tokens (S) of a full sequence, given a microbatch's arrays."""
     return inputs.get(FULL_SEGMENT_IDS, inputs["positions"]).shape[1]
 
 
@@ -309,7 +313,7 @@ def apply_zigzag(x: Array, dim: int) -> Array:
 
 
 def local_shard(rows: Array, dim: int) -> Array:
-    """Return this device's two chunks of full sequences."""
+    """Return this device's two chunks of the full sequences."""
     size, place = axis_size(CONTEXT), axis_index(CONTEXT)
     if size == 1:
         return rows

@@ -1,8 +1,8 @@
-"""Frozen weights with a low-rank update (LoRA, DoRA) that are operands of a layer's matmuls.
+"""Frozen weights with a low-rank update (LoRA, DoRA), used as operands of a layer's matmuls.
 
 `SequenceParallel` computes `x @ W + scale * (x @ A) @ B`. Neither the forward nor the backward pass
-creates another matrix as large as the weight W, and W has no gradient. With DoRA, each column of
-the result is multiplied by its magnitude divided by the norm of the updated column; no gradient
+allocates another matrix as large as the weight W, and W has no gradient. With DoRA, each output
+column is multiplied by its magnitude and divided by the norm of the updated column; no gradient
 flows through the norm (arXiv:2402.09353, section 4.3).
 
 Dropout masks do not depend on how the batch is split.
@@ -27,7 +27,7 @@ from maxpipe.parallel.quantized_matmul import QuantizedWeight
 def dropout(
     x: Float[Array, "B T *dims"], rate: float, keys: Key[Array, " B"], places: Int[Array, " T"]
 ) -> Float[Array, "B T *dims"]:
-    """Apply dropout to `x`. `keys` has one key per example, and `places` are token positions.
+    """Apply dropout to `x`. `keys` holds one key per example, and `places` holds token positions.
 
     The mask depends only on the example's key and the position, not on microbatches or sharding.
     """
@@ -49,14 +49,14 @@ class LoraWeight:
     """A weight `[*K, *N]` with a low-rank update; matmuls contract `*K`."""
 
     weight: Any
-    """Frozen weight: an array, or an 8-bit weight."""
+    """Frozen weight: an array or an 8-bit weight."""
     down: Float[Array, "*K r"]
     up: Float[Array, "... N"]
     """Shape `[r, *N]`."""
     magnitudes: Float[Array, "*N"] | None
-    """Float32 DoRA magnitudes of the columns. None: plain LoRA."""
+    """Float32 DoRA magnitudes of the columns; None for plain LoRA."""
     dropout_keys: Key[Array, " B"] | None
-    """Dropout key of each sequence. None: no dropout."""
+    """Dropout key of each sequence; None disables dropout."""
     scale: float
     dropout_rate: float
     """Dropout rate."""
@@ -74,7 +74,7 @@ class LoraWeight:
         return self.weight.shape
 
     def astype(self, dtype: Any) -> LoraWeight:
-        """Cast the weight and its update; magnitudes remain float32."""
+        """Cast the weight and its update, but keep magnitudes in float32."""
         weight, down, up = (array.astype(dtype) for array in (self.weight, self.down, self.up))
         return replace(self, weight=weight, down=down, up=up)
 
@@ -83,7 +83,9 @@ class LoraWeight:
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
-        """Apply `change` to the last dim of every array that has the weight's columns."""
+        """Apply `change` to the last dim of every array whose last dim indexes the weight's
+        columns.
+        """
         lengths = None if self.magnitudes is None else change(self.magnitudes)
         return replace(self, weight=change(self.weight), up=change(self.up), magnitudes=lengths)
 
@@ -96,14 +98,14 @@ class LoraWeight:
     def combine(
         self, product: Float[Array, "B T *N"], change: Float[Array, "B T *N"]
     ) -> Float[Array, "B T *N"]:
-        """Combine the outputs of the frozen weight and of its low-rank update."""
+        """Add the outputs of the frozen weight and of its low-rank update."""
         total = product + (change * self.scale).astype(product.dtype)
         return total if self.magnitudes is None else _scale_columns(total, self._column_scale())
 
     def _column_scale(self) -> Float[Array, "*N"]:
         assert self.magnitudes is not None
         norms = jax.lax.stop_gradient(column_norms(self._unscaled_merge(), self.contracted_dims))
-        return self.magnitudes / jnp.where(norms == 0, 1.0, norms)  # norms of padding are 0
+        return self.magnitudes / jnp.where(norms == 0, 1.0, norms)  # padding has norm 0
 
     def _unscaled_merge(self) -> Float[Array, "*K *N"]:
         assert not isinstance(self.weight, QuantizedWeight)
@@ -111,7 +113,7 @@ class LoraWeight:
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
     def merge(self) -> Float[Array, "*K *N"]:
-        """Return a single equivalent weight, without dropout."""
+        """Return a single equivalent weight, ignoring dropout."""
         merged = self._unscaled_merge()
         merged = merged if self.magnitudes is None else merged * self._column_scale()
         return merged.astype(self.weight.dtype)
@@ -125,9 +127,11 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Compute both gradients together, so that a split backward pass does not defer that of `by`.
+    """Compute both gradients together, so that a split backward pass does not defer the gradient of
+    `by`.
 
-    If it were deferred, the matmul with the weight would be repeated and its inputs stored.
+    If that gradient were deferred, the matmul with the weight would be repeated and its inputs
+    stored.
     """
     x, by = saved
     both = cotangent * by, cotangent.astype(jnp.float32) * x
@@ -144,12 +148,12 @@ def column_norms(weight: Float[Array, "*K *N"], summed: int) -> Float[Array, "*N
 
 
 def map_columns(change: Callable[[Array], Array], weight: Any) -> Any:
-    """Apply `change` to the last dim of a weight, with or without a low-rank update."""
+    """Apply `change` to the last dim of a weight, which may have a low-rank update."""
     return weight.map_columns(change) if isinstance(weight, LoraWeight) else change(weight)
 
 
 def merge_lora(weight: Any) -> Any:
-    """Merge the low-rank update into a weight, for uses other than matmuls."""
+    """Merge the low-rank update into a weight that is used outside matmuls."""
     return weight.merge() if isinstance(weight, LoraWeight) else weight
 
 

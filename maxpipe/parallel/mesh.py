@@ -1,4 +1,4 @@
-"""The device mesh: axis names, axis sizes, and placement of devices by interconnect.
+"""The device mesh: axis names, axis sizes, and device placement by interconnect.
 
 Fast links (ici) connect the devices of a slice, and the data-center network (dcn) connects slices.
 The size of an axis is ici x dcn.
@@ -22,7 +22,7 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
-"""Mesh axes, outermost first. Neighbours along the last axis have the fastest links."""
+"""Mesh axes, outermost first. Neighbors along the last axis have the fastest links."""
 
 MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
 """Manual axes of the pipeline's per-device program. All other axes are auto axes."""
@@ -48,7 +48,7 @@ class Device(Protocol):
 
 
 def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshConfig:
-    """Replace each -1 in the mesh config by the number of remaining devices.
+    """Replace each -1 in the mesh config with the number of remaining devices.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
@@ -69,9 +69,11 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
             action = f"Run on {pluralize(total, 'accelerator')}, or set mesh.cpu_devices={each} "
             action += "for virtual CPU devices, or change an axis size."
         elif len(devices) % (total // config.ici_data) == 0:
-            action = "Set mesh.ici_data=-1 to use the remaining devices, or change another axis."
+            action = (
+                "Set mesh.ici_data=-1 to use the remaining devices, or change another axis size."
+            )
         else:
-            action = f"Set axis sizes that multiply to {len(devices)}."
+            action = f"Set axis sizes whose product is {len(devices)}."
         raise ConfigError.one(
             "mesh",
             wanted,
@@ -88,7 +90,9 @@ _ICI_KEYS = tuple(f"ici_{axis}" for axis in AXES)
 def _remainder_error(
     given: MeshConfig, rest: str, slices: int, devices: Sequence[Device]
 ) -> ConfigError:
-    """Return the error for a -1 when the other sizes do not divide the number of devices."""
+    """Return the error for a -1 if the product of the other sizes does not divide the number of
+    devices.
+    """
     count, kind = len(devices), devices[0].platform
     inside = {key: size for key in _ICI_KEYS if (size := getattr(given, key)) > 1}
     fixed = math.prod(inside.values()) * slices
@@ -102,12 +106,12 @@ def _remainder_error(
         "-1",
         f"is computed from {pluralize(count, f'{kind} device')}, but the other sizes "
         f"({', '.join(sizes)}) multiply to {fixed}, which does not divide {count}.",
-        f"Set {more}the other sizes so that they multiply to {format_divisors(count)}.",
+        f"Set {more}the other sizes so that their product is {format_divisors(count)}.",
     )
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return a mesh over all devices with the axes of `AXES`.
+    """Return a mesh over all devices with the axis names in `AXES`.
 
     Raises:
         ConfigError: the sizes do not multiply to the number of devices or of slices.
@@ -122,9 +126,9 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """Split off the last `count` devices; if `count` is 0, both parts contain all devices.
+    """Split off the last `count` devices; if `count` is 0, both groups contain all devices.
 
-    Every process contributes the same number of devices and keeps at least one, so both parts span
+    Every process contributes the same number of devices and keeps at least one, so both groups span
     all processes.
 
     Raises:
@@ -176,7 +180,8 @@ def _num_slices(devices: Sequence[Device]) -> int:
 
 
 def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
-    # A TPU mesh must match the slices. On other devices, ici axes may cross slice boundaries.
+    # On TPU, the dcn axes must match the slices. On other platforms, ici axes can cross slice
+    # boundaries.
     allowed = {slices} if kind == "tpu" else {1, slices}
     total = math.prod(dcn)
     if slices > 1 and total not in allowed:
@@ -185,7 +190,8 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
             f"must multiply to the number of slices: the product is {total}, and the {kind} "
             f"devices are in {pluralize(slices, 'slice')}.",
-            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or choose another split.",
+            f"Set mesh.dcn_data={slices} and every other mesh.dcn_* to 1, or choose another "
+            "factorization.",
         )
 
 
@@ -201,7 +207,8 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, process_is_granule=by_process, allow_split_physical_axes=True
         )
-    # A single process without slices has virtual devices: treat consecutive devices as slices.
+    # A single process without slices uses virtual devices: consecutive devices are grouped into
+    # slices.
     grid = np.asarray(devices).reshape(*dcn, *ici)
     order = [
         dim
@@ -212,6 +219,6 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Return the axes larger than one as text, such as `stage 4 x fsdp 2`."""
+    """Describe the mesh axes that are larger than one, as in `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     return " x ".join(sizes) or "one device"

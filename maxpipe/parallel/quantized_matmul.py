@@ -1,10 +1,10 @@
-"""Matmuls of activations and weights in 8 bits, and their gradients.
+"""8-bit matmuls between activations and weights, and their gradients.
 
-Every token has a separate scale in the forward and backward pass, so results depend neither on
-other sequences in the batch nor on sharding. With `channel` and `tensor` scales, 8-bit values are
-multiplied and the scales are applied to the sums. With `block` scales, each block along the
-contracted dim is rounded to 8-bit values multiplied by a power of two. The dequantized values are
-then multiplied in the dtype of the activations, which represents them exactly.
+Every token has a separate scale in the forward and backward passes, so results depend neither on
+other sequences in the batch nor on sharding. With `channel` and `tensor` scales, the 8-bit operands
+are multiplied and the scales are applied to the sums. With `block` scales, each block along the
+contracted dim is rounded to 8-bit numbers times a power of two. The dequantized operands are then
+multiplied in the activation dtype, which represents them exactly.
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -28,27 +28,28 @@ from maxpipe.parallel.collectives import axis_size, mark_varying, max_over, with
 from maxpipe.parallel.mesh import CONTEXT
 
 MAX_UNROLLED_SEQUENCES = 4
-"""Maximum number of sequences for which matmuls are unrolled, so that XLA fuses their additions."""
+"""Maximum number of sequences for which matmuls are unrolled, so that XLA fuses the additions
+between them."""
 _MIN_SCALE = 1e-30
-"""Minimum scale, used for values that are all 0 or would be rounded to 0."""
+"""Minimum scale, used if all elements are 0 or would be rounded to 0."""
 
 Dims = Sequence[int]
 
 
 @dataclass(frozen=True)
 class MatmulQuantizer:
-    """Quantization of the operands of matmuls."""
+    """Quantizer for the operands of matmuls."""
 
     format: Literal["int8", "fp8"]
     scales: Literal["channel", "tensor", "block"]
-    """Granularity of weight scales."""
+    """Granularity of the weight scales."""
     weight_gradients: bool
     """Whether the matmuls that compute weight gradients are quantized."""
     attention: bool = True
     """Whether the attention projections are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Return the 8-bit dtype of operands, which is e5m2 for fp8 gradients without blocks."""
+        """Return the 8-bit dtype of operands; e5m2 for fp8 gradients without blocks."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
@@ -61,7 +62,7 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         gradient: bool = False,
     ) -> QuantizedArray:
-        """Quantize with one scale per token. `most` is the maximum absolute value of each token, if
+        """Quantize with one scale per token. `most` is the maximum absolute value in each token, if
         known.
         """
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
@@ -83,7 +84,8 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> ScaledMatmul:
-        """Return the matmul that contracts the last `dims` dims of `x` with the first of `weight`.
+        """Return the matmul that contracts the last `dims` dims of `x` with the first `dims` dims
+        of `weight`.
 
         Mesh axes in `over` shard the contracted dims. Mesh axes in `around` shard any dims of the
         weight. The caller must sum the result over the axes in `over`.
@@ -154,8 +156,8 @@ class MatmulQuantizer:
     ) -> QuantizedWeight:
         """Quantize a weight for its forward and backward matmuls.
 
-        The weight has `first` stacked dims, then `dims` contracted dims (`K`). Mesh axes in `over`
-        shard the dim `divided`.
+        The weight has `first` stacked dims, followed by `dims` contracted dims (`K`). Mesh axes in
+        `over` shard the dim `divided`.
         """
         inside = range(first, first + dims)
         outputs = range(first + dims, weight.ndim)
@@ -178,7 +180,9 @@ class MatmulQuantizer:
         back: bool = False,
         each: Dims = (),
     ) -> QuantizedArray:
-        """Quantize a weight for a matmul; `summed` are contracted dims, and `each` batch dims."""
+        """Quantize a weight for a matmul; `summed` are the contracted dims, and `each` the batch
+        dims.
+        """
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
         if self.scales == "tensor":
@@ -189,7 +193,7 @@ class MatmulQuantizer:
     def quantize_dequantize(
         self, x: Array, dims: Dims, *, over: Sequence[str] = (), gradient: bool = False
     ) -> Array:
-        """Quantize `x` with one scale over `dims`, and dequantize to the dtype of `x`."""
+        """Quantize `x` with one scale over `dims`, and dequantize it to the dtype of `x`."""
         kind = self.operand_dtype(gradient=gradient)
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
@@ -205,7 +209,9 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
     ) -> Array:
-        """Quantize and dequantize a weight; `inside` are contracted dims, and `each` batch dims."""
+        """Quantize and dequantize a weight; `inside` are the contracted dims, and `each` the batch
+        dims.
+        """
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
@@ -225,11 +231,11 @@ class MatmulQuantizer:
 
         If `into` is set, the weight is an input projection of attention or an MLP, and the inner
         operand is the cotangent. Otherwise, the weight is an output projection, and the inner
-        operand is `x`. The inner operand has one scale per token. If it is already quantized, its
-        8-bit values are reused. Its width is sharded over the mesh axes in `over`. The outer
-        operand is multiplied by the scales of the inner operand and quantized with one scale per
-        sequence. `most` contains the maximum absolute value of each token of the outer operand, if
-        known.
+        operand is `x`. The inner operand has one scale per token. If the inner operand is already
+        quantized, its 8-bit numbers are reused. Its hidden width is sharded over the mesh axes in
+        `over`. The outer operand is pre-multiplied by the inner operand's per-token scales and
+        quantized with one scale per sequence. `most` contains the maximum absolute value in each
+        token of the outer operand, if known.
         """
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
@@ -258,7 +264,7 @@ class MatmulQuantizer:
                 return _dot_general(first, second, ((0,), (0,)))
             scale = compute_scale(max_over((tokens * most).max(), moved), kind)
             cotangents = _round_to_dtype(cotangents.astype(jnp.float32) * (tokens / scale), kind)
-            # Without the barrier, XLA would repeat the rounding for each part of the matmul.
+            # Without the barrier, XLA would repeat the rounding for each slice of the matmul.
             cotangents = lax.optimization_barrier(cotangents)
             first, second = (cotangents, rows) if into else (rows, cotangents)
             return _dot_general(first, second, ((0,), (0,))) * scale
@@ -273,7 +279,7 @@ class MatmulQuantizer:
 
 
 class QuantizedArray(NamedTuple):
-    """8-bit values, and the float32 scales by which they are multiplied."""
+    """8-bit numbers, and the float32 scales that multiply them."""
 
     values: Array
     scales: Array
@@ -286,19 +292,20 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """Quantized weight for the gradient of the other operand. None: `forward` is used."""
+    """Quantized weight used for the gradient of the other operand. None means that `forward` is
+    used."""
     gradient: Array | None = None
-    """Zeros with the shape and dtype of the gradient. Autodiff differentiates with respect to these
-    zeros instead of the weight."""
+    """Zeros with the shape and dtype of the weight gradient. Autodiff differentiates with respect
+    to these zeros instead of the weight."""
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the weight."""
+        """Return the number of dims of the weight."""
         return self.forward.values.ndim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
+        """Return the shape of the weight."""
         return self.forward.values.shape
 
     def astype(self, dtype: Any) -> QuantizedWeight:
@@ -307,7 +314,7 @@ class QuantizedWeight:
         return self
 
     def __getitem__(self, key: Any) -> QuantizedWeight:
-        """Return the weight unchanged; only the index `...` is supported."""
+        """Return the weight unchanged; the only supported index is `...`."""
         assert key is ...
         return self
 
@@ -316,7 +323,7 @@ Weight = Array | QuantizedWeight
 
 
 def is_quantized_weight(tree: Any) -> bool:
-    """Whether `tree` is an 8-bit weight instead of an array."""
+    """Return whether `tree` is an 8-bit weight instead of an array."""
     return isinstance(tree, QuantizedWeight)
 
 
@@ -325,11 +332,11 @@ class TokenOperand(NamedTuple):
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """Scales by which the result is multiplied."""
+    """Scales that multiply the matmul result."""
 
 
 class ScaledMatmul(NamedTuple):
-    """A quantized matmul that is not yet computed, but whose scales are known."""
+    """A quantized matmul that has not been computed yet, but whose scales are known."""
 
     tokens: TokenOperand
     weight: Array
@@ -337,7 +344,7 @@ class ScaledMatmul(NamedTuple):
     contracted_dims: tuple[Dims, Dims]
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
-        """Compute the float32 result for some of the tokens."""
+        """Compute the float32 result for a subset of the tokens."""
         product = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
             product = product if scale is None else product * scale
@@ -351,10 +358,10 @@ class ScaledMatmul(NamedTuple):
 def quantize_array(
     x: Array, dims: Dims, dtype: Any, over: Sequence[str] = (), most: Array | None = None
 ) -> QuantizedArray:
-    """Return values of `dtype` and scales (of size 1 in `dims`) whose product approximates `x`.
+    """Return an array of `dtype` and scales (of size 1 in `dims`) whose product approximates `x`.
 
-    A non-finite value makes its scale non-finite, and thus every result that uses this scale. Mesh
-    axes in `over` shard `dims`. `most` is the maximum absolute value, if known.
+    A non-finite element makes its scale non-finite, and therefore also every result that uses this
+    scale. Mesh axes in `over` shard `dims`. `most` is the maximum absolute value, if known.
     """
     most = compute_max_abs(x, dims) if most is None else most
     scale = compute_scale(max_over(most, over), dtype)
@@ -362,19 +369,19 @@ def quantize_array(
 
 
 def compute_max_abs(x: Array, dims: Dims) -> Array:
-    """Return the float32 maximum absolute value over `dims`, which are kept with size 1."""
+    """Return the float32 maximum absolute value over `dims`, keeping `dims` with size 1."""
     return jnp.abs(x).max(tuple(dims), keepdims=True).astype(jnp.float32)
 
 
 def compute_scale(most: Array, dtype: Any) -> Array:
-    """Return the scale for values with this maximum absolute value."""
+    """Return the scale for an array with this maximum absolute value."""
     return jnp.maximum(most / max_of_dtype(dtype), _MIN_SCALE)
 
 
 def quantize_dequantize_blocks(x: Array, dims: Dims, dtype: Any) -> Array:
-    """Round `x` to values of `dtype` multiplied by a power of two for each block of `dims`.
+    """Round `x` to numbers of `dtype` times a power of two for each block of `dims`.
 
-    The result has the dtype of `x`, which represents the values exactly.
+    The result has the dtype of `x`, which represents these products exactly.
     """
     shape: list[int] = []
     inner: list[int] = []
@@ -429,10 +436,10 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """Return `MatmulQuantizer.matmul` with each weight, in the dtype of `x`.
+    """Return the products `MatmulQuantizer.matmul` of `x` and each weight, in the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
-    maximum absolute value of each token, if known.
+    maximum absolute value in each token, if known.
     """
     return list(_matmuls(x, most, tuple(weights), dims, how, into))
 
@@ -444,7 +451,7 @@ def _matmuls(
     quantized: Array | QuantizedArray = x
     if how.scales != "block":
         quantized = how.quantize_tokens(x, most)
-        # Store the rounded input if several matmuls share it. With a single matmul, XLA may fuse
+        # Store the rounded input if several matmuls share it. With a single matmul, XLA can fuse
         # the rounding.
         quantized = lax.optimization_barrier(quantized) if into else quantized
     return tuple(
@@ -487,12 +494,12 @@ class WeightResidual(NamedTuple):
     """None if the weight has no gradient."""
 
     def gradient(self, make: Callable[[], Array], dtype: Any) -> Any:
-        """Return the gradient with the tree structure of the weight."""
+        """Return the gradient in the tree structure of the weight."""
         if self.trained is None:
             return None
         if not isinstance(self.weight, QuantizedWeight):
             return make().astype(self.weight.dtype)
-        nothing: Any = None  # integers have no gradient
+        nothing: Any = None  # integer weights have no gradient
         return QuantizedWeight(nothing, None, make().astype(dtype))
 
 
@@ -525,7 +532,7 @@ def weight_grad(
 _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 
 
-# For batched matrices, dequantized values are multiplied in the compute dtype.
+# For batched matrices, the dequantized operands are multiplied in the compute dtype.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -574,7 +581,7 @@ class _EinsumDims(NamedTuple):
     batch_of_weight: Dims
     """Batch dims of the weight."""
     contracted_of_result: Dims
-    """Dims of the result that the matmul for the gradient of `x` contracts."""
+    """Dims of the result that are contracted by the matmul for the gradient of `x`."""
 
     @classmethod
     def from_equation(cls, form: str) -> _EinsumDims:

@@ -2,12 +2,12 @@
 
 XLA has no cost estimate for custom kernels, and no trip count for data-dependent loops. The author
 of such an operation declares its cost in a scope. Differentiation, partitioning and optimization
-keep the scope in every `op_name`.
+preserve the scope in every `op_name`.
 
     with jax.named_scope(scopes.flops(4 * pairs * head_dim)):
         kernel(query, key, value)
 
-Other scopes name parts of the per-device program. This module does not import jax.
+Other scopes name regions of the per-device program. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TRIPS = re.compile(r"\btrips_([\d.]+)\)*/while$")
 
 
 def flops(count: float, backward: float = 0.0) -> str:
-    """Return the scope of a kernel with `count` operations; a multiply-add counts as 2.
+    """Return the scope of a kernel that performs `count` FLOPs; a multiply-add counts as 2.
 
-    `backward` is the number of operations of the kernel for the backward pass.
+    `backward` is the number of FLOPs of the backward kernel.
     """
     return f"flops_{round(count)}_{round(backward)}" if backward else f"flops_{round(count)}"
 
@@ -32,7 +32,7 @@ def trips(mean: float) -> str:
 
 
 def parse_flops(op_name: str) -> float | None:
-    """Return the number of operations of one kernel execution, from the innermost scope."""
+    """Return the FLOPs of one kernel execution, read from the innermost scope."""
     matches = _FLOPS.findall(op_name)
     if not matches:
         return None
@@ -41,23 +41,23 @@ def parse_flops(op_name: str) -> float | None:
 
 
 def parse_trips(op_name: str) -> float | None:
-    """Return the mean trip count of a loop, from the innermost scope around it."""
+    """Return the mean trip count of a loop, read from the innermost scope around it."""
     match = _TRIPS.search(op_name)
     return float(match.group(1)) if match else None
 
 
 _PART = re.compile(r"\bpart_(\w+?)\b")
 ROTARY = "rotary"
-"""Part of a layer that applies rotary position embeddings (RoPE) to queries and keys."""
+"""Region of a layer that applies rotary position embeddings (RoPE) to queries and keys."""
 
 
 def part(name: str) -> str:
-    """Return the scope of one part of a layer."""
+    """Return the scope of one sublayer or region of a layer."""
     return f"part_{name}"
 
 
 def parse_part(op_name: str) -> str:
-    """Return the innermost layer part that contains an operation, or an empty string."""
+    """Return the innermost sublayer or region that contains an operation, or an empty string."""
     parts = _PART.findall(op_name)
     return parts[-1] if parts else ""
 
@@ -73,7 +73,7 @@ def window(size: int) -> str:
 
 
 def is_window_switch(op_name: str) -> bool:
-    """Whether a conditional selects a branch by window size."""
+    """Return whether a conditional selects a branch by window size."""
     return re.search(rf"\b{WINDOW_SWITCH}\)*/cond$", op_name) is not None
 
 
@@ -86,7 +86,7 @@ def parse_window(op_name: str) -> int | None:
 FORWARD, BACKWARD = "forward", "backward"
 INPUT_GRAD, WEIGHT_GRAD = "input_grad", "weight_grad"
 RECOMPUTE = "recompute"
-"""Scope of a chunk's forward pass that is recomputed in the backward pass."""
+"""Scope of a chunk's forward pass that the backward pass recomputes."""
 EMBED, EMBED_GRAD, HEAD = "embed", "embed_grad", "head"
 MTP = "ahead"
 """Scope of the MTP heads, inside the loss head."""
@@ -101,5 +101,5 @@ UPDATE = "update"
 
 
 def layer_type(kind: str) -> str:
-    """Return the scope of a layer type, used if there are several types."""
+    """Return the scope of a layer type, used if the model has several layer types."""
     return f"kind_{kind}"

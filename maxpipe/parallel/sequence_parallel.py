@@ -1,11 +1,11 @@
 """Sequence parallelism: activations between a layer's matmuls are sharded over tokens.
 
-The weights of a layer shard heads or hidden units over the tensor axis. Between the matmuls, all
-devices along this axis would repeat the same computation. Therefore, each device processes only a
-shard of the tokens there. A column-parallel projection gathers the tokens, and a row-parallel
-projection reduce-scatters them. Gradients of activations and of weights are computed by separate
-equations, so that a split backward pass can defer weight gradients. Activations are saved as shards
-and gathered again in the backward pass.
+A layer's weights shard heads or hidden units over the tensor axis. Between the matmuls, all devices
+along this axis would otherwise repeat the same computation. With sequence parallelism, each device
+processes only a shard of the tokens there. A column-parallel projection gathers the tokens, and a
+row-parallel projection reduce-scatters them. Gradients of activations and weights are computed by
+separate equations, so that a split backward pass can defer weight gradients. Activations are saved
+in sharded form and gathered again in the backward pass.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """
@@ -38,19 +38,19 @@ LogicalAxes = Sequence[str | None]
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Matmuls of a layer; activations between them are sharded over tokens if `axis` is set."""
+    """Matmuls of a layer; the activations between them are sharded over tokens if `axis` is set."""
 
     rules: AxisRules
     axis: str = ""
     """Mesh axis that shards the tokens; empty if every device has all tokens."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of matmuls with weights. None: matmuls use the compute dtype."""
+    """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
 
     @classmethod
     def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
-        """Return the sharding that the axis rules define for the current program.
+        """Return the sharding defined by the axis rules for the current program.
 
-        If all axes are auto axes, tokens are not sharded, because sequences may have any length.
+        If all axes are auto axes, tokens are not sharded, because sequences can have any length.
         """
         automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
@@ -67,11 +67,13 @@ class SequenceParallel:
         return _gather_tokens(x, self.axis) if self.axis else x
 
     def reduce_scatter_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Reduce-scatter partial sums over tokens: the transpose of `gather_tokens`."""
+        """Reduce-scatter partial sums over tokens; the transpose of `gather_tokens`."""
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
     def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
-        """Whether the input may be quantized only once for the matmuls with all these weights."""
+        """Return whether the input can be quantized just once for the matmuls with all these
+        weights.
+        """
         if self.axis or self.quantizer is None or self.quantizer.scales == "block":
             return False
         return not any(isinstance(weight, LoraWeight) for weight in weights)
@@ -85,7 +87,7 @@ class SequenceParallel:
     ) -> list[Float[Array, "B T *dims"]]:
         """Multiply by each weight, gathering the tokens only once.
 
-        `largest` is the maximum absolute value of each token's activations, if known.
+        `largest` is the maximum absolute activation of each token, if known.
         """
         outputs = self._column_parallel(x, base_weights(weights), axes, largest)
         for number, each in enumerate(weights):
@@ -112,7 +114,7 @@ class SequenceParallel:
         quantized = dict(
             zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
         )
-        # Multiply each device's own tokens by replicated weights.
+        # Multiply each device's local tokens by replicated weights.
         return [
             quantized[number] if number in quantized else self._matmuls(x, [weight], into=True)[0]
             for number, weight in enumerate(weights)
@@ -131,7 +133,9 @@ class SequenceParallel:
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
     ) -> Float[Array, "B T *N"]:
-        """Multiply each token by a weight in the compute dtype; contract its first `dims` dims."""
+        """Multiply each token by a weight in the compute dtype, contracting the weight's first
+        `dims` dims.
+        """
         if not isinstance(weight, LoraWeight):
             return jnp.tensordot(x, weight, dims)
         inner = jnp.tensordot(weight.apply_dropout(x), weight.down, dims)
@@ -158,7 +162,7 @@ class SequenceParallel:
         into: bool,
         most: Array | None = None,
     ) -> list[Array]:
-        """Return the matmuls for tokens that are unsharded or sharded by the compiler."""
+        """Return the products for tokens that are unsharded or sharded by the compiler."""
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
@@ -176,12 +180,13 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Return matmuls that contract the first `summed` dims of the weights, with flattened tokens.
+    """Return the products that contract the first `summed` dims of the weights, with flattened
+    tokens.
 
-    Sequences and tokens become one dim, over which weight gradients are summed. With two dims, the
-    CPU backend fuses a transpose of an operand into the operation that computes it, and the strided
-    access is slow. The TPU backend chooses the order of the two dims, and needs 3 to 11% more
-    cycles if they are flattened.
+    Sequences and tokens are flattened into one dim, over which weight gradients are summed. With
+    two dims, the CPU backend fuses a transpose of an operand into the operation that computes it,
+    which makes memory access strided and slow. The TPU backend chooses the order of the two dims
+    itself, and needs 3 to 11% more cycles if they are flattened.
     """
     rows, inside = x.shape[:2], math.prod(x.shape[2:])
     matrices = tuple(weight.reshape(inside, -1) for weight in weights)
@@ -265,16 +270,16 @@ class _ShardedMatmul:
         return PartitionSpec(None, self.axis, None)
 
     def hidden_spec(self, spec: PartitionSpec, *, first: bool) -> PartitionSpec:
-        """Return the spec of activations `[B, T, *dims]`, sharded like the `dims` of the weight."""
+        """Return the spec of activations `[B, T, *dims]`, sharded like the weight's `dims`."""
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
     def all_gather_matmul(
         self, x: Array, weights: Sequence[Array], *, gradient: bool = False
     ) -> list[Array]:
-        """Return this device's matmuls that contract the unsharded dim of each weight.
+        """Return this device's matmul results, contracting the unsharded dim of each weight.
 
-        This dim is the first dim of a weight. With `gradient`, `x` is a cotangent, and the dim is
-        the last dim.
+        The contracted dim is the first dim of a weight. If `gradient` is set, `x` is a cotangent,
+        and the contracted dim is the last dim.
         """
 
         def multiply(x: Array, weight: Array) -> Array:
@@ -293,15 +298,16 @@ class _ShardedMatmul:
     def matmul_reduce_scatter(
         self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
     ) -> Array:
-        """Sum matmuls that contract the sharded dims of weights; return this device's tokens.
+        """Sum matmuls that contract the sharded dims of the weights, and return this device's
+        tokens.
 
-        The contracted dims are all dims of a weight except the last. With `gradient`, `arrays` are
-        cotangents, and the contracted dims are all dims except the first.
+        The contracted dims are all dims of a weight except the last. If `gradient` is set, `arrays`
+        are cotangents, and the contracted dims are all dims except the first.
         """
         dtype, pairs = arrays[0].dtype, list(zip(arrays, weights, strict=True))
         if self.quantizer is not None:
-            # Scales must be identical on all devices, so they are computed before tokens are
-            # scattered.
+            # Scales must be identical on all devices, so they are computed before the
+            # reduce-scatter over tokens.
             products = [
                 self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
             ]
@@ -331,7 +337,9 @@ class _ShardedMatmul:
     def all_gather_weight_grad(
         self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
     ) -> tuple[Array, ...]:
-        """Return local weight gradients; `moving` is the input if `first`, else a cotangent."""
+        """Return local weight gradients; `moving` is the input if `first` is set, and a cotangent
+        otherwise.
+        """
         moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
         if self.quantizer is not None:
             outer = partial(
@@ -347,9 +355,10 @@ class _ShardedMatmul:
 
 
 def _psum_scatter_tokens(x: Array, axis: str) -> Array:
-    """Return this device's tokens of the sum over the axis, by reduce-scatter.
+    """Return this device's tokens of the sum over the axis, computed by a reduce-scatter.
 
-    XLA for TPU lowers this to a reduce-scatter for matrices, but to an all-reduce for 3D arrays.
+    XLA for TPU lowers this operation to a reduce-scatter for matrices, but to an all-reduce for 3D
+    arrays.
     """
     rows, tokens, width = x.shape
     matrix = jnp.moveaxis(x, TOKEN_DIM, 0).reshape(tokens * rows, width)

@@ -1,10 +1,10 @@
 """Partition specs and batch sharding, derived from the table of logical axes in `axes`.
 
-Model code gives dims logical names ("heads", "mlp"). `axes` defines the mesh axes over which such a
-dim is sharded. Only this module converts logical names to JAX partition specs.
+Model code gives dims logical names ("heads", "mlp"). `axes` defines the mesh axes over which a dim
+with such a name is sharded. Only this module converts logical names to JAX partition specs.
 
 With `mesh.shard_mode=explicit`, array types include shardings: JAX tracks at trace time how each
-array is sharded, and ambiguous operations are errors. Functions in this module resolve the
+array is sharded, and ambiguous operations raise an error. Functions in this module resolve the
 ambiguity, and have no effect on a mesh with auto axes. Inside the pipeline's per-device program,
 all explicit axes become manual, so the mode has no effect there.
 """
@@ -32,7 +32,7 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """Return `run` with all shardings except those of the outputs chosen by the compiler.
+    """Return `run` with the compiler choosing all shardings except those of the outputs.
 
     This is needed for operations whose output sharding is ambiguous with explicit axes: reshapes,
     indexing and newly created arrays. `specs` is a tree of output PartitionSpecs, or a prefix of
@@ -65,7 +65,7 @@ def reshard(tree: Tree, specs: Tree) -> Tree:
 
 
 def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Reshard an array over the explicit axes like another array of the same shape."""
+    """Reshard an array over the explicit axes to match another array of the same shape."""
     if not explicit_axes():
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
@@ -84,7 +84,9 @@ def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """Return a mesh of the same devices with auto axes, where the compiler chooses shardings."""
+    """Return a mesh of the same devices with auto axes, for which the compiler chooses
+    shardings.
+    """
     if not mesh.abstract_mesh.explicit_axes:
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
@@ -118,16 +120,16 @@ def _is_spec(node: object) -> bool:
 
 
 STACKED_AXES = ("repeat", "stage", "layer")
-"""Logical axes of the leading dims of a parameter that is stacked over layers."""
+"""Logical axes of the leading dims in a parameter that is stacked over layers."""
 
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Table from logical axes to mesh axes, as a hashable value for model code."""
+    """Table from logical axes to mesh axes, as a hashable object for model code."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context_attention: str = "auto"
-    """Communication of attention over the context axis: `mesh.context_attention`."""
+    """Communication method for attention over the context axis: `mesh.context_attention`."""
     collective_matmul: bool = False
     """Whether all-gathers and reduce-scatters of tokens run as a ring that overlaps with
     matmuls."""
@@ -136,7 +138,7 @@ class AxisRules:
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> AxisRules:
-        """Return the rules of a mesh config, including the changes of `mesh.axis_rules`."""
+        """Return the rules of a mesh config, including the overrides in `mesh.axis_rules`."""
         table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
         return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
 
@@ -161,7 +163,7 @@ class AxisRules:
                         "mesh.axis_rules",
                         f"{name}: [{', '.join(axes)}]",
                         f"{where} has dims {owner[axis]!r} and {name!r} on the same mesh axis "
-                        f"{axis!r}: a mesh axis can shard only one dim of a tensor.",
+                        f"{axis!r}, but a mesh axis can shard only one dim of a tensor.",
                         f"Set mesh.axis_rules.{name}=[], or change the rule of {owner[axis]!r}.",
                     )
                 owner[axis] = str(name)
@@ -174,19 +176,21 @@ def _spec_entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
 
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes in the spec entry of one dim."""
+    """Return the mesh axes named in the spec entry of one dim."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def restrict_spec(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Return the spec with only these mesh axes."""
+    """Return the spec reduced to these mesh axes."""
     return PartitionSpec(
         *(_spec_entry([axis for axis in entry_axes(entry) if axis in axes]) for entry in spec)
     )
 
 
 def fsdp_dim(spec: PartitionSpec) -> int | None:
-    """Return the dim that is sharded over fsdp, possibly with other axes, or None."""
+    """Return the index of the dim that is sharded over fsdp, possibly along with other axes, or
+    None.
+    """
     return next((dim for dim, entry in enumerate(spec) if FSDP in entry_axes(entry)), None)
 
 
@@ -196,7 +200,7 @@ all stages."""
 
 
 def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np.ndarray]:
-    """Return, for each process, the sorted indices of the sequences that its devices hold."""
+    """Map each process to the sorted indices of the sequences on its devices."""
     rows_by_process: dict[int, list[np.ndarray]] = {}
     for device, index in sharding.devices_indices_map((num_rows,)).items():
         rows_by_process.setdefault(device.process_index, []).append(np.arange(num_rows)[index])
@@ -204,7 +208,7 @@ def sequences_by_process(sharding: NamedSharding, num_rows: int) -> dict[int, np
 
 
 def local_sequences(sharding: NamedSharding, num_rows: int) -> np.ndarray:
-    """Return the sorted indices of the batch sequences that this process's devices hold."""
+    """Return the sorted indices of the batch sequences on this process's devices."""
     return sequences_by_process(sharding, num_rows)[jax.process_index()]
 
 
@@ -227,8 +231,8 @@ def make_global_batch(
 def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
     """Move arrays `[B, ...]`, which are sharded over sequences only, to the mesh of `sharding`.
 
-    A process's devices must already hold all sequences that they need. With several processes, the
-    arrays are copied through host memory.
+    The devices of each process must already hold all sequences that they need. With several
+    processes, the arrays are copied through host memory.
     """
     if jax.process_count() == 1:
         return jax.device_put(dict(arrays), dict.fromkeys(arrays, sharding))
@@ -245,7 +249,7 @@ def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> d
 
 
 def constrain(x: jax.Array, logical: Sequence[str | None], rules: AxisRules) -> jax.Array:
-    """Constrain an array to the table's sharding over the auto axes, if there are any.
+    """Constrain an array to the table's sharding over the auto axes, if any.
 
     Inside the pipeline's per-device program, only the auto axes are constrained. If the batch axes
     are auto axes, dims without a name remain unconstrained, because sequences are sharded over the
@@ -267,8 +271,8 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
     """Reshard embeddings `[B, T, D]` from dim D, which is sharded in the table, to dim B.
 
     The batch axes move from D to B, and the context axis is removed. XLA would replicate the array
-    to do both at once; two constraints result in an all-to-all and an all-gather. This is a no-op
-    unless these axes are auto axes.
+    to perform both changes at once; two constraints result in an all-to-all and an all-gather. This
+    function is a no-op unless these axes are auto axes.
     """
     automatic, (entry,) = auto_axes(), rules.spec(("embed",))
     other_axes = tuple(
@@ -282,6 +286,6 @@ def shard_embeddings_by_batch(x: jax.Array, rules: AxisRules) -> jax.Array:
 
 
 def auto_axes() -> set[str]:
-    """Return the auto axes of the current mesh that have several devices."""
+    """Return the auto axes of the current mesh that have more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}

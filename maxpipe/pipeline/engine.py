@@ -1,8 +1,9 @@
 """Run a schedule: one jitted SPMD program executes the layers on a ring of stages.
 
-The program is written for one device: every mesh axis is manual except `tensor`, which is an auto
-axis. One loop runs the ticks of the schedule table. The table is an argument of the program. The
-table contains both forward and backward slots, so JAX never differentiates this program.
+The program is written as per-device code, as in shard_map: every mesh axis is manual except
+`tensor`, which is an auto axis. A single loop runs the ticks of the schedule table. The table is an
+argument of the program. It contains both forward and backward slots, so JAX never differentiates
+this program.
 
 The engine receives functions and stacked parameters, never a model class or a config.
 """
@@ -45,33 +46,34 @@ Tree = Any
 
 
 class PerSourceSums(NamedTuple):
-    """Sums over the sequences of each data source."""
+    """Losses and target counts summed over the sequences of each data source."""
 
     nats: Float[Array, " sources"]
-    """Sum of the objective's loss, in nats for cross entropy."""
+    """Sum of the objective's loss; in nats for cross entropy."""
     targets: Float[Array, " sources"]
     """Number of target tokens, the denominator of the mean loss."""
 
 
 class StepGradients(NamedTuple):
-    """Results of a training step. The step minimizes `loss` plus the weighted sum of `losses`."""
+    """Results of one training step. Training minimizes `loss` plus the weighted sum of `losses`."""
 
     loss: Float[Array, ""]
-    """Mean of the objective. For cross entropy: nats, averaged over all target tokens."""
+    """Mean value of the objective's loss. For cross entropy, the mean is in nats over all target
+    tokens."""
     reports: dict[str, Float[Array, ""]]
-    """Means of the objective's metrics, keyed by name."""
+    """Mean of each objective metric, keyed by name."""
     losses: dict[str, Float[Array, ""]]
     """Unweighted auxiliary losses of the layers and MTP heads, divided by the number of target
     tokens."""
     gradients: Tree
-    """Float32 gradients of the minimized loss, with the tree structure of the trainable
+    """Float32 gradients of the minimized loss, in the tree structure of the trainable
     parameters."""
     statistics: dict[str, Tree]
-    """Statistics of the layers, summed over all sequences. `layers` contains `[R, P, L, ...]` and
-    `outside` contains `[layers, ...]`, both keyed by layer type. `ahead` contains `[heads,
-    ...]`."""
+    """Layer statistics, summed over all sequences. `layers` contains arrays `[R, P, L, ...]` and
+    `outside` contains arrays `[layers, ...]`, both keyed by layer type. `ahead` contains arrays
+    `[heads, ...]`."""
     by_source: PerSourceSums | None = None
-    """Sums for each data source. None: all sequences have one source."""
+    """Separate sums for each data source. None if all sequences come from one source."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +89,26 @@ class Engine:
     remat_policy: RematPolicy
     idle: Idle
     trainable: Tree = None
-    """Whether each parameter has a gradient. None: all parameters have gradients."""
+    """Whether each parameter has a gradient. If None, all parameters have gradients."""
     has_own_dtype: Tree = None
-    """Whether each parameter is used in its stored dtype. None: all are cast to the compute
-    dtype."""
+    """Whether each parameter is used in its stored dtype. If None, all parameters are cast to the
+    compute dtype."""
     contracted_dims: Tree = None
-    """Number of leading dims that the matmul of each parameter contracts, for parameters that are
-    quantized to 8 bits; 0 for other parameters. None: no parameter is quantized."""
+    """Number of leading dims contracted by the matmul of each parameter that is quantized to 8
+    bits; 0 for all other parameters. If None, no parameter is quantized."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer of the parameters with `contracted_dims`."""
     gradient_specs: Tree = None
-    """PartitionSpec of the gradient of each trainable parameter. None: the specs of the
-    parameters."""
+    """PartitionSpec of the gradient of each trainable parameter. If None, the parameters' own specs
+    are used."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients are communicated when they are summed over devices."""
+    """Dtype in which gradients are communicated in reductions across devices."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
-        """Return the training step: (params, batch, key) -> `StepGradients`.
+        """Return the training step as a function (params, batch, key) -> `StepGradients`.
 
-        `batch` is a dict of global arrays `[sequences, ...]` with `tokens`, `targets`, `loss_mask`
-        and every array that the layers use. Sequences are sharded over the batch axes.
+        `batch` is a dict of global arrays `[sequences, ...]` that contains `tokens`, `targets`,
+        `loss_mask` and every array that the layers use. Sequences are sharded over the batch axes.
         """
         ring, everywhere = PartitionSpec(None, STAGE), PartitionSpec()
         statistics = {"layers": ring} | (
@@ -124,15 +126,16 @@ class Engine:
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Return the forward-only loss: (params, batch, None) -> (sums, number of target tokens).
+        """Return the forward-only loss as a function (params, batch, None) -> (sums, number of
+        target tokens).
 
         The sums `[R]` contain the loss and the objective's metrics. With several data sources, the
-        sums have the shape `[R, sources]` and the counts `[sources]`.
+        sums have shape `[R, sources]` and the counts have shape `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
     def read_outputs(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
-        """Return a forward-only function: (params, batch, None) -> the reader's output.
+        """Return a forward-only function (params, batch, None) -> the reader's output.
 
         The output consists of arrays `[sequences, ...]`, sharded like the batch. The reader is
         `LossHead.scores`, or `LossHead.top_log_probs` with its keyword arguments bound.
@@ -164,7 +167,7 @@ class Engine:
 
     @property
     def _per_sequence_arrays(self) -> tuple[str, ...]:
-        """Names of the objective's batch arrays that have no token dim."""
+        """Return the names of the objective's batch arrays that have no token dim."""
         return tuple(
             name for name, each in self.network.objective.batch_arrays.items() if each.per_sequence
         )
@@ -300,7 +303,8 @@ def _read_outputs(
 
     def of_rows(found: jax.Array) -> jax.Array:
         found = _from_first_stage(found.reshape(-1, *found.shape[2:]))
-        # Per-token outputs are sharded over context. Per-segment outputs are complete.
+        # Per-token outputs are sharded over the context axis. Per-segment outputs are already
+        # complete on each device.
         if not plan.network.objective.segments_per_loss:
             assert found.shape[1] == num_tokens
             found = gather_sequences(found, 1)
@@ -310,7 +314,9 @@ def _read_outputs(
 
 
 def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
-    """Return the loss denominator of this device's sequences, per data source if several."""
+    """Return the loss denominator for this device's sequences, separately for each data source if
+    there are several.
+    """
     objective, sources = plan.network.objective, plan.network.num_sources
     counts = batch[objective.normaliser].astype(jnp.float32)
     counts = mask_other_devices(counts) if objective.segments_per_loss else counts
@@ -318,10 +324,10 @@ def _count_targets(plan: PipelinePlan, batch: Tree) -> jax.Array:
 
 
 def _sum_sources(sums: jax.Array) -> jax.Array:
-    """Return the sum over all data sources, or a scalar unchanged."""
+    """Return the sum over all data sources; a scalar is returned unchanged."""
     return sums.sum() if sums.ndim else sums
 
 
 def _from_first_stage(loss: jax.Array) -> jax.Array:
-    """Return the loss of this device's sequences as computed on stage 0; all stages agree."""
+    """Return the loss of this device's sequences from stage 0; all stages compute the same loss."""
     return broadcast_from(loss, STAGE, 0)

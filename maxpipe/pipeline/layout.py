@@ -1,10 +1,10 @@
 """Map layers between model order (checkpoints) and stacks `[R, P, L]` (train state).
 
 Model order is the order in which the network runs its layers. A layer partition divides the layers
-into chunks of consecutive layers; the ring assigns chunks to stages. Every layer type has its own
-stacks. Chunks may differ in length and layer types. Shorter stacks are padded with zeros, which the
-engine skips. The network's first layers may form a prologue outside the ring, replicated on every
-stage.
+into chunks of consecutive layers, and the ring assigns the chunks to stages. Each layer type is
+stacked separately. Chunks can differ in length and layer types. Shorter stacks are padded with
+zeros, which the engine skips. The network's first layers can form a prologue outside the ring,
+which is replicated on every stage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tree = Any
 
 
 SINGLE_LAYER_TYPE = "layer"
-"""Name of the layer type in networks with only one type."""
+"""Name of the layer type in networks with a single layer type."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +31,41 @@ class LayerLayout:
     """Partition of the layers into chunks, and placement of the chunks on the ring.
 
     Parameters and other per-layer arrays are stacked separately for each layer type, so their total
-    memory is the sum over the types. Tables map each layer of a chunk to its type and its index in
-    the stack of that type.
+    memory is the sum over the types. Tables map each layer of a chunk to its type and to its index
+    in the stack of that type.
     """
 
     ring: Ring
     layer_partition: tuple[int, ...]
-    """Number of layers of each chunk, in model order."""
+    """Number of layers in each chunk, in model order."""
     num_prologue_layers: int = 0
     """Number of prologue layers, which precede the first chunk and are replicated on every
     stage."""
     layer_types: tuple[str, ...] = ()
-    """Type of each layer, in model order. Empty: all layers have the same type."""
+    """Type of each layer, in model order. An empty tuple means that all layers have the same
+    type."""
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of the network."""
+        """Return the number of layers in the network."""
         return self.num_prologue_layers + sum(self.layer_partition)
 
     @property
     def max_layers_per_chunk(self) -> int:
-        """Number of layers of the longest chunk (L)."""
+        """Return the number of layers in the longest chunk (L)."""
         return max(self.layer_partition)
 
     @cached_property
     def type_of_layer(self) -> tuple[str, ...]:
-        """Type of each layer, in model order."""
+        """Return the type of each layer, in model order."""
         assert len(self.layer_types) in (0, self.num_layers)
         return self.layer_types or (SINGLE_LAYER_TYPE,) * self.num_layers
 
     @cached_property
     def stacks(self) -> dict[str, LayerTypeStack]:
-        """Stack of each layer type, in the order in which the types first appear in the network."""
+        """Return the stack of each layer type, in the order in which the types first appear in the
+        network.
+        """
         return {
             kind: LayerTypeStack.from_layout(self, kind)
             for kind in dict.fromkeys(self.type_of_layer)
@@ -70,17 +73,19 @@ class LayerLayout:
 
     @property
     def ring_layer_types(self) -> tuple[str, ...]:
-        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
+        """Return the layer types that occur in chunks. Tables refer to a type by its index in this
+        tuple.
+        """
         return tuple(kind for kind, stack in self.stacks.items() if stack.max_layers_per_chunk)
 
     @property
     def prologue_layer_types(self) -> tuple[str, ...]:
-        """Layer types of the prologue."""
+        """Return the layer types that occur in the prologue."""
         return tuple(kind for kind, stack in self.stacks.items() if stack.num_prologue_layers)
 
     @property
     def prologue(self) -> LayerLayout:
-        """Layout of the prologue: one chunk on one stage."""
+        """Return the layout of the prologue: one chunk on one stage."""
         return LayerLayout(
             Ring(1, 1),
             (self.num_prologue_layers,),
@@ -89,19 +94,19 @@ class LayerLayout:
 
     @cached_property
     def _chunk_at(self) -> np.ndarray:
-        """int `[R, P]`: the chunk that each stage runs in each repeat."""
+        """Return int `[R, P]`: the chunk that each stage runs in each repeat."""
         repeats, stages = self.ring.num_repeats, self.ring.num_stages
         chunks = [self.ring.chunk(p, r) for r in range(repeats) for p in range(stages)]
         return np.reshape(chunks, (repeats, stages))
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
-        """int32 `[R, P]`: number of layers of each chunk."""
+        """Return int32 `[R, P]`: the number of layers in each chunk."""
         return np.array(self.layer_partition, np.int32)[self._chunk_at]
 
     @cached_property
     def first_layer(self) -> np.ndarray:
-        """int32 `[R, P]`: index in the network of each chunk's first layer."""
+        """Return int32 `[R, P]`: the network index of each chunk's first layer."""
         sizes = np.array(self.layer_partition)
         return (self.num_prologue_layers + np.cumsum(sizes) - sizes).astype(np.int32)[
             self._chunk_at
@@ -109,7 +114,7 @@ class LayerLayout:
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: index in the network of each layer of a chunk, -1 for padding."""
+        """Return int32 `[R, P, L]`: the network index of each layer in a chunk, -1 for padding."""
         position = np.arange(self.max_layers_per_chunk)
         layers = self.first_layer[..., None] + position
         used = position < self.chunk_sizes[..., None]
@@ -117,7 +122,9 @@ class LayerLayout:
 
     @cached_property
     def layer_type_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: index of each layer's type in `ring_layer_types`, -1 for padding."""
+        """Return int32 `[R, P, L]`: the index of each layer's type in `ring_layer_types`, -1 for
+        padding.
+        """
         numbers = np.array([[*self.stacks].index(kind) for kind in self.type_of_layer], np.int32)
         ring = {
             [*self.stacks].index(kind): number for number, kind in enumerate(self.ring_layer_types)
@@ -127,13 +134,15 @@ class LayerLayout:
 
     @cached_property
     def index_in_type_at(self) -> np.ndarray:
-        """int32 `[R, P, L]`: number of earlier layers of the same type in the same chunk."""
+        """Return int32 `[R, P, L]`: the number of earlier layers of the same type in the same
+        chunk.
+        """
         earlier = np.tril(np.ones((self.max_layers_per_chunk,) * 2, bool), -1)
         same = self.layer_type_at[..., :, None] == self.layer_type_at[..., None, :]
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers `{type: [n, ...]}`, given in model order. Types may be missing.
+        """Stack layers `{type: [n, ...]}`, which are in model order. Layer types may be missing.
 
         Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
@@ -152,9 +161,9 @@ class LayerLayout:
         return ring, front
 
     def unstack(self, ring: Tree, front: Tree) -> Tree:
-        """Return `{type: [n, ...]}` in model order, without padding: the inverse of `stack`.
+        """Return `{type: [n, ...]}` in model order, without padding; the inverse of `stack`.
 
-        Types that are missing from both trees are missing from the result.
+        Layer types that are missing from both trees are missing from the result.
         """
         layers = {}
         for kind, stack in self.stacks.items():
@@ -168,21 +177,21 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class LayerTypeStack:
-    """Positions of the layers of one type in the ring's stacks and in the prologue."""
+    """Positions of one type's layers in the ring's stacks and in the prologue."""
 
     layers: tuple[int, ...]
-    """Indices in the network of all layers of this type, in ascending order."""
+    """Network indices of all layers of this type, in ascending order."""
     num_prologue_layers: int
-    """Number of layers of this type that are in the prologue."""
+    """Number of layers of this type in the prologue."""
     shape: tuple[int, int, int]
-    """Leading dims `(R, P, L)` of a stacked parameter; L is the largest count in one chunk."""
+    """Leading dims `(R, P, L)` of a stacked parameter; L is the largest number of layers of this
+    type in one chunk."""
     layer_at: np.ndarray
-    """int32 `[R * P * L]`: index in the network of the layer in each stack entry, -1 for
-    padding."""
+    """int32 `[R * P * L]`: network index of the layer in each stack entry, -1 for padding."""
 
     @classmethod
     def from_layout(cls, layout: LayerLayout, kind: str) -> LayerTypeStack:
-        """Return the positions of the layers of this type in a layout."""
+        """Return the positions of the layers of type `kind` in a layout."""
         layers = tuple(n for n, name in enumerate(layout.type_of_layer) if name == kind)
         of_type = set(layers)
         chunks = [
@@ -201,37 +210,41 @@ class LayerTypeStack:
 
     @property
     def prologue_layers(self) -> tuple[int, ...]:
-        """Indices in the network of the prologue layers of this type."""
+        """Return the network indices of the prologue layers of this type."""
         return self.layers[: self.num_prologue_layers]
 
     @property
     def max_layers_per_chunk(self) -> int:
-        """Largest number of layers of this type in one chunk (L)."""
+        """Return the largest number of layers of this type in one chunk (L)."""
         return self.shape[2]
 
     @cached_property
     def _number_at(self) -> np.ndarray:
-        """int `[R * P * L]`: index of each layer among the ring layers of this type, or -1."""
+        """Return int `[R * P * L]`: the index of each layer among the ring layers of this type, or
+        -1.
+        """
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
 
     @property
     def _is_network_order(self) -> bool:
-        """Whether the stacks are in model order, without padding."""
+        """Return whether the stacks are in model order, without padding."""
         return bool((self._number_at == np.arange(self._number_at.size)).all())
 
     def stack(self, layers: jax.Array) -> jax.Array:
-        """Zero-pad the ring's layers to `[R, P, L, ...]`, given `[n, ...]` in model order."""
+        """Stack the ring's layers as `[R, P, L, ...]`, padded with zeros, given `[n, ...]` in model
+        order.
+        """
         ring = layers[self.num_prologue_layers :]
         if not self._is_network_order:
             padded = jnp.concatenate([ring, jnp.zeros_like(ring[:1])])
-            ring = padded[self._number_at]  # -1 selects the zeros
+            ring = padded[self._number_at]  # index -1 selects the zeros
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
         """Return `[n, ...]` in model order, without padding, given `[R, P, L, ...]`.
 
-        `outside` contains the prologue layers of this type, if there are any.
+        `outside` contains the prologue layers of this type, if any.
         """
         flat = stacked.reshape(-1, *stacked.shape[3:])
         if not self._is_network_order:

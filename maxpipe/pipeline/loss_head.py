@@ -1,11 +1,11 @@
-"""The loss head with the vocabulary sharded over the stages.
+"""The loss head, with the vocabulary sharded over the stages.
 
-Each stage holds V / P columns of the projection and computes the logits of these columns. Small
-reductions over the stage axis combine the partial results, so every stage does an equal share of
-the work. The forward and backward passes are written by hand. Autodiff is applied only to the
-objective, which is a function of a few values per token.
+Each stage holds V / P columns of the projection and computes the logits for these columns. Small
+reductions over the stage axis combine the partial results, so every stage performs an equal share
+of the work. The forward and backward passes are hand-written. Autodiff is applied only to the
+objective, which is a function of a few numbers per token.
 
-Logits can be computed for one block of tokens at a time, which limits their memory.
+Logits can be computed for one token block at a time, which limits their memory use.
 
 Source: the vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053).
 """
@@ -52,12 +52,14 @@ def map_token_blocks(
     mask: Float[Array, "B T"],
     more: Tree,
 ) -> tuple[Tree, Tree]:
-    """Call `run` on blocks of at most `size` tokens. If `size` is 0, all tokens form one block.
+    """Call `run` on blocks of at most `size` tokens. If `size` is 0, all tokens form a single
+    block.
 
     `more` is a tree of arrays `[B, T, ...]`.
 
     All blocks have the same size. If the block size does not divide the number of tokens, the last
-    block overlaps the previous block, and the overlapping tokens are masked. Sums are in float32.
+    block overlaps the previous one, and the overlapping tokens are masked. Sums are computed in
+    float32.
     """
     rows, length = mask.shape
     total = rows * length
@@ -96,7 +98,7 @@ def map_token_blocks(
 
 
 _COTANGENTS = "cotangents"
-"""Key of the precomputed cotangents of the per-token scores, if the token arrays include them."""
+"""Key under which the token arrays store precomputed cotangents of the per-token scores, if any."""
 
 TokenArrays = Mapping[str, Any]
 """Arrays `[B, T, ...]` that the objective uses, and the data source of each token."""
@@ -110,8 +112,8 @@ class LossGradients(NamedTuple):
     """Summed losses of one microbatch, and their gradients."""
 
     sums: Float[Array, "*sums"]
-    """Float32 sums of the loss and the objective's metrics: `[R]`, or `[R, sources]` with several
-    sources."""
+    """Float32 sums of the loss and of the objective's metrics: `[R]`, or `[R, sources]` with
+    several sources."""
     output: Float[Array, "B T D"]
     """Cotangent of the last layer's output."""
     norm: Any
@@ -124,9 +126,9 @@ class _Logits(NamedTuple):
 
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None
-    """Derivative of the logits with respect to the matmul's output. None: 1."""
+    """Derivative of the logits with respect to the matmul output. None means 1."""
     token_ids: Int[Array, " v"]
-    """Token ids of this stage's columns."""
+    """Token IDs of this stage's columns."""
 
 
 class _Softmax(NamedTuple):
@@ -143,16 +145,18 @@ class LossHead(NamedTuple):
     last_stage: int
     """Stage that holds the network's last chunk."""
     vocab_size: int
-    """Size of the vocabulary without padding. Padding columns have zero probability."""
+    """Vocabulary size without padding. Padding columns have zero probability."""
     objective: Objective
     logit_scale: float = 1.0
-    """Factor applied to the logits."""
+    """Factor that multiplies the logits."""
     final_logit_softcapping: float = 0.0
-    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
+    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0 disables the cap."""
     block_tokens: int = 0
-    """Number of tokens whose logits are in memory at once. 0: all tokens of a microbatch."""
+    """Number of tokens whose logits are in memory at the same time. If 0, all tokens of a
+    microbatch are processed together."""
     num_sources: int = 0
-    """Number of data sources with separate sums. 0: one sum over all sequences."""
+    """Number of data sources for which sums are computed separately. If 0, one sum covers all
+    sequences."""
 
     # Forward only.
 
@@ -182,7 +186,7 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Scores:
-        """Return the objective's inputs: per-token scores, or sums over segments `[B, S]`."""
+        """Return the objective's inputs: per-token scores, or their sums over segments `[B, S]`."""
         scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
         return self._sum_by_segment(scores, inputs) if self.objective.segments_per_loss else scores
 
@@ -196,13 +200,16 @@ class LossHead(NamedTuple):
         count: int,
         temperature: float,
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """Return the `count` largest log-probabilities of each token, sorted, and their ids."""
+        """Return the `count` largest log-probabilities of each token, in sorted order, and their
+        token IDs.
+        """
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
             logits = self._logits(self.norm(norm_params, output), head)
             _, log = _softmax(logits.values / temperature)
-            # In a tie, the smaller id comes first, regardless of how the columns are sharded.
+            # Ties are resolved in favor of the smaller ID, regardless of how the columns are
+            # sharded.
             local_logits, at = jax.lax.top_k(logits.values, min(count, logits.values.shape[-1]))
             ids = jnp.take(logits.token_ids, at)
             all_logits, all_ids = (all_gather(array, STAGE, 2) for array in (local_logits, ids))
@@ -225,9 +232,9 @@ class LossHead(NamedTuple):
     ) -> tuple[LossGradients, Any]:
         """Return the loss, and the gradients of the loss multiplied by `scale`.
 
-        `output` is read from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads (`ahead`) add their gradients to both gradients. Their other
-        results are the second return value (see `MtpLossHeads.add`).
+        `output` comes from the last stage, `head` is this stage's shard, and `inputs` are the
+        microbatch's arrays. MTP heads (`ahead`) add to both gradients. The other results of MTP
+        heads are the second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -254,8 +261,8 @@ class LossHead(NamedTuple):
             d_norm, d_output = norm_vjp(d_hidden)
             return (total, d_norm, d_head, sums), d_output
 
-        # MTP heads use tokens from other blocks, so the final norm runs on all tokens at once. Only
-        # the logits are computed in blocks.
+        # MTP heads use tokens from other blocks, so the final norm is applied to all tokens at
+        # once. Only the logits are computed in blocks.
         size = self.block_tokens if ahead is None else 0
         (total, d_norm, d_head, sums), d_output = map_token_blocks(
             of_block, size, output, mask, given
@@ -319,7 +326,7 @@ class LossHead(NamedTuple):
     # Scores.
 
     def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
-        """Return the output of the last layer, the loss mask and the other per-token arrays."""
+        """Return the output of the last layer, the loss mask, and the other per-token arrays."""
         extra = (
             name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
@@ -348,7 +355,9 @@ class LossHead(NamedTuple):
     def _log_probs(
         self, logits: _Logits, reads: tuple[LogProbSpec, ...], given: TokenArrays
     ) -> tuple[Scores, tuple[_Softmax, ...]]:
-        """Return the log-probabilities listed in `reads`, and the softmax used for each of them."""
+        """Return the log-probabilities listed in `reads`, and the softmax computed for each of
+        them.
+        """
         scores, softmaxes, known = [], [], {}
         for read in reads:
             if read.temperature not in known:
@@ -379,7 +388,7 @@ class LossHead(NamedTuple):
         return map_token_blocks(of_block, self.block_tokens, output, mask, given)[1]
 
     def _sum_by_segment(self, scores: Scores, inputs: Any) -> Scores:
-        """Return the sums over each segment's tokens `[B, S]`, across all context devices."""
+        """Return the sums over the tokens of each segment `[B, S]`, across all context devices."""
         mask, ids = inputs["loss_mask"], inputs["segment_ids"]
         count = self.objective.segments_per_loss * inputs[self.objective.normaliser].shape[1]
         of_rows = (segment_sums(score * mask, ids, count) for score in scores)
@@ -400,7 +409,9 @@ class LossHead(NamedTuple):
     def _segment_losses(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Like `_token_losses`, for a per-segment objective; `scores` must cover all tokens."""
+        """Compute the results of `_token_losses` for a per-segment objective; `scores` must cover
+        all tokens.
+        """
         weight, rows = inputs[self.objective.normaliser], self._sum_by_segment(scores, inputs)
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
         sources = inputs["source_ids"][:, None] if self.num_sources else None
@@ -426,7 +437,7 @@ def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """Return the values on the first context device, and zeros on the others."""
+    """Return the values on the first context device, and zeros on all others."""
     if axis_size(CONTEXT) == 1:
         return values
     return jnp.where(axis_index(CONTEXT) == 0, values, 0)
@@ -439,7 +450,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the cotangents of the scores (empty without `scale`) and the metrics."""
+    """Return the losses, the cotangents of the scores (empty without `scale`), and the metrics."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)
@@ -467,7 +478,7 @@ def _apply_temperature(values: Array, temperature: float) -> Array:
 
 
 def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "B T *K"]:
-    """Return the logits of these ids, summed over the stages that hold them."""
+    """Return the logits of these token IDs, summed over the stages that hold them."""
     if ids.ndim == 2:
         is_target = logits.token_ids == ids[..., None]
         return sum_over(jnp.where(is_target, logits.values, 0.0).sum(axis=-1), STAGE)
@@ -477,7 +488,9 @@ def _gather_logits(logits: _Logits, ids: Int[Array, "B T *K"]) -> Float[Array, "
 
 
 def _local_columns(logits: _Logits, ids: Array) -> tuple[Array, Array]:
-    """Return each id's index among this stage's columns, and whether this stage holds the id."""
+    """Return each token ID's index among this stage's columns, and whether this stage holds the
+    ID.
+    """
     place = ids - logits.token_ids[0]
     return place, (place >= 0) & (place < logits.token_ids.shape[0])
 
@@ -496,7 +509,7 @@ def _logits_cotangent(
         is_target = (logits.token_ids == ids[..., None]).astype(jnp.float32)
         return (share - is_target) * -cotangent[..., None]
     place, is_local = _local_columns(logits, ids)
-    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # dropped: out of range
+    place = jnp.where(is_local, place, logits.token_ids.shape[0])  # out of range: dropped
     rows, tokens = (jnp.arange(size) for size in ids.shape[:2])
     error = -share * cotangent.sum(-1, keepdims=True)
     where = rows[:, None, None], tokens[:, None], place
@@ -506,15 +519,16 @@ def _logits_cotangent(
 def sum_by_source(
     values: Float[Array, "B T"], num_sources: int, sources: Int[Array, "B _"]
 ) -> Float[Array, " sources"]:
-    """Return the sum over the tokens of each data source."""
-    # Compute one sum per source, because the order of a scatter-add depends on the device.
+    """Return the sums over the tokens of each data source."""
+    # Compute one sum per source, because the summation order of a scatter-add depends on the
+    # device.
     is_source = sources == jnp.arange(num_sources)[:, None, None]
     return jnp.where(is_source, values, 0.0).sum((1, 2))
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the einsum with float32 accumulation. The CPU backend lacks some bfloat16 matmuls, so
-    inputs are cast there.
+    it casts the inputs to float32.
     """
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     if a.dtype != jnp.bfloat16:

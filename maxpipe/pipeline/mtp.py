@@ -1,12 +1,12 @@
-"""Multi-token prediction (MTP) heads, which run in the loss slot on the leaving microbatch.
+"""Multi-token prediction (MTP) heads, which the loss slot runs on the output of the last stage.
 
-Like the final norm, all heads are computed on every stage. Each stage propagates only the gradient
-of the vocabulary columns that it holds. The backward pass is linear, so a sum over the stages gives
-the full gradients. Control flow is the same on all stages. Rationale:
+All heads are computed on every stage, like the final norm. Each stage propagates only the gradient
+of the vocabulary columns that it holds. The backward pass is linear, so the sum over the stages
+gives the full gradients. Control flow is the same on all stages. Rationale:
 docs/decisions/0021-multi-token-prediction.md.
 
-Heads are either projections of the final norm's output or full layers. The input of each layer is
-the output of the previous layer and the embeddings of later tokens.
+Each head is either a projection of the final norm's output or a full layer. The input of each such
+layer combines the output of the previous layer with the embeddings of later tokens.
 """
 
 from __future__ import annotations
@@ -37,29 +37,31 @@ ScoreFn = Callable[
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
 """(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
-activations, gradient of the head columns). Both gradients include this stage's columns only."""
+activations, gradient of the head columns). Both gradients cover only this stage's columns."""
 
 
 class MtpProjectionFns(NamedTuple):
-    """Heads that apply a small function to the final norm's output and project the result."""
+    """MTP heads that apply a small function to the final norm's output and project the result."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
     """(one head's parameters, the final norm's output) -> activations to project."""
     loss_weights: dict[str, float]
-    """Weight of each head's loss in the objective, keyed by the name of the loss."""
+    """Weight of each head's loss in the objective, keyed by loss name."""
 
 
 class MtpLayerFns(NamedTuple):
-    """Heads with one layer each, in sequence; the first input is the final norm's output."""
+    """MTP heads with one layer each, applied in sequence; the first input is the final norm's
+    output.
+    """
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
     """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->
     (output, losses, statistics).
 
-    The output is projected to logits and is the next layer's input. Losses and statistics have the
-    format of `LayerFn`."""
+    The output is projected to logits and is also the next layer's input. Losses and statistics have
+    the format described for `LayerFn`."""
     loss_weights: dict[str, float]
-    """Same as in `MtpProjectionFns`."""
+    """Weight of each head's loss, as in `MtpProjectionFns`."""
 
 
 MtpFns = MtpProjectionFns | MtpLayerFns
@@ -71,14 +73,15 @@ class MtpResults(NamedTuple):
     losses: Float[Array, " heads"]
     """Float32 cross entropy of each head, in nats."""
     reports: Reports | None
-    """Losses and statistics of the layers. Statistics are `[heads, ...]` under the key `ahead`."""
+    """Losses and statistics of the heads' layers. Statistics are arrays `[heads, ...]` under the
+    key `ahead`."""
 
     def with_loss(self, number: Array, loss: Array) -> MtpResults:
-        """Add the loss of a head to the results."""
+        """Return the results with one head's loss added."""
         return self._replace(losses=self.losses.at[number].add(loss))
 
     def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
-        """Add the losses and statistics of a head's layer to the results."""
+        """Return the results with the losses and statistics of one head's layer added."""
         reports = self.reports
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
@@ -96,20 +99,21 @@ class MtpTotals(NamedTuple):
     gradients: Tree
     """Float32 gradients of the heads' parameters, stacked like the parameters."""
     embedding: Float[Array, "v d"] | None
-    """Accumulated gradient of the embedding table; None unless the heads use a trainable table."""
+    """Accumulated gradient of the embedding table; None unless the heads use a trainable embedding
+    table."""
 
 
 @dataclass(frozen=True)
 class MtpLossHeads:
-    """MTP heads and their parameters, stacked `[heads, ...]` and identical on every stage."""
+    """MTP heads and their parameters, stacked as `[heads, ...]` and identical on every stage."""
 
     functions: MtpFns
     weights: LayerWeights
     local_weights: Tree
-    """Tree from which the heads' parameters are read."""
+    """Tree that stores the heads' parameters."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table for `embedding`."""
+    """Embedding table passed to `embedding`."""
     key: Array | None
     """Random key of the step."""
     seeds: dict[str, Array]
@@ -117,12 +121,12 @@ class MtpLossHeads:
 
     @property
     def num_heads(self) -> int:
-        """Number of MTP heads, excluding the ordinary head."""
+        """Return the number of MTP heads, excluding the ordinary head."""
         return len(self.functions.loss_weights)
 
     @property
     def reads_embedding(self) -> bool:
-        """Whether these heads contribute to the embedding's gradient."""
+        """Return whether these heads contribute to the embedding's gradient."""
         return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
     # Start and end of a step
@@ -169,11 +173,11 @@ class MtpLossHeads:
         d_hidden: Float[Array, "B T D"],
         d_head: Float[Array, "D v"],
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MtpTotals]:
-        """Add the results of all heads, one head at a time to keep only one head's logits in
-        memory.
+        """Add the results of all heads, processing one head at a time so that the logits of only
+        one head are in memory.
 
-        `hidden` is the final norm's output. `d_hidden` and `d_head` are the gradients that the
-        ordinary head has computed. `trips` is the number of heads as a traced value.
+        `hidden` is the final norm's output. `d_hidden` and `d_head` are the gradients computed by
+        the ordinary head. `trips` is the number of heads as a traced value.
         """
         with jax.named_scope(scopes.MTP):
             if isinstance(self.functions, MtpLayerFns):
@@ -222,11 +226,11 @@ class MtpLossHeads:
         hidden: Array,
         state: tuple[Array, Array, MtpTotals],
     ) -> tuple[Array, Array, MtpTotals]:
-        """Run three loops: the forward pass of all layers, all losses, and the backward pass.
+        """Run three loops: the forward passes of all layers, all losses, and the backward passes.
 
-        Only the layers' outputs are kept between the loops. Therefore, the activations of two
-        layers are never in memory together, and neither are the activations of a layer and logits.
-        The trip count is a traced value; otherwise XLA would unroll one-iteration loops and merge
+        Only the layers' outputs are kept between the loops. Therefore, neither the activations of
+        two layers nor the activations of a layer and the logits are in memory at the same time. The
+        trip count is a traced value; otherwise, XLA would unroll single-iteration loops and merge
         duplicate computations.
         """
         d_hidden, d_head, sums = state
@@ -282,7 +286,9 @@ class MtpLossHeads:
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """Run a head's layer. Its losses include only tokens that have a target for this head."""
+        """Run a head's layer. The layer's losses include only tokens that have a target for this
+        head.
+        """
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
         later = jnp.where(counts[..., None], jnp.roll(embedded, -(number + 1), axis=1), 0)
@@ -291,7 +297,9 @@ class MtpLossHeads:
 
 
 def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
-    """Add the MTP layers' losses and statistics to `reports`, already summed over stages."""
+    """Add the MTP layers' losses and statistics to `reports`, whose entries are already summed over
+    stages.
+    """
     if found is None or found.reports is None:
         return reports
     of_one = jax.tree.map(lambda leaf: broadcast_from(leaf, STAGE, 0), found.reports)
@@ -302,7 +310,7 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """Return the targets `distance` tokens after the ordinary targets, and their loss mask.
 
-    A shifted target is included if its token is in the ordinary loss mask and in the same sequence
+    A shifted target is unmasked if its token is in the ordinary loss mask and in the same sequence
     and segment.
     """
     later = lambda name: jnp.roll(inputs[name], -distance, axis=1)  # noqa: E731
@@ -310,7 +318,9 @@ def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Flo
 
 
 def _in_same_segment(inputs: Tree, distance: Array) -> Bool[Array, "B T"]:
-    """Whether the token `distance` positions later is in the same sequence and segment."""
+    """Return a mask that is true if the token `distance` positions later is in the same sequence
+    and segment.
+    """
     ids = inputs["segment_ids"]
     in_row = jnp.arange(ids.shape[1]) + distance < ids.shape[1]
     return in_row & (jnp.roll(ids, -distance, axis=1) == ids)

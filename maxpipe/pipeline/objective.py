@@ -1,8 +1,8 @@
 """Training objectives: loss functions of the log-probabilities that a network assigns to tokens.
 
-An objective declares which log-probabilities of each token it uses, and is a plain function of
+An objective declares which log-probabilities it needs for each token, and is a pure function of
 them. The loss head computes the log-probabilities with a sharded vocabulary and propagates their
-cotangents to the logits. Objectives therefore do not depend on stages or shards.
+cotangents to the logits. Objectives are therefore independent of stages and shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LogProbSpec(NamedTuple):
     """Float32 log-probabilities of tokens: `log softmax(logits / temperature)`."""
 
     ids: str
-    """Name of the batch array with the token ids, int `[B, T]` or `[B, T, K]`."""
+    """Name of the batch array that contains the token IDs, int `[B, T]` or `[B, T, K]`."""
     temperature: float = 1.0
 
 
@@ -39,45 +39,45 @@ class BatchArraySpec(NamedTuple):
 class Objective(ABC):
     """A loss function per token or per segment.
 
-    A per-token objective receives scores with the same shape as the ids and returns losses `[B,
-    T]`, which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
-    each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
-    `segments_per_loss` times N, and segment s contains the tokens with segment id s + 1. Metrics
-    have the same shape as the losses. The step divides the sum of the losses and of each metric by
-    the sum of the `normaliser` array over the batch.
+    A per-token objective receives scores in the shape of the IDs and returns losses `[B, T]`, which
+    are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of each
+    segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is `segments_per_loss`
+    times N, and segment s contains the tokens with segment ID s + 1. Metrics have the same shape as
+    the losses. The step divides the sum of the losses and of each metric by the sum of the
+    `normaliser` array over the batch.
     """
 
     segments_per_loss: ClassVar[int] = 0
-    """Number of segments that each loss depends on. 0: losses are per token."""
+    """Number of segments that each loss depends on. If 0, losses are per token."""
     normaliser: ClassVar[str] = "loss_mask"
-    """Name of the batch array with the weight of each loss, `[B, T]` or `[B, N]`."""
+    """Name of the batch array that contains the weight of each loss, `[B, T]` or `[B, N]`."""
     report_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the metrics, which are returned after the losses."""
+    """Names of the metrics, in the order in which they are returned after the losses."""
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Log-probabilities that the objective uses for each token."""
+        """Return the specs of the log-probabilities that the objective uses for each token."""
         return (LogProbSpec("targets"),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Batch arrays that the objective needs, keyed by name."""
+        """Return the specs of the batch arrays that the objective needs, keyed by name."""
         return {}
 
     @property
     def eval_objective(self) -> Objective:
-        """Objective used for evaluation on held-out documents."""
+        """Return the objective used to evaluate held-out documents."""
         return self
 
     @abstractmethod
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
-        """Return (losses, metrics). `inputs` contains `batch_arrays` and the ids of
+        """Return (losses, metrics). `inputs` contains `batch_arrays` and the IDs of
         `log_prob_specs`.
         """
 
 
 class CrossEntropy(Objective):
-    """Cross entropy of the next token, for pre-training and supervised fine-tuning."""
+    """Next-token cross entropy, for pre-training and supervised fine-tuning."""
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
         """Return the loss of each token, in nats."""
@@ -88,14 +88,16 @@ class CrossEntropy(Objective):
 def segment_sums(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"], count: int
 ) -> Float[Array, "B S"]:
-    """Return sums over the tokens of segments 1 to `count`."""
+    """Return the sums over the tokens of each of the segments 1 to `count`."""
     return jnp.einsum("bt,bts->bs", values, _segment_one_hot(segment_ids, count))
 
 
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return the value of each token's segment, or 0 without one; transpose of `segment_sums`."""
+    """Return the value of each token's segment, or 0 for tokens without a segment; the transpose of
+    `segment_sums`.
+    """
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))
 
 

@@ -1,8 +1,9 @@
 """The program that a device runs for one step: buffers, messages, and the order of work in a tick.
 
-The inputs are a network and its execution plan on a ring of stages. The code is written for one
-device. Stages differ only in their columns of the schedule table. Collectives over the stage axis
-run between slots, where all stages execute the same code, never inside a slot.
+The inputs are a network and its execution plan on a ring of stages. The code is written from the
+point of view of a single device, as in shard_map. Stages differ only in their columns of the
+schedule table. Collectives over the stage axis run between slots, where all stages execute the same
+code, and never inside a slot.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ class StepProgram:
         """Set up the step.
 
         `scale` multiplies the gradients of the objective. `by_token` multiplies the gradients of
-        the layers' losses, which are sums over tokens. Forward-only programs need neither argument.
-        In a forward-only program, a `reader` returns per-sequence arrays instead of losses.
+        the layers' losses, which are sums over tokens. Forward-only programs need neither of these
+        arguments. In a forward-only program, a `reader` returns per-sequence arrays instead of
+        losses.
         """
         self.scale, self.reader = scale, reader
         self.seeds = (
@@ -96,7 +98,7 @@ class StepProgram:
             lambda leaf: leaf.reshape(schedule.num_microbatches, -1, *leaf.shape[1:]),
             mark_varying(batch),
         )
-        # If all chunks fit in the prefetch window, chunks are never evicted, so weights are
+        # If all chunks fit in the prefetch window, no chunk is ever evicted, so weights are
         # gathered once per step.
         self.uses_weight_window = (
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "window"
@@ -136,7 +138,7 @@ class StepProgram:
             final_norm,
             plan.trainable["final_norm"],
             weights,
-            weights.prepare(head[None]),  # a stack of one layer
+            weights.prepare(head[None]),  # a stack of a single layer
             self.batch,
             self._build_mtp(params["ahead"], key) if plan.has_mtp(self.schedule) else None,
             self.scale,
@@ -186,7 +188,7 @@ class StepProgram:
             )
 
     def _build_prologue(self, params: Tree, key: jax.Array | None) -> PrologueLayers:
-        """Return the prologue layers, which form one chunk that every stage holds."""
+        """Return the prologue layers, which form one chunk that is replicated on every stage."""
         plan, trains = self.plan, self.schedule.trains
         mode, dtype = plan.prologue_gather_mode, self.network.compute_dtype
         weights = {
@@ -272,7 +274,7 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Return the ports whose output is sent in the next tick."""
+        """Return the ports whose output is sent during the next tick."""
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -282,7 +284,7 @@ class StepProgram:
     # A tick.
 
     def tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """Run one tick."""
+        """Run one tick of the schedule."""
         return self._mixed_tick(carry, row) if self.schedule.mixed else self._typed_tick(carry, row)
 
     def _typed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
@@ -313,7 +315,7 @@ class StepProgram:
         return carry._replace(sent={port: sent[port] for port in carry.sent})
 
     def _mixed_tick(self, carry: Buffers, row: TickRow) -> Buffers:
-        """Run one action of any kind; all communication between stages is before or after the
+        """Run one action of any type; all communication between stages precedes or follows the
         action.
         """
         delayed = self.schedule.delayed
@@ -332,7 +334,9 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Send outputs to neighbouring stages; return received messages, keyed by arrival index."""
+        """Send outputs to neighboring stages; return the received messages, keyed by arrival
+        index.
+        """
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
             return {
@@ -354,7 +358,7 @@ class StepProgram:
     def _receive(
         self, carry: Buffers, row: TickRow, messages: dict[int, jax.Array], ports: Container[str]
     ) -> Buffers:
-        """Write the messages from these ports to the inbox."""
+        """Write the messages received from these ports to the inbox."""
         inbox = carry.inbox
         for number, message in messages.items():
             if self.schedule.arrivals[number].port in ports:
@@ -370,7 +374,7 @@ class StepProgram:
         return carry.window if self.uses_weight_window else self.local_weights
 
     def _forward_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """Run a chunk's forward pass and save the activations that the backward slot needs."""
+        """Run a chunk's forward pass and save the activations needed by the backward slot."""
         x, carry = self._enter(carry, row, read_slot(carry.inbox, row.forward.inbox))
         work, held = self._work(row.forward), self._current_weights(carry)
         with jax.named_scope(scopes.FORWARD):
@@ -397,7 +401,9 @@ class StepProgram:
         return d_input, self._with_totals(carry, totals)
 
     def _input_grad_slot(self, carry: Buffers, row: TickRow) -> tuple[jax.Array, Buffers]:
-        """Compute the gradient of a chunk's input; defer the inputs of the weight gradients."""
+        """Compute the gradient of a chunk's input; save the inputs of the deferred weight
+        gradients.
+        """
         work = self._work(row.backward)
         cotangent = read_slot(carry.inbox, row.backward.inbox)
         with jax.named_scope(scopes.INPUT_GRAD):
@@ -420,7 +426,7 @@ class StepProgram:
         return self._with_totals(carry, totals)
 
     def _totals(self, carry: Buffers) -> Tree:
-        """Return the accumulators of the layers' gradients."""
+        """Return the gradient accumulators of the layers."""
         assert carry.gradients is not None
         return carry.partial if self.uses_weight_window else carry.gradients.layers
 
@@ -433,7 +439,9 @@ class StepProgram:
     # Embedding, prologue and loss head.
 
     def _enter(self, carry: Buffers, row: TickRow, x: jax.Array) -> tuple[jax.Array, Buffers]:
-        """Return `x`, or the embeddings of the entering microbatch if this is the first chunk."""
+        """Return `x`, or the embeddings of the microbatch that enters the pipeline if this is the
+        first chunk.
+        """
         is_first = (self.stage == 0) & (row.forward.repeat == 0)
         if self.prologue is not None:
             assert carry.outside is not None
@@ -477,7 +485,9 @@ class StepProgram:
         return carry._replace(gradients=gradients._replace(embedding=embedding))
 
     def _loss_and_grad(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
-        """Add the loss of the leaving microbatch and write its cotangent to the inbox."""
+        """Add the loss of the microbatch that leaves the pipeline, and write the loss cotangent to
+        the inbox.
+        """
         cotangent, carry = self.loss_slot.loss_and_grad(carry, row, output)
         ports = [arrival.port for arrival in self.schedule.arrivals]
         return self._receive(carry, row, {ports.index("loss"): cotangent}, ("loss",))
@@ -496,12 +506,13 @@ class StepProgram:
         return lax.scan(body, self.buffers(), table.rows)[0]
 
     def finish(self, gradients: Gradients) -> Tree:
-        """Sum gradients over devices; return a tree of the trainable parameters' gradients."""
+        """Sum gradients over devices, and return a tree of the trainable parameters' gradients."""
         layers = {
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
         }
-        # Every stage computed the same gradient of the final norm; use the one from stage 0.
+        # Every stage has computed the same gradient of the final norm; the gradient of stage 0 is
+        # used.
         divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
             lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
@@ -522,10 +533,10 @@ class StepProgram:
         return jax.tree.map(zero1_shard, select_trainable(found, self.plan.trainable), divisions)
 
     def finish_reports(self, carry: Buffers) -> Reports:
-        """Return losses summed over layers and sequences, and the statistics of each layer.
+        """Return the losses, summed over layers and sequences, and the statistics of each layer.
 
-        Statistics are sums over all sequences. The key `layers` contains the ring's layers, `[R, 1,
-        L, ...]`; `outside` the prologue, `[layers, ...]`; and `ahead` the MTP layers, `[heads,
+        Statistics are summed over all sequences. The key `layers` contains the ring's layers, `[R,
+        1, L, ...]`; `outside` the prologue, `[layers, ...]`; and `ahead` the MTP layers, `[heads,
         ...]`.
         """
         assert carry.reports is not None
@@ -553,7 +564,9 @@ class StepProgram:
 
 
 def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
-    """Return the shardings without the `num_stacked` leading dims, for the weights of one layer."""
+    """Return the shardings without the `num_stacked` leading dims, for the weights of a single
+    layer.
+    """
     return jax.tree.map(lambda division: division.unstacked(num_stacked), divisions)
 
 
@@ -562,45 +575,49 @@ class Network:
     """Functions and constants of a stack of layers between an embedding and a loss head.
 
     Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
-    Without `head`, the embedding table is the head. Prologue layers are in `outside {type: ...}`,
-    stacked `[layers, ...]`. MTP heads are in `ahead`, stacked `[heads, ...]`.
+    If `head` is missing, the embedding table is used as the head. Prologue layers are stored in
+    `outside {type: ...}`, stacked as `[layers, ...]`. MTP heads are stored in `ahead`, stacked as
+    `[heads, ...]`.
     """
 
     layers: dict[str, LayerFn]
     """Layer function of each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
-    """Norm before the loss head."""
+    """Final norm, applied before the loss head."""
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
     """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
     embed_scale: float = 1.0
-    """Factor applied to the embeddings."""
+    """Factor that multiplies the embeddings."""
     logit_scale: float = 1.0
-    """Factor applied to the logits."""
+    """Factor that multiplies the logits."""
     final_logit_softcapping: float = 0.0
-    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0: no cap."""
+    """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0 disables the cap."""
     loss_block_tokens: int = 0
-    """Number of tokens per device whose logits are in memory at once. 0: all tokens of a
-    microbatch."""
+    """Number of tokens per device whose logits are in memory at the same time. If 0, all tokens of
+    a microbatch are processed together."""
     mtp: MtpFns | None = None
-    """MTP heads, computed in training only."""
+    """MTP heads, which are computed only in training."""
     num_sources: int = 0
-    """Number of data sources with separate losses. The batch array `source_ids` contains the source
-    of each sequence (-1 for none). 0: all sequences have one source."""
+    """Number of data sources for which losses are computed separately. The batch array `source_ids`
+    contains each sequence's source index (-1 for none). If 0, all sequences come from one
+    source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
-    """Objective that training minimizes."""
+    """Objective minimized by training."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
-        """Shape of the summed loss and metrics: `[R]`, or `[R, sources]` with several sources."""
+        """Return the shape of the summed loss and metrics: `[R]`, or `[R, sources]` with several
+        sources.
+        """
         sources = (self.num_sources,) if self.num_sources else ()
         return (1 + len(self.objective.report_names), *sources)
 
     @property
     def has_mtp_layers(self) -> bool:
-        """Whether the MTP heads are layers, which also return losses and statistics."""
+        """Return whether the MTP heads are layers, which also return losses and statistics."""
         return isinstance(self.mtp, MtpLayerFns)
 
 
@@ -614,18 +631,20 @@ class PipelinePlan:
     remat_policy: RematPolicy
     idle: Idle
     weight_shardings: Tree
-    """The `WeightSharding` of each parameter."""
+    """`WeightSharding` of each parameter."""
 
     @cached_property
     def trainable(self) -> Tree:
-        """Whether each parameter has a gradient."""
+        """Return a tree that is true for parameters with a gradient."""
         return jax.tree.map(lambda sharding: sharding.trainable, self.weight_shardings)
 
     @property
     def prologue_gather_mode(self) -> GatherMode:
-        """Gather mode of weights outside the ring, which the prefetch window does not contain."""
+        """Return the gather mode of weights outside the ring, which are not in the prefetch
+        window.
+        """
         return "step" if self.weight_gather == "window" else self.weight_gather
 
     def has_mtp(self, schedule: Schedule) -> bool:
-        """Whether a step with this schedule computes MTP heads."""
+        """Return whether a step with this schedule computes MTP heads."""
         return schedule.trains and self.network.mtp is not None

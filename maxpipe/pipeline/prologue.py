@@ -1,20 +1,22 @@
 """Prologue layers and the embedding, which run outside the ring on all stages.
 
 Prologue layers are the network's first layers. All stages run them, each on a different microbatch.
-They run forward for a round of P microbatches, one per stage, when the round's first microbatch
-enters the ring. Each stage keeps the output of its microbatch until that microbatch enters, and
-later receives its cotangent. When the round's last microbatch has returned, all stages run the
-backward pass of the layers. Every stage holds a replica of the weights, as in data parallelism.
-Control flow is the same on all stages.
+Their forward pass runs for a round of P microbatches, one per stage, when the round's first
+microbatch enters the ring. Each stage keeps the output of its microbatch until that microbatch
+enters the ring, and later receives the output's cotangent. When the round's last microbatch has
+returned, all stages run the backward pass of the prologue layers. Every stage holds a replica of
+the weights, as in data parallelism. Control flow is the same on all stages.
 
-The embedding's vocabulary is sharded over the stages. Each stage holds V / P rows of the table and
-looks up the tokens in those rows. One small sum over the stage axis combines the results. Every
-stage thus does an equal share of the lookup; otherwise, the first stage would do all of it. The
-forward and backward passes are written by hand, and their control flow is the same on all stages.
+The vocabulary of the embedding is sharded over the stages. Each stage holds V / P rows of the table
+and looks up the tokens that belong to those rows. One small sum over the stage axis combines the
+results. Every stage thus performs an equal share of the lookup, which the first stage would
+otherwise perform alone. The forward and backward passes are hand-written, and their control flow is
+the same on all stages.
 
-The table's columns remain sharded over fsdp, expert and context. Tokens are sent to all shards and
-activations are returned; this needs less traffic than gathering the table. In shapes, `v` is V / P,
-this stage's share of the padded vocabulary. `d` is the number of table columns that a device
+The table's columns remain sharded over the fsdp, expert and context axes. Tokens are sent to all
+shards and activations are returned, which needs less traffic than gathering the table. In shapes,
+`v` is V / P, this stage's share of the padded vocabulary. `d` is the number of table columns that a
+device
 holds: D, or a shard of D.
 
 Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
@@ -60,19 +62,19 @@ class Embedding(NamedTuple):
     """Embedding lookup in this stage's rows `[v, d]` of the table."""
 
     weight_sharding: WeightSharding
-    """Sharding of the table."""
+    """Sharding of the embedding table."""
     scale: float = 1.0
-    """Factor applied to the embeddings; it is rounded to their dtype."""
+    """Factor, rounded to the embedding dtype, that multiplies the embeddings."""
 
     @property
     def is_column_sharded(self) -> bool:
-        """Whether the table's columns remain sharded, and devices exchange tokens and
+        """Return whether the table's columns remain sharded, so that devices exchange tokens and
         activations.
         """
         return self.weight_sharding.dim == 1
 
     def prepare(self, shard: Float[Array, "v shard"], dtype: jnp.dtype) -> Float[Array, "v d"]:
-        """Return the table for `lookup`: this shard, or all gathered shards."""
+        """Return the table used by `lookup`: this device's shard, or all gathered shards."""
         return (
             mark_varying(shard.astype(dtype))
             if self.is_column_sharded
@@ -97,7 +99,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add stage 0's cotangent to the float32 gradient of this device's table."""
+        """Add the cotangent of stage 0 to the float32 gradient of this device's table."""
         return self._add(
             total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
         )
@@ -144,11 +146,15 @@ class Embedding(NamedTuple):
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """Convert from this device's columns of all shards' tokens to all columns of its tokens."""
+        """Exchange this device's columns for all shards' tokens with all columns for its own
+        tokens.
+        """
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Convert from all columns of this device's tokens to its columns of all shards' tokens."""
+        """Exchange all columns for this device's tokens with its own columns for all shards'
+        tokens.
+        """
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.
@@ -169,7 +175,7 @@ Tree = Any
 
 
 class PrologueRow(NamedTuple):
-    """Prologue work of one tick (see `table.PrologueRounds`), identical on all stages."""
+    """Prologue work in one tick (see `table.PrologueRounds`), identical on all stages."""
 
     forward: Any
     forward_slot: Any
@@ -178,13 +184,14 @@ class PrologueRow(NamedTuple):
 
 
 class PrologueBuffers(NamedTuple):
-    """Arrays kept between the forward and backward pass of each round."""
+    """Arrays kept between the forward and the backward pass of each round."""
 
     waiting: Float[Array, "slots B T D"]
-    """Output of the layers until the microbatch enters the ring; later, the cotangent of that
-    output."""
+    """Output of the layers until the microbatch enters the ring, and afterwards the cotangent of
+    that output."""
     stash: Tree
-    """Saved activations of the layers, `[slots * layers, ...]`, keyed by layer type."""
+    """Saved activations of the layers, stacked as `[slots * layers, ...]` and keyed by layer
+    type."""
     reports: Reports | None
     """Losses and statistics of the layers."""
 
@@ -195,17 +202,17 @@ class PrologueLayers:
 
     slots: LayerSlots
     local_weights: Tree
-    """Tree from which the layers' weights are read."""
+    """Tree that stores the layers' weights."""
     schedule: Schedule
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     layer_vjps: Any
-    """The differentiated layers, keyed by layer type; None in forward-only programs."""
+    """Differentiated layers, keyed by layer type; None in forward-only programs."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table for `embedding`."""
+    """Embedding table passed to `embedding`."""
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Return empty buffers for the rounds; `like` is an activation."""
@@ -227,7 +234,7 @@ class PrologueLayers:
     ) -> tuple[Float[Array, "B T D"], PrologueBuffers]:
         """Run the round that starts in this tick, and return the microbatch that enters the ring.
 
-        `entering` is the index of that microbatch, or negative if none enters.
+        `entering` is the index of that microbatch; negative if none enters.
         """
         starts = row.forward >= 0
         nothing = jnp.zeros_like(buffers.waiting[0])
@@ -267,7 +274,8 @@ class PrologueLayers:
         totals: Tree,
         embedding: Float[Array, "v d"] | None,
     ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
-        """Store the returned microbatch's cotangent; run its round backward when complete.
+        """Store the returned microbatch's cotangent, and run the round's backward pass when the
+        round is complete.
 
         `totals` and `embedding` are the accumulated gradients of the layers and the embedding.
         `embedding` is None if the embedding is frozen.
@@ -303,7 +311,7 @@ class PrologueLayers:
         return buffers._replace(waiting=waiting), totals, embedding
 
     def finish(self, totals: Tree) -> Tree:
-        """Return gradients summed over devices, with the tree structure of the parameters."""
+        """Return the gradients summed over devices, in the tree structure of the parameters."""
         gradients = {
             kind: weights.finish(totals[kind]) for kind, weights in self.slots.weights.items()
         }
@@ -317,7 +325,9 @@ class PrologueLayers:
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
-        """Return the microbatches of a round, int `[P]`; short rounds repeat the last one."""
+        """Return the microbatch indices of a round, int `[P]`; short rounds repeat the last
+        microbatch.
+        """
         first = jnp.maximum(number, 0) * self.schedule.num_stages
         members = first + jnp.arange(self.schedule.num_stages)
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
@@ -325,8 +335,8 @@ class PrologueLayers:
     def _work(self, number: jax.Array, slot: jax.Array) -> SlotWork:
         """Return the work of a round, which is the same on every stage.
 
-        The last round may be short. A stage without a microbatch then repeats the last microbatch
-        and discards the result.
+        The last round can be short. A stage without a microbatch then processes the last microbatch
+        again and discards the result.
         """
         own = jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
         exists = self._local_microbatch(number) < self.schedule.num_microbatches

@@ -1,18 +1,18 @@
-"""Differentiate a layer once, and define its forward, backward and weight-gradient functions.
+"""Differentiate a layer once, to obtain its forward, backward and weight-gradient functions.
 
 A layer is traced into a forward function and a backward function. The forward function also returns
-residuals, which the backward function uses. Weights, batch arrays and values computed from weights
-alone are never saved, because a backward slot has access to the weights and the batch. Such values
-are identified by data flow, not by shape.
+residuals for the backward function. Weights, batch arrays and anything computed from weights alone
+are never saved, because a backward slot has access to the weights and the batch. These arrays are
+identified by data flow, not by shape.
 
-A split backward divides the traced program into two parts: input gradients first, weight gradients
-later. Both parts come from one program, so shared values are computed once, in the first part.
-Values that the second part needs are saved between the parts; a minimum cut of the data flow
-minimizes their size in bytes. Cheap elementwise operations may be recomputed in the second part;
-matmuls are never recomputed.
+A split backward pass divides the traced program into two parts: input gradients first, weight
+gradients later. Both parts come from the same program, so shared intermediates are computed once,
+in the first part. Intermediates that the second part needs are saved between the parts; a minimum
+cut of the data flow minimizes their size in bytes. Cheap elementwise operations can be recomputed
+in the second part; matmuls are never recomputed.
 
 Source: JaxPP partitions the jaxpr of the backward pass for zero-bubble schedules
-(arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, where it selects the values to
+(arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, which uses it to select the values to
 recompute.
 """
 
@@ -48,7 +48,7 @@ _CALL_PRIMITIVES = {
     "custom_jvp_call",
     "custom_vjp_call",
 }
-"""Primitives that only call a jaxpr; they are inlined so that the jaxpr can be split."""
+"""Primitives that only call a jaxpr; their jaxprs are inlined so that the program can be split."""
 
 _EXPENSIVE_PRIMITIVES = {
     "dot_general",
@@ -79,12 +79,14 @@ _EXPENSIVE_PRIMITIVES = {
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two parts; `kept` values are passed from the first part to the second."""
+    """A program split into two parts; `kept` values are passed from the first part to the
+    second.
+    """
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
-    """All inputs -> (first outputs, kept)."""
+    """Function (all inputs) -> (first outputs, kept)."""
     second: Callable[[Arrays, Arrays], list[Any]]
-    """(kept, free inputs) -> the other outputs."""
+    """Function (kept, free inputs) -> the other outputs."""
     saved: tuple[Any, ...]
     """Abstract values of the kept arrays."""
 
@@ -92,9 +94,10 @@ class SplitProgram:
 def split_program(
     program: jex.ClosedJaxpr, *, first_outputs: Sequence[int], free_inputs: Sequence[int]
 ) -> SplitProgram:
-    """Split `program`: the first part computes `first_outputs`, the second the remaining outputs.
+    """Split `program` so that the first part computes `first_outputs`, and the second part the
+    remaining outputs.
 
-    `free_inputs` are available to both parts, so keeping them costs no memory.
+    `free_inputs` are available to both parts, so keeping these inputs costs no memory.
     """
     flat = FlatJaxpr(program)
     chosen = [flat.outputs[i] for i in first_outputs]
@@ -159,7 +162,7 @@ class FlatJaxpr:
         return [read(atom) for atom in jaxpr.outvars]
 
     def dependencies(self, values: Sequence[int]) -> set[int]:
-        """Return the equations that these values depend on."""
+        """Return the indices of the equations that these values depend on."""
         equations: set[int] = set()
         stack = list(values)
         while stack:
@@ -170,7 +173,9 @@ class FlatJaxpr:
         return equations
 
     def equations_between(self, have: set[int], wanted: Sequence[int]) -> list[int]:
-        """Return, in order, the equations that compute the `wanted` values from those in `have`."""
+        """Return the equations, in order, that compute the `wanted` values from the values in
+        `have`.
+        """
         equations: set[int] = set()
         stack = [value for value in wanted if value not in have]
         while stack:
@@ -181,7 +186,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value that this value is a reshaped copy of, or the value itself."""
+        """Return the value whose reshaped copy this value is, or the value itself."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -197,7 +202,7 @@ class FlatJaxpr:
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Return a dict from value numbers to values, including the constants."""
+        """Return a dict from value numbers to arrays, including the constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
@@ -215,12 +220,12 @@ class FlatJaxpr:
             results: Any = bound if equation.primitive.multiple_results else [bound]
             results = (
                 results.unflatten() if hasattr(results, "unflatten") else results
-            )  # 0.10's shard_map
+            )  # shard_map in JAX 0.10
             env.update(zip(outputs, results, strict=True))
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Whether a value is already varying over the axes of `mark`, as kept values are."""
+    """Return whether a value already varies over the axes of `mark`, as kept values do."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
@@ -245,7 +250,7 @@ _INFINITE_CAPACITY = 2**31 - 1
 def _min_cut(
     flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the values to keep between the parts, and the early equations to recompute.
+    """Return the values to keep between the two parts, and the early equations to recompute.
 
     Every value is an edge whose capacity is its size in bytes; cutting the edge means keeping the
     value. Values that must not be recomputed are connected to the source, and values that the
@@ -298,15 +303,14 @@ Remat = Literal["chunk", "full", "names", "none"]
 LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
 """(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
 
-Losses are scalars, summed over the target tokens of the sequences. They are added to the step's
-sums without a weight, and gradients flow through them. Statistics are arrays summed over tokens; no
-gradients flow through them.
-"""
+Losses are scalars, summed over the target tokens of the sequences. The losses are added to the
+step's sums without a weight, and gradients flow through them. Statistics are arrays summed over
+tokens; no gradients flow through them."""
 
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """Selection of the activations that forward slots save for backward slots.
+    """Policy that selects which activations forward slots save for backward slots.
 
     `chunk` saves the input of each chunk, and `full` the input of each layer; both recompute all
     other activations. `names` saves the input of each layer and the activations listed in `names`.
@@ -316,8 +320,8 @@ class RematPolicy:
     remat: Remat = "full"
     names: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
-    """Names of activations saved in host memory instead of device memory. They may also be listed
-    in `names`."""
+    """Names of activations saved in host memory instead of device memory. These names can also be
+    listed in `names`."""
 
     def wrap(self, layer: LayerFn) -> LayerFn:
         """Return the layer wrapped in `jax.checkpoint` according to the policy."""
@@ -346,37 +350,38 @@ class SavedArray(NamedTuple):
 
     @classmethod
     def from_aval(cls, aval: Any) -> SavedArray:
-        """Return the `SavedArray` for an abstract value."""
+        """Return the `SavedArray` that describes an abstract value."""
         return cls(aval.shape, aval.dtype, aval.memory_space == jax.memory.Space.Host)
 
 
 class LayerConstants(NamedTuple):
-    """Inputs of a layer other than its weights and activations. They have no gradients."""
+    """Inputs of a layer other than its weights and activations. These inputs have no gradients."""
 
     inputs: Tree
     """Arrays of the microbatch."""
     layer: jax.Array
-    """Index of the layer in the network."""
+    """Network index of the layer."""
     key: jax.Array | None
     """Random key of the step."""
     seeds: Tree
-    """Cotangents of all losses that any layer returns; a layer may return only some of them."""
+    """Cotangents of all losses that any layer returns; an individual layer may return only some of
+    these losses."""
 
 
 @dataclass(frozen=True)
 class LayerVJP:
-    """The functions of one differentiated layer."""
+    """Functions of one differentiated layer."""
 
     forward: Callable[
         [Tree, jax.Array, LayerConstants], tuple[jax.Array, list[jax.Array], Tree, Tree]
     ]
-    """(weights, x, constants) -> (output, saved, losses, statistics)."""
+    """Function (weights, x, constants) -> (output, saved, losses, statistics)."""
     backward: Callable[[Tree, list[jax.Array], LayerConstants, jax.Array], tuple[Tree, jax.Array]]
-    """(weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
+    """Function (weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
     input_grad: Callable[..., tuple[jax.Array, list[jax.Array]]]
-    """(weights, saved, constants, cotangent) -> (input gradient, deferred)."""
+    """Function (weights, saved, constants, cotangent) -> (input gradient, deferred)."""
     weight_grad: Callable[[list[jax.Array], LayerConstants], Tree]
-    """(deferred, constants) -> weight gradients."""
+    """Function (deferred, constants) -> weight gradients."""
     saved: tuple[SavedArray, ...]
     deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
@@ -394,10 +399,10 @@ def differentiate_layer(
     halves: bool,
     trainable: Tree = None,
 ) -> LayerVJP:
-    """Trace and differentiate a layer for arguments with these shapes.
+    """Trace and differentiate a layer for arguments of these shapes.
 
-    `halves` adds `input_grad` and `weight_grad`. `trainable` is a tree of bools that selects the
-    weights with gradients; None selects all weights.
+    If `halves` is set, `input_grad` and `weight_grad` are also defined. `trainable` is a tree of
+    bools that selects the weights with gradients; None selects all weights.
     """
     structure: list[Any] = []  # tree structure of the pullback, set when `run` is traced
     wrapped = keep.wrap(layer)
@@ -461,8 +466,8 @@ def differentiate_layer(
 
 
 def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
-    """Return the weight to differentiate. A quantized weight is replaced by zeros of the same
-    shape.
+    """Return the array with respect to which a weight is differentiated. A quantized weight is
+    replaced with zeros of the same shape.
     """
     return mark_varying(jnp.zeros(weight.shape, dtype)) if is_quantized_weight(weight) else weight
 
@@ -482,13 +487,13 @@ class _ValueSources:
         return cls(flat, weights, x, constants)
 
     def must_be_saved(self, value: int) -> bool:
-        """Whether a value must be saved from the forward slot to the backward slot.
+        """Return whether the forward slot must save a value for the backward slot.
 
         Inputs other than `x` are available in the backward slot. Values that depend on weights but
-        not on `x` are always recomputed. They are identical in all slots, so saving them in every
-        slot would waste memory. Values that depend on no input, such as the zeros of a mask, are
-        also recomputed. Values that depend only on the microbatch's arrays are saved, because they
-        differ between slots.
+        not on `x` are always recomputed. Such values are identical in all slots, so saving a copy
+        per slot would waste memory. Values that depend on no input, such as the zeros of a mask,
+        are also recomputed. Values that depend only on the microbatch's arrays are saved, because
+        they differ between slots.
         """
         sources = self.flat.input_dependencies(value)
         if self.x in sources:
@@ -503,7 +508,9 @@ def _split_backward(
     constants: LayerConstants,
     like: jax.Array,
 ) -> LayerVJP:
-    """Return the functions with the backward split into input and weight gradients."""
+    """Return the layer's functions, with the backward pass split into input and weight
+    gradients.
+    """
     traced, (d_weights, _) = jax.make_jaxpr(pieces.backward, return_shape=True)(
         weights, saved, constants, like
     )
@@ -534,4 +541,6 @@ def _split_backward(
 
 
 def _raise_not_split(*_: Any) -> Any:
-    raise AssertionError("this layer's backward was not split into input and weight gradients")
+    raise AssertionError(
+        "the backward pass of this layer was not split into input and weight gradients"
+    )

@@ -1,11 +1,11 @@
-"""Run the layers of one chunk in a slot of the schedule: forward, backward or weight gradients.
+"""Run the layers of one chunk in a slot of the schedule: forward, backward, or weight gradients.
 
-The layers of a slot run in a loop whose trip count is read from the table: 0 when the stage is
-idle. Conditionals are not used, because XLA would copy buffers in them. With several layer types,
-every iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's
-stacks are indexed by the inner counter; otherwise XLA would treat them as loop-invariant and copy
-them out of the loop. With `idle="compute"` every stage runs as many iterations as the busiest stage
-and discards unused results, so that control flow is identical on all stages.
+The layers in a slot run in a loop whose trip count is read from the table: 0 if the stage is idle.
+Conditionals are avoided, because XLA would copy buffers in them. With several layer types, every
+iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's stacks
+are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and copy
+them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
+stage and discards unused results, so that control flow is identical on all stages.
 
 Arrays that are kept between slots of the schedule are stored in buffers with numbered entries,
 which are also called slots.
@@ -41,7 +41,9 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def empty_slots(count: int, like: Any) -> jax.Array:
-    """Return `count` uninitialized slots for arrays like `like`, in the same memory space."""
+    """Return `count` uninitialized slots for arrays with the shape and dtype of `like`, in the same
+    memory space.
+    """
     empty = mark_varying(lax.empty((count, *like.shape), like.dtype))
     return jax.device_put(empty, _HOST) if isinstance(like, SavedArray) and like.on_host else empty
 
@@ -52,7 +54,7 @@ def read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
 
 
 def write_slot(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    """Return the buffer with `value` in a slot."""
+    """Return the buffer with `value` written to a slot."""
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
@@ -62,7 +64,9 @@ def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
 
 
 def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
-    """Return one slot of each buffer; `pinned` fixes the memory layout as in `write_slots`."""
+    """Return the contents of one slot in each buffer; `pinned` fixes the memory layout as in
+    `write_slots`.
+    """
     values = [read_slot(buffer, slot) for buffer in buffers]
     return [_pin_layout(value) for value in values] if pinned else values
 
@@ -75,17 +79,19 @@ def write_slots(
     *,
     pinned: bool,
 ) -> list[jax.Array]:
-    """Write each value to its buffer, unless `used` is false.
+    """Write each array to its buffer, unless `used` is false.
 
-    `pinned` fixes the memory layout of the values. XLA propagates the layout that the writing loop
-    prefers to the reading loop, but only through one loop level. In nested loops, which several
-    layer types need, writer and reader choose their layouts independently, and XLA copies the full
-    buffer in every tick. Without nested loops XLA's own choice is a few percent faster.
+    `pinned` fixes the memory layout of the arrays. XLA propagates the layout preferred by the
+    writing loop to the reading loop, but only through one loop level. In nested loops, which
+    several layer types require, writer and reader choose their layouts independently, and XLA
+    copies the full buffer in every tick. Without nested loops, XLA's own choice is a few percent
+    faster.
     """
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
         if used is not None:
-            # Arrays in host memory cannot be computed on, so they are moved to the device and back.
+            # Arrays in host memory cannot be used in computations, so they are moved to the device
+            # and back.
             space = jax.typeof(buffer).memory_space
             new, old = (jax.device_put(a, _DEVICE) for a in (value, read_slot(buffer, slot)))
             value = jax.device_put(jnp.where(used, new, old), space)
@@ -95,7 +101,9 @@ def write_slots(
 
 
 def _pin_layout(value: jax.Array) -> jax.Array:
-    """Return the value with a TPU layout determined by its shape; return host arrays unchanged."""
+    """Return the array with a TPU layout determined by its shape; arrays in host memory are
+    returned unchanged.
+    """
     if value.ndim < 2 or jax.typeof(value).memory_space == _HOST:
         return value
     return with_layout(value, layout_order(value.shape))
@@ -126,7 +134,7 @@ State = TypeVar("State")
 
 
 class SlotRow(NamedTuple):
-    """Table entries of one slot kind for one tick on one stage; all entries are scalars."""
+    """Table entries of one slot type for one tick on one stage; all entries are scalars."""
 
     microbatch: jax.Array
     repeat: jax.Array
@@ -136,24 +144,24 @@ class SlotRow(NamedTuple):
     window: jax.Array
     gradient: jax.Array
     any_work: jax.Array
-    """Whether any stage works in this slot."""
+    """Whether any stage has work in this slot."""
     any_layer_type: Any = None
-    """`[L, types]`: whether any stage's chunk has a layer of this type at this position. Set
-    only if all stages run the same iterations and there are several layer types."""
+    """`[L, types]`: whether any stage's chunk has a layer of this type at this position. Set only
+    if all stages run the same number of iterations and there are several layer types."""
 
 
 class SlotWork(NamedTuple):
-    """Work of one slot; the values differ between stages."""
+    """Work of one slot on one stage."""
 
     row: SlotRow
     chunk: jax.Array
-    """Index of the chunk in the stage's stacked weights."""
+    """Chunk index within the stage's stacked weights."""
     gradient: jax.Array
-    """Index of the chunk in the stage's stacked gradients."""
+    """Chunk index within the stage's stacked gradients."""
     first: jax.Array
-    """Index in the network of the chunk's first layer."""
+    """Network index of the chunk's first layer."""
     size: jax.Array
-    """Number of layers, 0 when idle."""
+    """Number of layers; 0 if idle."""
     num_iterations: jax.Array
     """Trip count of the layer loop."""
     inputs: Tree
@@ -161,12 +169,12 @@ class SlotWork(NamedTuple):
     layer_types: jax.Array
     """`[L]`: index of each layer's type."""
     indices_in_type: jax.Array
-    """`[L]`: index of each layer among the chunk's layers of its type."""
+    """`[L]`: index of each layer among the chunk's layers of the same type."""
     seeds: Tree
     """Cotangents of the layers' losses."""
     exists: jax.Array | None = None
-    """Whether the microbatch is part of the step; false if it only pads a prologue round. None:
-    always true."""
+    """Whether the microbatch is part of the step; false if it only pads a prologue round. None
+    means always true."""
 
 
 class Reports(NamedTuple):
@@ -183,7 +191,7 @@ class LayerSlots:
     """Run the layers of a stage's chunks.
 
     Trees of weights, gradients and saved arrays are dicts keyed by layer type. The argument `held`
-    of the methods is the tree of weights: all weights of the stage, or the prefetch window.
+    of the methods is the weight tree: all weights of the stage, or the prefetch window.
     """
 
     layers: dict[str, LayerFn]
@@ -198,22 +206,28 @@ class LayerSlots:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Layer types of the chunks. Tables refer to a type by its index in this tuple."""
+        """Return the layer types that occur in chunks. Tables refer to a type by its index in this
+        tuple.
+        """
         return self.layout.ring_layer_types
 
     @property
     def is_heterogeneous(self) -> bool:
-        """Whether there are several layer types, so that each type needs an inner loop."""
+        """Return whether there are several layer types, so that each type needs an inner loop."""
         return len(self.layer_types) > 1
 
     def max_layers_per_chunk(self, kind: str) -> int:
-        """Return the stride of per-layer arrays: the most layers of a type in a chunk."""
+        """Return the stride of per-layer arrays: the largest number of layers of one type in a
+        chunk.
+        """
         return self.layout.stacks[kind].max_layers_per_chunk
 
     def differentiate_layers(
         self, held: Tree, x: jax.Array, inputs: Tree, seeds: Tree, *, halves: bool
     ) -> dict[str, LayerVJP]:
-        """Differentiate the layers in a separate trace that adds no operations to this program."""
+        """Differentiate the layers in a separate trace, which adds no operations to this
+        program.
+        """
         found: dict[str, LayerVJP] = {}
         keep = RematPolicy("full") if self.remat_policy.remat == "chunk" else self.remat_policy
 
@@ -252,7 +266,7 @@ class LayerSlots:
         }
 
     def empty_reports(self, pieces: dict[str, LayerVJP]) -> Reports:
-        """Return zeros for the losses and statistics of the layers of all chunks."""
+        """Return zeros for the losses and statistics of the layers in all chunks."""
         losses = {name for kind in self.layer_types for name in pieces[kind].losses}
         repeats = self.layout.ring.num_repeats
 
@@ -303,7 +317,7 @@ class LayerSlots:
         """Call `run(kind, step, place, used, state)` for each layer, and return the final state.
 
         `step` is the layer's index in its chunk, and `place` is its index among the chunk's layers
-        of the same type. `used` is true if the iteration's result is kept, and None if every result
+        of the same type. `used` is true if the iteration's result is kept, or None if every result
         is kept.
         """
         computes = self.idle == "compute"
@@ -331,7 +345,7 @@ class LayerSlots:
         return lax.fori_loop(0, work.num_iterations, turn, state)
 
     def _stack_offsets(self, number: jax.Array) -> dict[str, jax.Array]:
-        """Return the index of the first entry of chunk `number` in the stack of each type."""
+        """Return, for each layer type, the stack index of the first entry of chunk `number`."""
         return {kind: self.max_layers_per_chunk(kind) * number for kind in self.layer_types}
 
     def _constants(self, work: SlotWork, step: jax.Array) -> LayerConstants:
@@ -368,7 +382,9 @@ class LayerSlots:
     def forward(
         self, held: Tree, work: SlotWork, x: jax.Array, reports: Reports | None = None
     ) -> tuple[jax.Array, Reports | None]:
-        """Run a chunk without saving activations; return its output and the updated `reports`."""
+        """Run a chunk without saving activations, and return its output and the updated
+        `reports`.
+        """
         bases, of_reports = self._stack_offsets(work.chunk), self._stack_offsets(work.row.repeat)
 
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
@@ -392,7 +408,7 @@ class LayerSlots:
         stash: Tree,
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
-        """Run a chunk, saving its activations; return output, stash and reports."""
+        """Run a chunk and save its activations; return the output, the stash and the reports."""
         if self.remat_policy.remat != "chunk":
             bases = self._stack_offsets(work.row.stash)
             return self._forward_layers_and_save(pieces, held, work, x, stash, bases, reports)
@@ -430,8 +446,8 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return the saved activations and the first index of each type; recompute them for
-        `chunk`.
+        """Return the saved activations and the first index of each type; with the `chunk` policy,
+        recompute the activations.
         """
         if self.remat_policy.remat != "chunk":
             return stash, self._stack_offsets(work.row.stash)
@@ -451,7 +467,7 @@ class LayerSlots:
         stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input and the updated totals."""
+        """Return the gradient of a chunk's input, and the updated totals."""
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)
         of_totals = self._stack_offsets(work.gradient)
@@ -476,7 +492,9 @@ class LayerSlots:
         stash: Tree,
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input, and the deferred arrays including this chunk."""
+        """Return the gradient of a chunk's input, and the deferred arrays with those of this chunk
+        added.
+        """
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)
         of_deferred = self._stack_offsets(work.row.deferred)

@@ -1,7 +1,7 @@
-"""The tick loop: its table as arrays, buffers, loss slot, and weight prefetch loop.
+"""The tick loop: its table as arrays, its buffers, the loss slot, and the weight prefetch loop.
 
-In the loss slot of a tick, the loss head and the MTP heads run on the leaving microbatch. The
-prefetch loop refills a window of gathered chunks (`weight_gather=window`).
+In a tick's loss slot, the loss head and the MTP heads process the microbatch that is leaving the
+pipeline. The prefetch loop refills a window of gathered chunks (`weight_gather=window`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tree = Any
 
 
 class TickRow(NamedTuple):
-    """Table columns of one stage, for one tick or for all ticks (before the loop starts)."""
+    """Table columns of one stage, for one tick or (before the loop starts) for all ticks."""
 
     forward: SlotRow
     backward: SlotRow
@@ -54,7 +54,9 @@ class TickRow(NamedTuple):
 
 
 class TickTable(NamedTuple):
-    """The table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for window events."""
+    """The schedule table as arrays: `[K, P]` or `[K]` for ticks, `[E, P]` or `[E]` for window
+    events.
+    """
 
     rows: TickRow
     gather_repeat: Any
@@ -89,7 +91,7 @@ class TickTable(NamedTuple):
         return jax.tree.map(lambda column: np.asarray(column, np.int32), table)
 
     def specs(self) -> TickTable:
-        """Return the PartitionSpecs of the table, which give each stage its columns."""
+        """Return the PartitionSpecs of the table, which assign each stage its columns."""
         return jax.tree.map(
             lambda column: PartitionSpec(None, STAGE) if column.ndim == 2 else PartitionSpec(), self
         )
@@ -102,7 +104,9 @@ class TickTable(NamedTuple):
 
 
 def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
-    """bool `[K, L, types]`: whether any stage's chunk has a layer of this type at this position."""
+    """Return bool `[K, L, types]`: whether any stage's chunk has a layer of this type at this
+    position.
+    """
     if len(layout.ring_layer_types) == 1:
         return None
     kinds = layout.layer_type_at[np.maximum(slots.repeat, 0), np.arange(layout.ring.num_stages)]
@@ -125,19 +129,19 @@ class Buffers(NamedTuple):
     """State carried by the tick loop."""
 
     inbox: jax.Array
-    """Received messages that have not been read yet, `[slots, B, T, D]`."""
+    """Received messages that have not yet been read, `[slots, B, T, D]`."""
     stash: Tree
     """Saved activations: arrays `[slots * L, ...]` keyed by layer type, or the input of each chunk
     `[slots, B, T, D]`."""
     deferred: Tree
-    """Deferred inputs of weight gradients: arrays `[slots * L, ...]`, keyed by layer type."""
+    """Deferred inputs of the weight gradients: arrays `[slots * L, ...]`, keyed by layer type."""
     sent: dict[str, jax.Array]
-    """Outputs to send to other stages in the next tick, keyed by port."""
+    """Outputs to be sent to other stages in the next tick, keyed by port."""
     window: Tree
     """Gathered weights of the chunks in the prefetch window: `[slots * L, ...]` keyed by layer
     type."""
     partial: Tree
-    """Gradients of the weights in `window`, before they are reduced over devices."""
+    """Gradients of the weights in `window`, before the reduction over devices."""
     outside: PrologueBuffers | None
     gradients: Gradients | None
     reports: Reports | None
@@ -145,14 +149,14 @@ class Buffers(NamedTuple):
     loss: jax.Array
     """Sums of the objective's loss and metrics `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None: the program computes
+    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None if the program computes
     losses."""
     ahead: MtpResults | None
     """Losses and statistics of the MTP heads."""
 
 
 class TickProgram(Protocol):
-    """Interface of a program that the tick loop runs."""
+    """Interface of programs that the tick loop runs."""
 
     schedule: Schedule
     slots: LayerSlots
@@ -166,11 +170,10 @@ class TickProgram(Protocol):
 
 
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
-    """Run all ticks of a program, and gather weights into the prefetch window between them."""
+    """Run all ticks of a program, gathering weights into the prefetch window between them."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
-    # Iteration i runs the ticks between gathers i - 1 and i and overlaps them with gather i. The
-    # first iteration has no ticks. The last iteration has no new gather, so it repeats the previous
-    # gather.
+    # Iteration i runs the ticks between gathers i - 1 and i, overlapped with gather i. The first
+    # iteration runs no ticks. The last iteration has no new gather, so it repeats the previous one.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
     # Number of reductions due before each iteration. The remaining reductions run after the loop.
@@ -246,13 +249,15 @@ def _put(held: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
 
 
 OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
-"""(loss head, final norm, this stage's head columns, the last layer's output, microbatch) ->
-arrays `[B, ...]`."""
+"""Function (loss head, final norm, this stage's head columns, the last layer's output, microbatch)
+-> arrays `[B, ...]`."""
 
 
 @dataclass(frozen=True)
 class LossSlot:
-    """Loss head, MTP heads and their parameters. All stages run them on the same microbatch."""
+    """Loss head and MTP heads, with their parameters. All stages run these heads on the same
+    microbatch.
+    """
 
     head: LossHead
     final_norm: Tree
@@ -261,20 +266,20 @@ class LossSlot:
     """Whether each parameter of the final norm has a gradient."""
     head_weights: LayerWeights
     local_head: Tree
-    """Tree from which this stage's head columns are read. The head is stored as a stack of one
+    """Tree that stores this stage's head columns. The head is stored as a stack with a single
     layer."""
     batch: Tree
     """Arrays of all microbatches `[M, B, ...]`."""
     mtp: MtpLossHeads | None
     scale: jax.Array | None
-    """Factor of the objective's gradients. None in forward-only programs."""
+    """Factor that multiplies the gradients of the objective. None in forward-only programs."""
 
     def trainable_norm(self, tree: Tree) -> Tree:
         """Return the leaves of a final-norm tree whose parameters have gradients."""
         return select_trainable(tree, self.norm_is_trainable)
 
     def loss(self, carry: Buffers, row: TickRow, output: jax.Array) -> Buffers:
-        """Add the loss of the leaving microbatch."""
+        """Add the loss of the microbatch that leaves the pipeline."""
 
         def work(loss: jax.Array) -> jax.Array:
             return loss + self.head.loss(*self._head_inputs(row.loss, output))
@@ -286,7 +291,9 @@ class LossSlot:
     def read_outputs(
         self, carry: Buffers, row: TickRow, output: jax.Array, reader: OutputReader
     ) -> Buffers:
-        """Compute the reader's output for the leaving microbatch and store it in `rows`."""
+        """Compute the reader's output for the microbatch that leaves the pipeline, and store it in
+        `rows`.
+        """
 
         def work(rows: Tree) -> Tree:
             outputs = reader(self.head, *self._head_inputs(row.loss, output))
@@ -304,7 +311,9 @@ class LossSlot:
     def loss_and_grad(
         self, carry: Buffers, row: TickRow, output: jax.Array
     ) -> tuple[jax.Array, Buffers]:
-        """Add the loss of the leaving microbatch and its gradients; return its cotangent."""
+        """Add the loss and gradients of the microbatch that leaves the pipeline; return the loss
+        cotangent.
+        """
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
         totals = None

@@ -1,10 +1,10 @@
-"""Gather weights sharded over fsdp, expert and context, and reduce their gradients.
+"""Gather weights that are sharded over fsdp, expert and context, and reduce their gradients.
 
 This code runs inside the per-device program, where every collective is explicit and autodiff
 inserts no collectives. Weights are gathered in the compute dtype. Gradients are accumulated in
 float32 and are not reduced over `data` until the end of the step.
 
-Trees of gradients are nested dicts with the structure of the parameters. They contain neither
+Gradient trees are nested dicts with the structure of the parameters. These trees contain neither
 frozen parameters nor empty dicts.
 """
 
@@ -34,7 +34,8 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the leaves of a tree that a tree of bools selects, or None for a single frozen leaf.
+    """Return the leaves of a tree for which a tree of bools is true, or None for a single frozen
+    leaf.
 
     Frozen leaves may already be missing from the tree.
     """
@@ -49,9 +50,9 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree with the leaves of a partial tree replaced.
+    """Return the full tree with leaves replaced by those of a partial tree.
 
-    An 8-bit weight is kept, and the new leaf is set as its `gradient`.
+    An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """
     if not isinstance(part, Mapping):
         return replace(tree, gradient=part) if is_quantized_weight(tree) else part
@@ -76,8 +77,8 @@ class WeightSharding:
     axes: tuple[str, ...] = ()
     """Mesh axes over which this dim is sharded, including fsdp."""
     ungathered_axes: tuple[str, ...] = ()
-    """Mesh axes over which another dim is sharded and never gathered. Each device uses its shard to
-    process the tokens of all devices along these axes."""
+    """Mesh axes over which another dim is sharded that is never gathered. Each device uses its
+    shard to process the tokens of all devices along these axes."""
     auto_axes: tuple[Any, ...] = ()
     """Auto axes over which each dim is sharded, in the format of a PartitionSpec."""
     trainable: bool = True
@@ -86,15 +87,15 @@ class WeightSharding:
     """Whether the parameter is used in its stored dtype instead of the compute dtype. Such
     parameters have no gradient."""
     zero1_dim: int = NOT_SHARDED
-    """Dim along which the gradient is reduce-scattered over the data axis at the end of a step;
-    stacked dims are counted. `NOT_SHARDED` if each device receives the full gradient."""
+    """Dim along which the gradient is reduce-scattered over the data axis at the end of a step,
+    counted with stacked dims. `NOT_SHARDED` if each device receives the full gradient."""
     reduce_dtype: str = "float32"
     """Dtype in which gradients are communicated in reductions."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the weight, which is then gathered in 8 bits. None: the weight is not
+    """Quantizer of the weight, which is then gathered in 8 bits. None if the weight is not
     quantized."""
     contracted_dims: int = 0
-    """Number of leading dims that the matmul contracts, not counting the `num_stacked` stacked
+    """Number of leading dims contracted by the matmul, not counting the `num_stacked` stacked
     dims."""
     num_stacked: int = 0
 
@@ -110,7 +111,7 @@ class WeightSharding:
         reduced: str = "float32",
         low: MatmulQuantizer | None = None,
     ) -> WeightSharding:
-        """Return the sharding for the specs of a parameter and its gradient."""
+        """Return the sharding that corresponds to the specs of a parameter and its gradient."""
         dim = NOT_SHARDED if (sharded_dim := fsdp_dim(spec)) is None else sharded_dim
         by_dim = [entry_axes(entry) for entry in restrict_spec(spec, TOKEN_AXES)]
         axes = () if dim == NOT_SHARDED else by_dim.pop(dim)
@@ -123,7 +124,9 @@ class WeightSharding:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Axes over which partial gradients are all-reduced instead of reduce-scattered."""
+        """Return the axes over which partial gradients are all-reduced instead of
+        reduce-scattered.
+        """
         later = () if self.zero1_dim == NOT_SHARDED else (DATA,)
         return tuple(a for a in TOKEN_AXES if a not in (*self.axes, *self.ungathered_axes, *later))
 
@@ -134,14 +137,14 @@ class WeightSharding:
 
     @property
     def stacked(self) -> WeightSharding:
-        """Sharding of such weights stacked along a new first dim."""
+        """Return the sharding of such weights stacked along a new leading dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)
 
     @property
     def transposed(self) -> WeightSharding:
-        """Sharding of the transposed matrix."""
+        """Return the sharding of the transposed matrix."""
         rows, columns = (*self.auto_axes, None, None)[:2]
         dim = self.dim if self.dim == NOT_SHARDED else 1 - self.dim
         return replace(self, dim=dim, auto_axes=(columns, rows))
@@ -152,7 +155,7 @@ REPLICATED = WeightSharding(NOT_SHARDED)
 
 
 def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) -> jax.Array:
-    """Gather the full weight from the shards, in the compute dtype or in 8 bits."""
+    """Gather the full weight from its shards, in the compute dtype or in 8 bits."""
     shard = shard if division.has_own_dtype else shard.astype(dtype)
     if division.quantizer is not None:
         return _gather_quantized(division.quantizer, shard, division)
@@ -194,31 +197,31 @@ def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one stage's layers, stacked `[R * L, ...]`, in one of three gather modes.
+    """Weights of one stage's layers, stacked as `[R * L, ...]`, in one of three gather modes.
 
-    `iteration` stores shards and gathers each layer when it is used. `step` stores all weights
-    gathered. `window` stores a prefetch window of gathered chunks. Gradients of trainable weights
-    are accumulated with the same sharding as the stored weights.
+    `iteration` stores shards and gathers each layer when it is used. `step` stores all weights in
+    gathered form. `window` stores a prefetch window of gathered chunks. Gradients of trainable
+    weights are accumulated in the sharding of the stored weights.
     """
 
     gather_mode: GatherMode
     weight_shardings: Tree
-    """Tree with the `WeightSharding` of each weight of one layer."""
+    """Tree that contains the `WeightSharding` of each weight of one layer."""
     dtype: jnp.dtype
 
     @cached_property
     def trainable(self) -> Tree:
-        """Whether each weight has a gradient."""
+        """Return a tree that is true for weights with a gradient."""
         return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @cached_property
     def _trainable_shardings(self) -> Tree:
-        """Shardings of the trainable weights."""
+        """Return the shardings of the trainable weights."""
         return select_trainable(self.weight_shardings, self.trainable)
 
     def prepare(self, shards: Tree) -> Tree:
-        """Return the tree from which the tick loop reads weights; with `window`, the shards to
-        gather.
+        """Return the tree from which the tick loop reads weights; with `window`, the shards to be
+        gathered.
         """
         if self.gather_mode != "step":
             return mark_varying(shards)
@@ -260,7 +263,7 @@ class LayerWeights:
         return jax.tree.map(add, totals, trained, self._trainable_shardings)
 
     def finish(self, totals: Tree) -> Tree:
-        """Return gradients summed over devices, with the sharding of the stored parameters."""
+        """Return the gradients summed over devices, with the sharding of the stored parameters."""
 
         def reduce(total: jax.Array, division: WeightSharding) -> jax.Array:
             if self.gather_mode == "step":
@@ -329,7 +332,7 @@ class LayerWeights:
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
     """Add `part` to one entry in place."""
     # If the entry's first dim were dropped, XLA for TPU would not fuse this addition with the
-    # matmul, and would copy the entry first.
+    # matmul, and would first copy the entry.
     old = lax.dynamic_slice_in_dim(totals, index, 1)
     return lax.dynamic_update_slice_in_dim(totals, old + part[None], index, 0)
 
@@ -341,7 +344,9 @@ def sum_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:
 
 
 def zero1_shard(gradient: jax.Array, division: WeightSharding) -> jax.Array:
-    """Reduce-scatter a gradient over the data axis; return the shard that this device updates."""
+    """Reduce-scatter a gradient over the data axis, and return the shard that this device
+    updates.
+    """
     if division.zero1_dim == NOT_SHARDED:
         return gradient
     run = partial(reduce_scatter, axes=(DATA,), dim=division.zero1_dim)

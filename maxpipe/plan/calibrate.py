@@ -1,10 +1,10 @@
-"""Calibrate the hardware figures of the cost model on the local devices.
+"""Calibrate the hardware parameters of the cost model on the local devices.
 
 The forward pass, input gradient and weight gradient of a layer are timed in the slots of the
-pipeline engine, first on all devices at once and then on a single device. Messages, gathers,
-reductions and all-to-alls are timed over all devices. The costs of sharding a layer, of collective
-matmuls and of a tick are fitted to the remaining difference between measured and predicted step
-times.
+pipeline engine, first on all devices at once and then on a single device. Stage-to-stage messages,
+gathers, reductions and all-to-alls are timed over all devices. The costs of tensor-sharding a
+layer, of collective matmuls and of a tick are fitted to the remaining difference between measured
+and predicted step times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from maxpipe.step.build import make_remat_policy
 
 Tree = Any
 TimedProgram = tuple[Callable[..., Tree], tuple[Tree, ...]]
-"""A per-device program, and its arguments without the loop count."""
+"""A per-device program, and its arguments except for the loop count."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
@@ -65,23 +65,23 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "names"),
     ("FB", "none"),
 )
-"""Timed sequences of slots, each with its rematerialization mode."""
+"""Timed sequences of slots, each with its remat mode."""
 SIZED_PROGRAM = PROGRAMS[4]
 """The slot sequence that is timed at several microbatch sizes."""
 SIZES = (0.25, 0.5, 1, 2)
 """Timed microbatch sizes, as multiples of the microbatch size in the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
-"""Loop counts of the timed programs. The difference between the two times excludes the call
-overhead."""
+"""Loop counts of the timed programs. The difference between the two measured times excludes the
+call overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Number of elements per row, and number of rows in each of the two timed buffers (4 and 68
 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
-"""Number of parameters in the timed update. With moments and gradients they occupy 512 MiB, which
-exceeds the caches. This is the number per device, or in total if the devices share the memory of a
+"""Number of parameters in the timed update. With moments and gradients, they occupy 512 MiB, which
+exceeds the caches. This is the count per device, or in total if the devices share the memory of one
 machine."""
 _MAX_MEMORY_SHARE = 0.9
-"""Maximum fraction of a layer's time that is attributed to memory traffic."""
+"""Maximum fraction of a layer's time that can be attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
 """Slowdown above which devices are assumed to share cores."""
 
@@ -91,16 +91,16 @@ class Measurements:
     """Measured times in seconds on one device while all devices are busy."""
 
     forward: float
-    """Time of a forward pass of one layer for one microbatch."""
+    """Forward time of one layer for one microbatch."""
     input_grad: float
     weight_grad: float
     names_recomputed: float
-    """Time of recomputation in a backward pass with `pipeline.remat=names`."""
+    """Recomputation time in a backward pass with `pipeline.remat=names`."""
     forward_alone: float
-    """Time of a forward pass of one layer while the other devices are idle."""
+    """Forward time of one layer while the other devices are idle."""
     deferred: float = 0.0
-    """Additional time of a backward pass in two slots (input and weight gradients) compared with
-    one slot. `input_grad` and `weight_grad` include this time."""
+    """Additional time of a backward pass in two slots (input and weight gradients) compared with a
+    single slot. `input_grad` and `weight_grad` include this time."""
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
@@ -108,17 +108,17 @@ class Measurements:
     through memory, and the time of a layer's forward and backward passes in seconds per
     sequence."""
     hop: float = 0.0
-    """Time to send the activation of a microbatch to the next device."""
+    """Time to send one microbatch's activation to the next device."""
     gather: float = 0.0
     """Time to all-gather the weights of one layer over all devices."""
     scatter: float = 0.0
     """Time to reduce-scatter the gradient of one layer over all devices."""
     exchange: float = 0.0
-    """Time of an all-to-all of an array as large as a message."""
+    """Time of an all-to-all of an array with the size of a stage-to-stage message."""
     tokens: float = 0.0
-    """Half the time of a token all-gather followed by a reduce-scatter."""
+    """Half the time of an all-gather of tokens followed by a reduce-scatter."""
     latency: float = 0.0
-    """Time of a collective over a few elements, which measures the latency."""
+    """Time of a collective over a few elements, which measures latency."""
     fresh: float = 0.0
     """Time to allocate temporary memory, in seconds per byte."""
     streamed: float = 0.0
@@ -126,7 +126,8 @@ class Measurements:
 
 
 def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measurements]:
-    """Calibrate the local devices. Return published figures, fitted figures and measurements.
+    """Calibrate the local devices. Return the published parameters, the fitted parameters and the
+    measurements.
 
     Raises:
         ConfigError: the config does not fit the devices, or the device type is unknown.
@@ -142,11 +143,11 @@ def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measuremen
 def calibrate(
     config: Config, hardware: Hardware, devices: Sequence[Any]
 ) -> tuple[Hardware, Measurements]:
-    """Return the fitted hardware figures and the measurements.
+    """Return the fitted hardware parameters and the measurements.
 
     Args:
         config: config with a resolved mesh, whose layers and microbatch are timed.
-        hardware: published figures; peak FLOP/s and memory size are not changed.
+        hardware: published parameters; peak FLOP/s and memory size are not changed.
         devices: devices, all of the same type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
@@ -160,7 +161,7 @@ def calibrate(
 def fit_hardware(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int
 ) -> Hardware:
-    """Return hardware figures for which the cost model reproduces the measurements."""
+    """Return the hardware parameters with which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
@@ -169,14 +170,14 @@ def fit_hardware(
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )
-    # All times below are for one layer at the fastest microbatch size.
+    # All times below are for one layer at the microbatch size with the lowest time per token.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).most_common_layer.size_factor
     layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
     again = ("names_recomputed", "none_recomputed")
     times = {name: scale * getattr(found, name) for name in (*layer, *again)}
     found = dataclasses.replace(found, **times)
-    # The measured time of a layer includes its kernels.
+    # The measured time of a layer includes its custom kernels.
     known = dataclasses.replace(hardware, shared_by=shared_by, measured="now")
     if found.streamed:
         rate = CostModel(sizes, known).contention / found.streamed / 1e9
@@ -230,9 +231,9 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Fit how the time per token depends on the microbatch size, relative to the prediction.
+    """Fit the dependence of the time per token on the microbatch size, relative to the prediction.
 
-    The prediction already includes the per-microbatch cost of reading weights and accumulating
+    The prediction already includes the cost per microbatch of reading weights and accumulating
     gradients.
     """
     ratios = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
@@ -263,7 +264,9 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the all-to-all bandwidth divided by `rate`, or the old ratio if not measurable."""
+    """Return the all-to-all bandwidth divided by `rate`, or the previous ratio if it cannot be
+    measured.
+    """
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
     sent = sizes.activations.itemsize * sizes.activations.hidden * (1 - 1 / num_devices)
@@ -273,7 +276,9 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the token bandwidth divided by `rate`, or the old ratio if not measurable."""
+    """Return the token-collective bandwidth divided by `rate`, or the previous ratio if it cannot
+    be measured.
+    """
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
     share = math.prod(_token_shard(sizes, num_devices))
@@ -282,9 +287,10 @@ def _tokens_rate(
 
 
 def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """Return the figures, with a higher memory bandwidth if the published bandwidth is too low.
+    """Return the hardware parameters, with a higher memory bandwidth if the published one is too
+    low.
 
-    Small layers fit in caches. If memory traffic would explain nearly all of the measured time, the
+    Small layers fit in caches. If memory traffic would explain almost all of the measured time, the
     memory bandwidth and the matmul rate are both increased by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
@@ -302,7 +308,7 @@ def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardw
 
 
 def _memory_seconds(endless: CostModel) -> float:
-    """Return the time of a layer's memory traffic in seconds, given infinitely fast matmuls."""
+    """Return the time in seconds of a layer's memory traffic, assuming infinitely fast matmuls."""
     return (
         endless.most_common_layer.score_seconds
         if endless.overlaps
@@ -311,7 +317,7 @@ def _memory_seconds(endless: CostModel) -> float:
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
-    """Measure layers and, if there are several devices, collectives.
+    """Time layers and, if there are several devices, collectives.
 
     Raises:
         ConfigError: the times vary too much because the machine is busy.
@@ -359,10 +365,11 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
             raise ConfigError.one(
                 "command line: --calibrate",
                 None,
-                f"measured a negative time for {name}: times vary too much on this machine.",
-                "Measure again while no other programs run.",
+                f"measured a negative time for {name}, because times vary too much on this "
+                "machine.",
+                "Repeat the measurement while no other programs are running.",
             )
-    # The following values are differences of differences, so a value near 0 may be measured as
+    # The following values are differences of differences, so a value near 0 can be measured as
     # negative.
     more = {
         "names_recomputed": max(0.0, named - plain),
@@ -382,7 +389,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
-    """Return the array sizes of the run for every timed microbatch size, in ascending order."""
+    """Return the array sizes of the run at every timed microbatch size, in ascending order."""
     scaled_sizes = []
     for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
@@ -393,7 +400,7 @@ def _sizes(sizes: Sizes) -> list[Sizes]:
 
 
 def _recomputed_share(sizes: Sizes) -> float:
-    """Return the fraction of a forward pass that a backward pass with `remat=full` recomputes."""
+    """Return the fraction of a forward pass that a backward pass recomputes with `remat=full`."""
     pipeline = dataclasses.replace(sizes.config.pipeline, remat="full")
     full = dataclasses.replace(sizes, config=dataclasses.replace(sizes.config, pipeline=pipeline))
     layer = CostModel(full, published_hardware()["cpu"]).most_common_layer
@@ -528,7 +535,7 @@ def _time_update(mesh: Mesh) -> float:
 
 
 def _time_allocation(mesh: Mesh) -> float:
-    """Return the time to clear and partly write temporary memory, in seconds per byte."""
+    """Return the time to clear and partially write temporary memory, in seconds per byte."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
         buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
@@ -550,7 +557,9 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return each program's seconds per loop iteration; its last argument is the loop count."""
+    """Return the seconds per loop iteration of each program, whose last argument is the loop
+    count.
+    """
     with jax.set_mesh(mesh):
         calls = [
             partial(program, *arguments, jnp.int32(count))
@@ -565,7 +574,7 @@ def _seconds(
 
 
 def _program(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Compile a function that runs on all devices of the mesh at once."""
+    """Compile a function that runs on all devices of the mesh at the same time."""
 
     def on_each(*given: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[None], run(*given))

@@ -1,7 +1,8 @@
 """Compile the train step ahead of time for absent devices, and report its costs.
 
 Memory, operations, collectives and their overlap with compute are read from the compiled program.
-The program does not run. The trip counts of loops over layers are computed from the schedule table.
+The program is not executed. The trip counts of loops over layers are computed from the schedule
+table.
 """
 
 from __future__ import annotations
@@ -82,17 +83,19 @@ class CollectiveTraffic:
     axes: str
     """Mesh axes that the group spans, e.g. `data+fsdp`."""
     link: str
-    """Link type: `ici`, `dcn` if the group spans slices, or `host` for transfers to and from host
-    memory."""
+    """Link type: `ici` within a slice, `dcn` if the group spans slices, or `host` for transfers to
+    and from host memory."""
     asynchronous: bool
     count: float
     """Number of executions per device and step."""
     total_bytes: float
     """Bytes sent per device and step."""
     cycles_behind: float
-    """Estimated cycles of the instructions between the start and the end of the collectives."""
+    """Estimated cycles of the instructions scheduled between the start and the end of the
+    collectives."""
     flops_behind: float = 0.0
-    """FLOP of the matmuls and kernels between the start and the end of the collectives."""
+    """FLOP of the matmuls and kernels scheduled between the start and the end of the
+    collectives."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,12 @@ class CompileReport:
     alias_bytes: int
     """Size in bytes of the outputs that alias arguments."""
     temp_bytes: int
-    """Temporary memory as reported by the compiler. On TPUs, the value exceeds the actual peak."""
+    """Temporary memory in bytes, as reported by the compiler. On TPUs, this size exceeds the actual
+    peak."""
     peak_bytes: int
-    """Peak memory on a TPU, including arguments and outputs. Host memory is excluded: all its
-    allocations are assumed to be live at the peak. On other devices the value is 0, because all
-    temporaries are one allocation. See decision 16."""
+    """Peak memory in bytes on a TPU, including arguments and outputs. Host memory is excluded,
+    because all host allocations are assumed to be live at the peak. On other devices the value is
+    0, because all temporaries form a single allocation. See decision 16."""
     program_bytes: int
     host_bytes: int
     """Bytes of arguments and temporaries in host memory."""
@@ -128,15 +132,16 @@ class CompileReport:
     model_flops: float
     """FLOP that the model requires for the forward and backward passes."""
     cycles: float
-    """The compiler's estimate without synchronous collectives, plus the cycles of kernels at
-    `kernel_efficiency`. The value is 0 if the compiler provides no estimate."""
+    """Cycles estimated by the compiler, without synchronous collectives, plus the cycles of kernels
+    at `kernel_efficiency`. The value is 0 if the compiler provides no cycle estimate."""
     pieces: dict[str, float]
-    """Cycles of each program region, a part of `cycles`. Region names are from
+    """Cycles of each program region; included in `cycles`. The region names are defined in
     `parallel.scopes`."""
     kernel_flops: float
-    """FLOP in kernels, a part of `flops`. The compiler has no cycle estimate for kernels."""
+    """FLOP of custom kernels; included in `flops`. The compiler has no cycle estimate for
+    kernels."""
     kernel_efficiency: float
-    """Assumed fraction of peak FLOP/s that kernels achieve."""
+    """Assumed fraction of peak FLOP/s that custom kernels achieve."""
     seconds: float
     """`cycles` converted to seconds."""
     collectives: list[CollectiveTraffic]
@@ -145,37 +150,37 @@ class CompileReport:
     copies: int
     """Number of buffer copies inside loops."""
     buffers: dict[str, int]
-    """Size in bytes of the buffers carried by the tick loop, a part of `working_bytes`."""
+    """Size in bytes of the buffers carried by the tick loop; included in `working_bytes`."""
     beside_bytes: int = 0
-    """Calculated bytes in device memory that are not arguments of the step: the reference
+    """Calculated size in bytes of device memory outside the step's arguments: the reference
     parameters of GRPO."""
     entries: list[ProfileLine] = field(default_factory=list)
-    """Operations of the busiest stages in descending order of cycles; empty without cycle
+    """Operations on the busiest stages in descending order of cycles; empty without cycle
     estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Descriptions of the figures that the compiler cannot determine."""
+    """Descriptions of the costs that the compiler cannot determine."""
 
     @property
     def total_bytes(self) -> int:
-        """Memory in bytes that the step needs on one device."""
+        """Return the memory in bytes that the step needs on one device."""
         held = self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
         return (self.peak_bytes or held) + self.program_bytes
 
     @property
     def working_bytes(self) -> int:
-        """Bytes that are allocated only during the step, a part of `total_bytes`."""
+        """Return the bytes that are allocated only during the step; included in `total_bytes`."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes + self.program_bytes
         return self.total_bytes - held
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the memory of one device."""
+        """Return whether the step fits in the memory of one device."""
         return self.total_bytes + self.beside_bytes <= self.memory_bytes
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CompileReport:
-        """Create a report from the values of `to_json`. Unknown keys are ignored."""
+        """Create a report from the result of `to_json`. Unknown keys are ignored."""
         own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         for name in ("collectives", "transfers"):
             own[name] = [CollectiveTraffic(**each) for each in values[name]]
@@ -183,7 +188,7 @@ class CompileReport:
         return cls(**own)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON-compatible values, including totals."""
+        """Return the report as JSON-compatible data, including totals."""
         fields = dataclasses.asdict(self)
         moved = sum(each.total_bytes for each in self.collectives)
         return fields | {
@@ -200,13 +205,13 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
     Raises:
         ConfigError: the config does not fit the devices.
     """
-    # Only evaluation uses the byte lengths of tokens, and evaluation is not compiled here.
+    # Only evaluation needs the byte lengths of tokens, and evaluation is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
     return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
 
 def ignore_phase(phase: str) -> None:
-    """Default phase callback, which ignores the phase."""
+    """Do nothing; the default phase callback."""
 
 
 def compile_step(
@@ -218,17 +223,18 @@ def compile_step(
 ) -> CompileReport:
     """Compile the train step of a config for a topology, and save the program to `save` if given.
 
-    `given` overrides compiler options of the run. An empty value removes an option. `begin` is
+    `given` overrides the run's compiler options. An empty value removes an option. `begin` is
     called with the name of each phase.
 
     Raises:
         ConfigError: the config does not fit the topology, no compiler for the topology is
-            installed, the step does not fit in memory, or the program could not be loaded later.
+            installed, the step does not fit in memory, or the program could not be loaded
+            afterwards.
         StorageError: the program cannot be saved.
     """
     if save is not None:
         count, where = topology.num_devices, "command line: --save"
-        action = "Remove --save, or use cpu:1: CPU steps can be saved only for one device."
+        action = "Remove --save, or use cpu:1: CPU steps can be saved only for a single device."
         executable.check_devices(topology.platform, count, where, save, action)
     present = topology_devices(topology)
     config = resolve_config(loaded, topology)
@@ -287,12 +293,12 @@ def _save_error(save: Path) -> ConfigError:
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
-    """Return descriptions of the figures that a compiler without a GPU cannot determine."""
+    """Return descriptions of the costs that a compiler without a GPU cannot determine."""
     found = [
         "time: the compiler estimates no cycles for GPUs",
-        "kernels: without a GPU there is no autotuning and there are no Triton matmuls, so a run "
-        "may use other kernels and other workspace sizes",
-        "memory outside the program, of CUDA and NCCL",
+        "kernels: without a GPU, there is no autotuning and there are no Triton matmuls, so a run "
+        "can use other kernels and other workspace sizes",
+        "memory of CUDA and NCCL outside the program",
     ]
     if attention == "cudnn":
         most = gib(memory.attention_workspace_bytes(Sizes(config).on_platform(topology.platform)))
@@ -304,12 +310,12 @@ def _unknown_figures(attention: str, config: Config, topology: Topology) -> list
 
 
 def _option_error(message: str, given: Mapping[str, str]) -> ConfigError | None:
-    """Return the error for a compiler option that is unknown or has an invalid value."""
+    """Return the error for a compiler option that is unknown or whose value is invalid."""
     name = next((name for name in given if name in message), None)
     if name is None or not message.startswith("INVALID_ARGUMENT"):
         return None
     rule = f"must be an option of this compiler: {message.partition(': ')[2].splitlines()[0]}"
-    action = "Remove the option, or give a value of its type, such as true or false."
+    action = "Remove the option, or set a value of its type, such as true or false."
     return ConfigError.one("command line: --xla", f"{name}={given[name]}", rule, action)
 
 
@@ -324,7 +330,7 @@ def _out_of_memory_error(
     needed = f"needs {gib(held[0])}" if held else "does not fit"
     there = held[1] if held else topology.hardware.memory_bytes
     listed = explain_out_of_memory(message, shapes, steps.param_layout.mesh.shape["tensor"])
-    terms = f"Largest allocations of the compiler:\n{listed}"
+    terms = f"Largest allocations reported by the compiler:\n{listed}"
     if not listed:
         terms = f"Largest predicted terms:\n{describe_largest(predicted.memory.terms)}"
     changes = suggest_changes(predicted, topology)
@@ -336,7 +342,7 @@ def _out_of_memory_error(
 
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
-    """Build the report of a compiled train step. The compile times are left at 0."""
+    """Build the report of a compiled train step. The compile times are set to 0."""
     mesh, stated = steps.param_layout.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
@@ -358,7 +364,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
         output_bytes=stated.output_size_in_bytes,
         alias_bytes=stated.alias_size_in_bytes,
         temp_bytes=stated.temp_size_in_bytes,
-        # The peak that XLA reports includes host memory.
+        # The peak reported by XLA includes host memory.
         peak_bytes=stated.peak_memory_in_bytes - on_host if topology.platform == "tpu" else 0,
         program_bytes=stated.generated_code_size_in_bytes,
         host_bytes=on_host,
@@ -383,13 +389,13 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
 
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """Return the cycles of kernels at the assumed fraction of peak FLOP/s."""
+    """Return the cycles of custom kernels at the assumed fraction of peak FLOP/s."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
 
 
 def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
-    """Return the cycles of each program region, including kernels."""
+    """Return the cycles of each program region, including custom kernels."""
     cycles: dict[str, float] = {}
     for name in sorted({entry.region for entry in found.entries if entry.region}):
         region = Profile([entry for entry in found.entries if entry.region == name])
@@ -409,9 +415,9 @@ def versions() -> dict[str, str]:
 
 
 def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
-    """Return the costs of a compiled train step, for the average stage and for the busiest stages.
+    """Return the costs of a compiled train step for the average stage and for the busiest stages.
 
-    Use the average stage for work and communication, and the busiest stages for time, because
+    The average stage determines work and communication; the busiest stages determine time, because
     stages wait for each other.
     """
     module, windows = parse_hlo(text), window_shares(steps.param_layout.decoder.model)
@@ -431,7 +437,9 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
 
 
 def window_shares(model: Model) -> dict[int, float]:
-    """Return the fraction of attention layers, keyed by window size. 0 means no window."""
+    """Map each attention window size to the fraction of attention layers that use it. 0 means no
+    window.
+    """
     counts: Counter[int] = Counter()
     for layer, kind in enumerate(model.all_layers):
         for part in model.layer_types[kind].parts.values():
@@ -443,7 +451,7 @@ def window_shares(model: Model) -> dict[int, float]:
 
 
 def _activation_bytes(steps: Steps) -> int:
-    """Return the size in bytes of an activation between two stages."""
+    """Return the size in bytes of an activation sent between two stages."""
     rows, tokens = steps.shape
     mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
     sequences = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -455,10 +463,10 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return mean trip counts of dynamic loops, and how often each conditional runs its branch.
+    """Return the mean trip counts of dynamic loops, and how often each conditional runs its branch.
 
-    The trip counts are those of the average stage, or of the busiest stage. The second dictionary
-    contains the fraction of ticks in which a conditional runs its branch.
+    Trip counts are those of either the average stage or the busiest stage. The second dictionary
+    contains the fraction of ticks in which each conditional runs its branch.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -498,7 +506,7 @@ def executions(
         shares = {
             rf"{outside}/{embed}/cond$": schedule.prologue.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.prologue.backward,
-            # The same number of microbatches enters and leaves the pipeline.
+            # Equally many microbatches enter and leave the pipeline.
             rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
@@ -510,7 +518,7 @@ def _layer_loop(scope: str) -> str:
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Return the mean trip counts of the inner loops, each over at most one layer of a type."""
+    """Return the mean trip counts of the inner loops, which run at most one layer each."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}
@@ -530,7 +538,8 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
     turns = {kind: layers(slots) for kind, slots in schedule.kinds}
     if schedule.mixed and not average:
-        # Stages run different slot types in a tick. Only the longest slot determines the time.
+        # Stages run different slot types in the same tick. Only the longest slot determines the
+        # time.
         longest = np.argmax([turns[kind] * weight for kind, weight in _LENGTH.items()], axis=0)
         for place, kind in enumerate(_LENGTH):
             turns[kind] = np.where(longest == place, turns[kind], 0)
@@ -538,8 +547,8 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
 
 _LENGTH = {"F": 1.0, "I": 1.3, "W": 1.0}
-"""Approximate relative duration of a layer in a mixed tick, keyed by slot type. Only the order
-matters."""
+"""Approximate relative duration of a layer in a mixed tick, keyed by slot type. Only the ratios
+between slot types matter."""
 
 
 def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[CollectiveTraffic]:
@@ -571,7 +580,9 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
 
 
 def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
-    """Sum the transfers to and from host memory. Shared cycles are counted once."""
+    """Sum the transfers to and from host memory. Cycles shared by several transfers are counted
+    once.
+    """
     result = []
     for kind in dict.fromkeys(transfer.kind for transfer in found):
         group = [transfer for transfer in found if transfer.kind == kind]

@@ -2,11 +2,11 @@
 
 Stages advance in lockstep through the ticks of the schedule table. The duration of a tick is the
 time of its busiest stage, or the sum over all stages if devices share cores. Messages between
-stages overlap with the compute of a tick.
+stages overlap with the compute in a tick.
 
 The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of the
-layer's compute, depending on `pipeline.weight_gather`. Token exchanges do not overlap with compute,
-except for the keys and values in ring attention. Device and link figures come from
+layer's compute that depends on `pipeline.weight_gather`. Token exchanges do not overlap with
+compute, except for keys and values in ring attention. Device and link parameters come from
 `configs/hardware/` or from a calibration.
 """
 
@@ -48,8 +48,8 @@ RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 `names`, the number depends on the device. Compilers skip trailing operations whose results are
 unused: see `LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes per query-key pair that the softmax of plain attention, or its gradient, moves in one pass.
-The value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
+"""Bytes per query-key pair moved by one pass of the softmax in plain attention, or of its gradient.
+The value is fitted to the TPU compiler's cycle estimates at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
 backward slot."""
@@ -57,25 +57,25 @@ OVERLAPPED_SHARE = {"iteration": 0.5, "window": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
 """Cost of an attention kernel's backward pass relative to its forward pass, keyed by platform
-(default: 2.5). On TPU, the backward pass has two kernels, which both recompute the scores."""
+(default: 2.5). On TPU, the backward pass consists of two kernels that both recompute the scores."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicted times of the parts of a step on given hardware."""
+    """Predicted times of the components of a step on given hardware."""
 
     sizes: Sizes
     hardware: Hardware
 
     @property
     def contention(self) -> float:
-        """Slowdown of compute while all devices are busy, if devices share cores."""
+        """Return the slowdown of compute while all devices are busy, if devices share cores."""
         shared = self.hardware.shared_by
         return max(1.0, self.sizes.mesh.num_devices / shared) if shared else 1.0
 
     @property
     def overlaps(self) -> bool:
-        """Whether communication can overlap with compute; false if devices share cores."""
+        """Return whether communication can overlap with compute; false if devices share cores."""
         return not self.hardware.shared_by
 
     # Links.
@@ -133,38 +133,40 @@ class CostModel:
 
     @cached_property
     def layers(self) -> Mapping[str, LayerCost]:
-        """Costs of a layer, keyed by layer type."""
+        """Return the costs of a layer of each type."""
         return {kind: LayerCost(self, kind) for kind in self.sizes.model.layer_types}
 
     @property
     def most_common_layer(self) -> LayerCost:
-        """Costs of a layer of the most common type."""
+        """Return the costs of a layer of the most common type."""
         return self.layers[self.sizes.layers.most_common]
 
     def total(self, layers: Mapping[str, float], cost: Callable[[LayerCost], float]) -> float:
-        """Return the total cost of the given numbers of layers by type."""
+        """Return the total cost, given the number of layers of each type."""
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """Return the time in seconds of the given numbers of layers by type in one type of slot."""
+        """Return the time in seconds of one type of slot, given the number of layers of each
+        type.
+        """
         return self.total(layers, lambda layer: layer.slot(action))
 
     @property
     def recomputed(self) -> float:
-        """Number of forward passes that a backward pass recomputes."""
+        """Return the number of forward passes that a backward pass recomputes."""
         remat = self.sizes.config.pipeline.remat
         return (RECOMPUTED_FORWARDS | {"names": self.hardware.names_recomputed})[remat]
 
     @cached_property
     def message_seconds(self) -> float:
-        """Time to send a message to the next stage, in seconds."""
+        """Return the time in seconds to send a message to the next stage."""
         return self.send_seconds(
             CommVolume(self.sizes.mesh.nontrivial_axes(["stage"]), 2 * message(self.sizes), 2)
         )
 
     @cached_property
     def head_seconds(self) -> float:
-        """Time of the loss of one microbatch in seconds, including MTP heads.
+        """Return the time in seconds of the loss for one microbatch, including MTP heads.
 
         All stages share the work of the loss head.
         """
@@ -195,9 +197,10 @@ class CostModel:
 
     @property
     def mtp_seconds(self) -> float:
-        """Time of the MTP layers of one microbatch in seconds, including their embedding lookup.
+        """Return the time in seconds of the MTP layers for one microbatch, including their
+        embedding lookup.
 
-        The forward pass of MTP layers runs twice for every value of `pipeline.remat`.
+        The forward pass of MTP layers runs twice for every `pipeline.remat` mode.
         """
         if not (layers := self.sizes.layers.mtp):
             return 0.0
@@ -207,7 +210,9 @@ class CostModel:
 
     @cached_property
     def embed_seconds(self) -> float:
-        """Time of the embedding lookup of one microbatch and its gradient, in seconds."""
+        """Return the time in seconds for the embedding lookup of one microbatch, forward and
+        backward.
+        """
         return self.total_send_seconds(lookup(self.sizes))
 
 
@@ -224,16 +229,18 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """Communication of the layer."""
+        """Return the communication of the layer."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property
     def forward(self) -> float:
-        """Time of a forward pass in seconds, including tensor-parallel reductions."""
+        """Return the time in seconds of a forward pass, including tensor-parallel reductions."""
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the time of `forwards` forward passes excluding kernels, plus their reductions."""
+        """Return the time of `forwards` forward passes, excluding kernels but including
+        reductions.
+        """
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
             return matmuls + scores + self._sums
@@ -243,14 +250,14 @@ class LayerCost:
 
     @cached_property
     def recompute_seconds(self) -> float:
-        """Time of recomputation in a backward pass, in seconds.
+        """Return the time in seconds that a backward pass spends on recomputation.
 
         Operations whose results are unused are excluded: the backward pass does not use the output
         of a layer's last branch. The last projection is therefore not recomputed, and its reduction
         is not repeated.
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
-        if remat == "none":  # no communication, and no wait for other devices
+        if remat == "none":  # no communication, and no waiting for other devices
             return self.model.hardware.none_recomputed * self.seconds / self.split_factor
         unread = self._skipped_recompute_seconds if remat in ("full", "chunk") else 0.0
         return recomputed * self.forward - unread
@@ -266,7 +273,7 @@ class LayerCost:
 
     @cached_property
     def _sums(self) -> float:
-        """Time of the tensor-parallel reductions in a forward pass, in seconds."""
+        """Return the time in seconds of the tensor-parallel reductions in a forward pass."""
         return (
             self.model.send_seconds(tensor_sums(self.model.sizes, self.name))
             / self.model.contention
@@ -274,25 +281,27 @@ class LayerCost:
 
     @property
     def _uses_collective_matmul(self) -> bool:
-        """Whether collective matmuls gather the tokens in chunks."""
+        """Return whether collective matmuls gather the tokens in chunks."""
         sizes = self.model.sizes
         return sizes.config.mesh.collective_matmul and sizes.mesh.token_shards > 1
 
     @property
     def seconds(self) -> float:
-        """Time of a forward pass in seconds while all other devices are idle."""
+        """Return the time in seconds of a forward pass while all other devices are idle."""
         return self.matmul_seconds + self.score_seconds + self.kernel_seconds
 
     @cached_property
     def score_seconds(self) -> float:
-        """Time of a forward pass's memory traffic for attention scores, in seconds."""
+        """Return the time in seconds spent on attention-score memory traffic in one forward
+        pass.
+        """
         pairs = sum(map(self.model.sizes.activations.stored_scores, self._kind.parts.values()))
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return self.size_factor * self.split_factor * SCORE_TRAFFIC * pairs / rate
 
     @cached_property
     def matmul_seconds(self) -> float:
-        """Time of a forward pass in seconds, excluding attention scores and kernels."""
+        """Return the time in seconds of a forward pass, excluding attention scores and kernels."""
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         elements = sizes.params.computed_elements(self.name)
         flops = 2.0 * sizes.batch.tokens * elements + self._plain_flops
@@ -303,7 +312,7 @@ class LayerCost:
 
     @cached_property
     def moved_bytes(self) -> float:
-        """Size in bytes of the activations that a forward pass reads and writes."""
+        """Return the size in bytes of the activations that a forward pass reads and writes."""
         activations = self.model.sizes.activations
         return sum(
             activations.declared_bytes(part, part.traffic) for part in self._kind.parts.values()
@@ -311,7 +320,7 @@ class LayerCost:
 
     @cached_property
     def size_factor(self) -> float:
-        """Time per token, relative to the time per token at the fastest microbatch size."""
+        """Return the time per token, relative to that of the fastest microbatch size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -321,23 +330,23 @@ class LayerCost:
 
     @property
     def split_factor(self) -> float:
-        """Time of a layer, relative to a layer without tensor parallelism."""
+        """Return the time of a layer, relative to a layer without tensor parallelism."""
         return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.mesh.tensor)
 
     @cached_property
     def score_recompute_seconds(self) -> float:
-        """Time in seconds to recompute scores in a backward pass.
+        """Return the time in seconds to recompute attention scores in a backward pass.
 
-        The value is 0 if measured costs include this time.
+        The result is 0 if measured costs already include this time.
         """
         flops = sum(flops for scores, flops in self._scored if scores.storage == "block") / 2
         return 0.0 if self.model.hardware.measured else self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def kernel_seconds(self) -> float:
-        """Time in seconds of a forward pass's attention kernels.
+        """Return the time in seconds of the attention kernels in a forward pass.
 
-        The value is 0 if measured rates include this time.
+        The result is 0 if measured rates already include this time.
         """
         if self.model.hardware.measured:
             return 0.0
@@ -350,13 +359,13 @@ class LayerCost:
 
     @property
     def _plain_flops(self) -> float:
-        """FLOP of attention matmuls outside kernels."""
+        """Return the FLOP of attention matmuls outside custom kernels."""
         kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
         return sum(flops for _, flops in self._scored) - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
-        """Attention operations of a layer, each with its FLOP in a forward pass."""
+        """Return the attention operations of a layer, each with its FLOP in a forward pass."""
         sizes = self.model.sizes
         return [
             (operation, 4.0 * sizes.activations.scores(part) * operation.head_dim)
@@ -367,13 +376,13 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Time of gradient accumulation in seconds; 0 if matmuls overlap with the accumulation."""
+        """Return the time in seconds of gradient accumulation; 0 if it overlaps with matmuls."""
         moved = 3 * 4.0 * self.model.sizes.trained.layer_elements(self.name, whole=True)
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
 
     def exchange_seconds(self, action: str) -> float:
-        """Return the exposed time of token exchanges in a slot of this type, in seconds."""
+        """Return the exposed time in seconds of token exchanges in a slot of this type."""
         return self._exchange_seconds[action]
 
     @cached_property
@@ -393,9 +402,9 @@ class LayerCost:
         )
 
     def slot(self, action: str) -> float:
-        """Return the time of a slot of this type in seconds, including exposed communication.
+        """Return the time in seconds of a slot of this type, including exposed communication.
 
-        The other devices are assumed to be idle: see `contention`.
+        The other devices are assumed to be idle; see `contention`.
         """
         return self._slots[action]
 
@@ -406,7 +415,7 @@ class LayerCost:
     def _in_slot(self, action: str) -> float:
         hardware, model = self.model.hardware, self.model
         pipeline = model.sizes.config.pipeline
-        # The backward pass of a kernel only computes input gradients.
+        # A kernel's backward pass computes only input gradients.
         kernel = self.kernel_seconds
         inputs = (
             self._with_sums(hardware.input_grad_cost)
@@ -430,7 +439,7 @@ class LayerCost:
             gathers += 1
         traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
         if hardware.is_tpu:
-            own += scatter  # XLA for TPU does not overlap this: see `benchmarks/compile_reports.md`
+            own += scatter  # not overlapped by XLA for TPU: see `benchmarks/compile_reports.md`
         else:
             traffic += scatter
         left = model.exposed_seconds(
@@ -440,7 +449,9 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Fraction of trained weights among the weights that are applied to each token."""
+        """Return the fraction of trained weights among the weights that are applied to each
+        token.
+        """
         sizes = self.model.sizes
         computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
@@ -448,7 +459,7 @@ class LayerCost:
     def _stash_seconds(self, action: str) -> float:
         """Return the time in seconds to save or load activations.
 
-        The result is 0 if measured costs include this time.
+        The result is 0 if measured costs already include this time.
         """
         if self.model.hardware.measured:
             return 0.0
@@ -463,12 +474,12 @@ class LayerCost:
 
     @cached_property
     def gather(self) -> float:
-        """Time to gather the layer's weights, in seconds."""
+        """Return the time in seconds to gather the layer's weights."""
         return self.model.total_send_seconds(self.traffic.gathered)
 
     @cached_property
     def scatter(self) -> float:
-        """Time to reduce-scatter the layer's gradient, in seconds."""
+        """Return the time in seconds to reduce-scatter the layer's gradient."""
         return self.model.reduce_scatter_seconds(self.traffic.scattered)
 
 
@@ -477,28 +488,28 @@ class Cost:
     """Predicted time of one step on one device."""
 
     parts: dict[str, float]
-    """Time in seconds, keyed by cause. The sum is the step time."""
+    """Time in seconds, keyed by cause. The step time is the sum of these times."""
     model_flops: float
-    """FLOP per step that the model requires from one device."""
+    """Model FLOP per step on one device."""
     peak_flops: float
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
     """Bytes that a device sends per step, keyed by axes and link."""
 
     @property
     def seconds(self) -> float:
-        """Step time in seconds."""
+        """Return the step time in seconds."""
         return sum(self.parts.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization (PaLM, arXiv:2204.02311)."""
+        """Return the model FLOPs utilization (PaLM, arXiv:2204.02311)."""
         return self.model_flops / self.seconds / self.peak_flops
 
 
 def predict_cost(
     sizes: Sizes, schedule: Schedule, hardware: Hardware, held: Memory | None = None
 ) -> Cost:
-    """Predict the cost of a step. `held` is the predicted memory, if it is already known."""
+    """Predict the cost of a step. `held` is the predicted memory, if already known."""
     sizes = sizes.on_platform(hardware.platform)
     model = CostModel(sizes, hardware)
     ticks, behind = _ticks(model, schedule)
@@ -533,7 +544,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[K]` layer times per tick in seconds, and the parts that overlap with messages."""
+    """Return the layer time and the overlap with messages in seconds, for each tick `[K]`."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))
@@ -555,10 +566,10 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
 def _slot_seconds(
     model: CostModel, schedule: Schedule, action: str, slots: SlotColumns, *, computes: bool
 ) -> np.ndarray:
-    """Return the time `[K, P]` of each stage's layers in slots of one type, in seconds.
+    """Return the time in seconds `[K, P]` of each stage's layers in slots of one type.
 
-    With `computes`, idle stages also compute: in every tick with a slot of this type, all stages
-    run every layer type that any stage has at that position of its chunk.
+    If `computes` is set, idle stages also compute: in every tick with a slot of this type, all
+    stages run every layer type that any stage has at that position of its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
@@ -579,14 +590,14 @@ def _slot_seconds(
 
 
 def _ideal(model: CostModel, schedule: Schedule) -> float:
-    """Return the time of all layers in seconds, without any idle time."""
+    """Return the time in seconds of all layers, without any idle time."""
     sizes = model.sizes
     layers = sum(model.slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds)
     return sizes.batch.microbatches * layers / sizes.mesh.stages * model.contention
 
 
 def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the exposed time of token exchanges between devices, in seconds."""
+    """Return the exposed time in seconds of token exchanges between devices."""
     actions = [action for action, _ in schedule.kinds]
     exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
     layers = model.total(model.sizes.layers.pipelined, exchanged)
@@ -594,7 +605,7 @@ def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the time of the prologue layers in seconds; all stages run them in parallel."""
+    """Return the time in seconds of the prologue layers, which all stages run in parallel."""
     rounds, layers = schedule.prologue, model.sizes.layers.prologue
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
@@ -603,7 +614,7 @@ def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _gathers(model: CostModel, schedule: Schedule) -> float:
-    """Return the time in seconds of weight gathers that are not part of a layer's slots."""
+    """Return the time in seconds of weight gathers outside the layers' slots."""
     if model.sizes.config.pipeline.weight_gather == "iteration":
         return 0.0
     layers = model.total(layer_executions(model.sizes, schedule).gathered, attrgetter("gather"))
@@ -611,7 +622,7 @@ def _gathers(model: CostModel, schedule: Schedule) -> float:
 
 
 def _reductions(model: CostModel, schedule: Schedule) -> float:
-    """Return the time in seconds of gradient reductions that are not part of a layer's slots."""
+    """Return the time in seconds of gradient reductions outside the layers' slots."""
     sizes = model.sizes
     seconds = model.total_send_seconds(merge_by_axes(step_end_traffic(sizes)))
     if sizes.config.pipeline.weight_gather == "iteration":
@@ -621,13 +632,15 @@ def _reductions(model: CostModel, schedule: Schedule) -> float:
 
 
 def _update(model: CostModel) -> float:
-    """Return the time of the optimizer update in seconds, limited by memory bandwidth."""
+    """Return the time in seconds of the optimizer update, which is limited by memory bandwidth."""
     moved = 2.4 * state_bytes(model.sizes, model.sizes.trained)
     return moved / (model.hardware.memory_gb_per_second * 1e9)
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate a step's memory, if every step frees it again."""
+    """Return the time in seconds to allocate a step's memory, if every step frees this memory
+    again.
+    """
     rate = model.hardware.fresh_gb_per_second
     if not rate:
         return 0.0

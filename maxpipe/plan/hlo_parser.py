@@ -14,7 +14,7 @@ import numpy as np
 
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _SLICE_IDS = 100_000
-"""Device 4 has the id 100004 in the first slice, and 200004 in the second."""
+"""Device 4 has ID 100004 in the first slice, and ID 200004 in the second."""
 
 
 @dataclass(frozen=True)
@@ -23,38 +23,40 @@ class Instruction:
 
     name: str
     shape: str
-    """Shape as printed. For a tuple, the shapes of all members."""
+    """Shape as printed. For a tuple, this is the shapes of all its members."""
     opcode: str
     operands: tuple[str, ...]
-    """Operand names in the same computation; for a constant, its value."""
+    """Names of the operands in the same computation; for a constant, its value."""
     attributes: str
-    """The text after the operands."""
+    """Text that follows the operands."""
 
     @cached_property
     def op_name(self) -> str:
-        """Origin in the traced program, e.g. `jit(f)/while/body/add`."""
+        """Return the origin in the traced program, e.g. `jit(f)/while/body/add`."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def cycles(self) -> int:
-        """Cycle estimate of the compiler, or 0 if the compiler provides no estimate."""
+        """Return the compiler's cycle estimate, or 0 if there is no estimate."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
         return int(found.group(1)) if found else 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the result in bytes, without padding."""
+        """Return the size of the result in bytes, without padding."""
         return sum(array_bytes(self.shape))
 
     def computation(self, role: str) -> str | None:
-        """Return the name of the computation in the attribute `body`, `condition`, `calls` ..."""
+        """Return the name of the computation in the attribute `role`, such as `body`, `condition`
+        or `calls`.
+        """
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else None
 
     @cached_property
     def branches(self) -> tuple[str, ...]:
-        """Names of the branch computations of a conditional."""
+        """Return the names of a conditional's branch computations."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
         if listed:
             return tuple(name.strip().lstrip("%") for name in listed.group(1).split(","))
@@ -63,7 +65,8 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in printed order. In a scheduled module, this is the execution order."""
+"""Instructions keyed by name, in printed order. In a scheduled module, this is the execution
+order."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def array_dims(shape: str) -> list[tuple[int, ...]]:
 
 
 def array_bytes(shape: str) -> list[int]:
-    """Return the size in bytes of each array in a printed shape. Tokens and opaque values are
+    """Return the size in bytes of each array in a printed shape. Tokens and opaque types are
     skipped.
     """
     sizes = []
@@ -124,10 +127,11 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # The metadata of a kernel contains line breaks. Cycles and origin are on the last line.
+            # The metadata of a kernel contain line breaks. The cycle estimate and the origin are on
+            # the last line.
             current[-1] += f"\n{line}"
     if not entry:
-        raise ValueError("not the text of an HLO module: no line starts with ENTRY")
+        raise ValueError("the text is not an HLO module, because no line starts with ENTRY")
     return Module(computations, entry, num_devices)
 
 
@@ -140,7 +144,8 @@ def _instruction(text: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     pieces = split_operands(rest[len(opcode) + 1 : end - 1])
-    # CPU programs print an operand as `f32[8]{0} %name`. TPU programs print it as `%name`.
+    # CPU programs print an operand as `f32[8]{0} %name`. TPU programs print the same operand as
+    # `%name`.
     operands = tuple(piece.split()[-1].lstrip("%") for piece in pieces)
     return Instruction(name, shape, opcode, operands, rest[end:])
 
@@ -174,7 +179,9 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices in the first group. All other groups are shifted copies of this group."""
+    """Return the devices in the first group. All other groups are shifted copies of the first
+    group.
+    """
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
@@ -192,7 +199,7 @@ def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
 
 
 def group_between_slices(target: str) -> tuple[int, ...]:
-    """Return the device ids in the first group of `{1,2}x{0:63}` or `{{100000->200032},...}`."""
+    """Return the device IDs in the first group of `{1,2}x{0:63}` or `{{100000->200032},...}`."""
     if found := re.match(r"\{([\d,]+)\}x\{(\d+)", target):
         return tuple(
             int(each) * _SLICE_IDS + int(found.group(2)) for each in found.group(1).split(",")
@@ -210,13 +217,13 @@ def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
 
 
 def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
-    """Return the array for `[4,8]<=[8,4]T(1,0)`: an iota over the source shape, then a
-    transpose.
+    """Return the array for `[4,8]<=[8,4]T(1,0)`: an iota over the source shape, which is then
+    transposed.
     """
     dims = [int(dim) for dim in shape.split(",")]
     origin = [int(dim) for dim in source.split(",")] if source else dims
     numbers = np.arange(math.prod(origin)).reshape(origin)
     if order:
         numbers = numbers.transpose([int(dim) for dim in order.split(",")])
-    # `device_ids=([4,8]T(1,0))` has no source shape: the shape itself is transposed.
+    # `device_ids=([4,8]T(1,0))` has no source shape, so the shape itself is transposed.
     return numbers.reshape(dims) if source else numbers

@@ -1,10 +1,10 @@
 """Compute the costs of a compiled program from its optimized HLO text.
 
-The profiler starts at the entry computation of `compiled.as_text()`, and multiplies the costs of
+The profiler starts at the entry computation of `compiled.as_text()` and multiplies the costs of
 loop bodies by their trip counts. TPU programs contain a cycle estimate for every compute
 instruction but not for synchronous collectives, so cycles and bytes are reported separately. Trip
-counts of layer loops are dynamic: the caller passes their averages, and the fraction of ticks in
-which a conditional runs its branch.
+counts of layer loops are dynamic, so the caller passes their means, and the fraction of ticks in
+which each conditional runs its branch.
 
     compiled = steps.compile_train()
     profile = profile_program(parse_hlo(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
@@ -43,7 +43,7 @@ BETWEEN_SLICES = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-"""Names of collectives over the host network in XLA for TPU."""
+"""Names that XLA for TPU uses for collectives over the host network."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _ON_HOST = "S(5)"
@@ -67,17 +67,17 @@ class InstructionCost:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether the instruction is a custom kernel without a cycle estimate."""
+        """Return whether the instruction is a custom kernel without a cycle estimate."""
         return self.instruction.opcode == "custom-call" and not _is_gemm(self.instruction)
 
     @property
     def cycles(self) -> float:
-        """Total estimated cycles across all executions."""
+        """Return the total estimated cycles across all executions."""
         return self.instruction.cycles * self.count
 
     @property
     def num_bytes(self) -> float:
-        """Size of the largest result in bytes, times the number of executions."""
+        """Return the size in bytes of the largest result, times the number of executions."""
         return max(array_bytes(self.instruction.shape), default=0) * self.count
 
 
@@ -94,8 +94,8 @@ class Collective:
     group: tuple[int, ...]
     """Positions of the first group's devices in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Bytes sent by each device in one execution, assuming a ring algorithm. For a ragged
-    collective, the full capacity is assumed to be sent evenly to all devices."""
+    """Bytes sent by each device in one execution, assuming a ring algorithm. A ragged collective is
+    assumed to send its full capacity, spread evenly over all devices."""
     is_async: bool
     """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
@@ -103,20 +103,23 @@ class Collective:
     cycles_between: float = 0.0
     """Total estimated cycles of these instructions, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """Estimated cycles keyed by instruction, since several collectives may be in flight at once."""
+    """Estimated cycles keyed by instruction, because several collectives can be in flight at the
+    same time."""
     flops_between: float = 0.0
     """FLOP of the matmuls and kernels in these instructions, including loops."""
     between_slices: bool = False
-    """Whether the hosts send the data between slices. `group` then contains device ids."""
+    """Whether hosts send the data between slices. If so, `group` contains device IDs."""
 
     @property
     def total_bytes(self) -> float:
-        """Bytes sent by each device in one run of the program."""
+        """Return the bytes sent by each device in one run of the program."""
         return self.num_bytes * self.count
 
     @property
     def stride(self) -> int:
-        """Distance between neighbours in the group; it distinguishes mesh axes of equal size."""
+        """Return the distance between neighbors in the group, which distinguishes mesh axes of
+        equal size.
+        """
         return min((b - a for a, b in itertools.pairwise(sorted(self.group))), default=0)
 
 
@@ -145,21 +148,22 @@ class Profile:
     """Copies and transposes of buffers inside loops."""
     transfers: list[HostTransfer] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
-    """`op_name` of loops with unknown trip counts. Their bodies are counted once."""
+    """`op_name` of each loop whose trip count is unknown. The bodies of these loops are counted
+    once."""
 
     @property
     def cycles(self) -> float:
-        """Total estimated cycles, excluding synchronous collectives and kernels."""
+        """Return the total estimated cycles, excluding synchronous collectives and kernels."""
         return sum(entry.cycles for entry in self.entries)
 
     @property
     def flops(self) -> float:
-        """Total FLOP of matmuls and kernels."""
+        """Return the total FLOP of matmuls and kernels."""
         return sum(entry.flops * entry.count for entry in self.entries)
 
     @property
     def kernel_flops(self) -> float:
-        """Total FLOP of kernels."""
+        """Return the total FLOP of kernels."""
         return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
     def largest(self, number: int) -> list[InstructionCost]:
@@ -167,7 +171,9 @@ class Profile:
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """Return the bytes sent by collectives of these types and group size (default: all)."""
+        """Return the bytes sent by collectives of these types and this group size (default:
+        all).
+        """
         return sum(
             collective.total_bytes
             for collective in self.collectives
@@ -188,16 +194,16 @@ def profile_program(
     """Profile a program, starting at its entry computation.
 
     Args:
-        module: a parsed program.
-        trips: average trip counts, keyed by patterns for a loop's `op_name`. They override the trip
-            counts in the text; the first match applies.
+        module: a parsed HLO module.
+        trips: mean trip counts, keyed by patterns for a loop's `op_name`. These override the trip
+            counts in the HLO text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
-            conditional's `op_name` (default: 1). The other executions run the cheapest branch.
+            conditional's `op_name` (default: 1). All other executions run the cheapest branch.
         windows: fraction of attention layers, keyed by window size, if layers have different
             windows.
         regions: patterns for `op_name`, keyed by region name. Called computations belong to the
             region of their caller.
-        copy_bytes: minimum size in bytes of the listed copies inside loops.
+        copy_bytes: minimum size in bytes of copies inside loops for them to be listed.
     """
     walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)
@@ -247,7 +253,9 @@ class _Walk:
     # Control flow.
 
     def _called(self, op: Instruction) -> Iterator[tuple[str, float]]:
-        """Yield the called computations (for a loop, its body) and their executions per call."""
+        """Yield the called computations (for a loop, its body) and their number of executions per
+        call.
+        """
         if op.opcode == "while":
             trips = self._known_trips(op)
             yield op.computation("body") or "", 1.0 if trips is None else trips
@@ -268,7 +276,9 @@ class _Walk:
             yield name, 1.0
 
     def _window(self, branch: str) -> int | None:
-        """Return the window size in the scope names of a branch, or None if there is none."""
+        """Return the window size in the scope names of a branch, or None if there is no such
+        name.
+        """
         found = (
             scopes.parse_window(op.op_name) for op in self.module.computations[branch].values()
         )
@@ -281,7 +291,8 @@ class _Walk:
             return named
         if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes):
             return float(known.group(1))
-        # The counter of a counted loop starts at 0; the loop ends when it reaches a constant.
+        # The counter of a counted loop starts at 0, and the loop ends when the counter reaches a
+        # constant.
         condition = self.module.computations.get(loop.computation("condition") or "", {})
         root = next(reversed(condition.values()), None)
         if root is None or root.opcode not in ("compare", "fusion"):
@@ -331,7 +342,7 @@ class _Walk:
         """Return the FLOP of one execution, including the matmuls in a fusion."""
         if op.opcode == "fusion":
             # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
-            # contain the kernel's FLOP in their names. This FLOP count must not be added twice.
+            # contain the kernel's FLOP in their names. These FLOP must not be counted twice.
             inside = self._inside(op)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
@@ -360,11 +371,11 @@ class _Walk:
         group = group_of(source.attributes, self.module.num_devices)
         operands = [computation[name] for name in op.operands if name in computation]
         if wrapped is not None and op.opcode in ("fusion", "call-start"):
-            # Use the operands of the inner collective, because fusions may have additional operands
+            # Use the operands of the inner collective, because fusions can have additional operands
             # and calls have none.
             operands = [self._inside(op)[name] for name in wrapped.operands]
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
-            kind = "reduce-scatter"  # as XLA for TPU emits it
+            kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
             operands = operands[:1]  # the other operands are the output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
@@ -390,7 +401,9 @@ class _Walk:
     def _cross_slice_collective(
         self, recv: Instruction, computation: Computation
     ) -> Collective | None:
-        """Return a collective between slices, implemented by a send and a receive via the host."""
+        """Return a collective between slices, which is implemented as a send and a receive via the
+        host.
+        """
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
         kind = BETWEEN_SLICES.get(settings.get("megascale_transfer_type", ""))
         if kind is None:
@@ -446,9 +459,9 @@ class _Walk:
         if op.opcode not in ("fusion", "async-start", "call-start"):
             return None
         inside = self._inside(op).values()
-        # A TPU may run one collective inside several fusions. The first fusion starts the
-        # collective, later fusions continue it during their own work, and the last fusion ends it.
-        # The collective appears in all these fusions.
+        # A TPU can run one collective inside several fusions. The first fusion starts the
+        # collective, later fusions continue the collective during their own work, and the last
+        # fusion ends it. The collective appears in all these fusions.
         for other in inside:
             if other.opcode.removesuffix("-start") in COLLECTIVE_KINDS:
                 continues = "chain_id=" in other.attributes and not self._is_start(op)
@@ -467,7 +480,7 @@ class _Walk:
         return op.opcode.endswith("-start") or self._has(op, "AsyncCollectiveStart")
 
     def _is_done(self, op: Instruction) -> bool:
-        if op.opcode == "copy-done":  # this copies a buffer that is still in flight
+        if op.opcode == "copy-done":  # copies a buffer that is still in flight
             return False
         return op.opcode.endswith("-done") or self._has(op, "AsyncCollectiveDone")
 
@@ -486,7 +499,7 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return work
-                carriers.add(name)  # this passes on the collective's state
+                carriers.add(name)  # passes on the state of the collective
             if other.opcode in _COMPUTE:
                 work.append(other)
         # If the `done` instruction is in the next loop iteration, include the remainder of this
@@ -506,7 +519,7 @@ class _Walk:
 
 
 def _is_gemm(op: Instruction) -> bool:
-    """Whether the instruction is a cuBLAS matmul."""
+    """Return whether the instruction is a cuBLAS matmul."""
     return op.opcode == "custom-call" and '"gemm_backend_config"' in op.attributes
 
 

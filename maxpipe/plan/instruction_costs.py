@@ -1,9 +1,9 @@
-"""List the most expensive operations of a compiled step by cycles.
+"""List the operations of a compiled step that need the most cycles.
 
 An entry contains the costs of one instruction of the compiled program, summed over its executions.
-Cycles are the compiler's estimate. The compiler has no estimate for kernels: their cycles are
-computed from their FLOP at an assumed efficiency. Cycles of collectives are computed from their
-bytes at the published link bandwidth, minus the cycles of the instructions scheduled between their
+Cycles are the compiler's estimate. The compiler has no estimate for kernels, so their cycles are
+computed from their FLOP at an assumed efficiency. The cycles of a collective are computed from its
+bytes at the published link bandwidth, minus the cycles of the instructions scheduled between its
 start and end.
 """
 
@@ -40,13 +40,13 @@ class ProfileLine:
     """An entry of the profile, or the sum of several entries."""
 
     kind: str
-    """Category, such as `matmul`, `kernel` or `copy`: see `instruction_kind`."""
+    """Category, such as `matmul`, `kernel` or `copy`; see `instruction_kind`."""
     region: str
     """Region of the program, such as `forward`, `backward`, `head` or `update`."""
     part: str
-    """Name of the layer part, or `rotary`; empty outside layers."""
+    """Name of the sublayer, or `rotary`; empty outside layers."""
     name: str
-    """Name of the instruction, or empty for a sum."""
+    """Name of the instruction; empty for a sum."""
     shape: str
     """Shape of the result."""
     count: float
@@ -56,17 +56,17 @@ class ProfileLine:
     flops: float
     """FLOP of matmuls and kernels per step."""
     of_peak: float
-    """Achieved fraction of peak FLOP/s of matmuls and kernels. For kernels, the value is
+    """Fraction of peak FLOP/s that matmuls and kernels achieve. For kernels, the fraction is
     assumed."""
 
     @property
     def location(self) -> str:
-        """Region and layer part."""
+        """Return the region and sublayer."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Return all entries sorted by cycles, or nothing if the compiler estimates no cycles."""
+    """Return all entries sorted by cycles, or an empty list if the compiler estimates no cycles."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []
@@ -91,7 +91,9 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the profile line of an entry, given the peak FLOP per cycle and kernel efficiency."""
+    """Return the profile line of an entry, given the peak FLOP per cycle and the kernel
+    efficiency.
+    """
     flops = entry.flops * entry.count
     cycles = entry.cycles or flops / (peak * kernels)
     return ProfileLine(
@@ -108,7 +110,7 @@ def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLi
 
 
 def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
-    """Sum the entries by kind and location, sorted by cycles."""
+    """Sum the entries by category and location, sorted by cycles."""
     grouped: dict[tuple[str, str, str], list[ProfileLine]] = defaultdict(list)
     for line in listed:
         grouped[line.kind, line.region, line.part].append(line)
@@ -130,8 +132,8 @@ def sum_by_kind(listed: Iterable[ProfileLine]) -> list[ProfileLine]:
 def instruction_kind(entry: InstructionCost) -> str:
     """Return the category of an instruction or fusion.
 
-    A fusion with a matmul is always a `matmul`. A fusion without arithmetic gets a data-movement
-    category. All other fusions are `elementwise`.
+    A fusion that contains a matmul is always a `matmul`. A fusion without arithmetic gets a
+    data-movement category. All other fusions are `elementwise`.
     """
     if entry.is_kernel:
         return "kernel"
@@ -171,7 +173,7 @@ def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Co
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """Return the time of one collective at the published link bandwidth, in seconds."""
+    """Return the time in seconds of one collective at the published link bandwidth."""
     if collective.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
         return collective.num_bytes / rate + latency * 1e-6
@@ -187,9 +189,9 @@ def _short(shape: str) -> str:
 
 
 def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
-    """Format the sums by kind and location, and the largest entries, as lines of a report."""
+    """Format the sums by category and location, and the largest entries, as report lines."""
     if not listed:
-        return ["no entries: the compiler provides no cycle estimates for these devices"]
+        return ["no entries, because the compiler provides no cycle estimates for these devices"]
     whole = sum(line.cycles for line in listed)
 
     def row(line: ProfileLine) -> tuple[str, ...]:

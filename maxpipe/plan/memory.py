@@ -1,4 +1,4 @@
-"""Predict the memory of one device, term by term, from the config alone.
+"""Predict the memory use of one device, term by term, from the config alone.
 
 Persistent arrays of the train step are counted exactly: state, schedule buffers and gradient
 accumulators. The additional memory at the peak is the total size of the arrays that are live at
@@ -29,7 +29,7 @@ from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"
 ARGUMENTS = ("state", "batch", REFERENCE)
-"""Terms that are allocated before the step starts. The other terms are temporary."""
+"""Terms that are allocated before the step starts. All other terms are temporary."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,35 @@ class Memory:
 
     @property
     def arguments(self) -> float:
-        """Total bytes of state, batch and reference parameters."""
+        """Return the total bytes of state, batch and reference parameters."""
         return sum(self.terms.get(name, 0.0) for name in ARGUMENTS)
 
     @property
     def reference(self) -> float:
-        """Bytes in device memory during the step that are not arguments of the step."""
+        """Return the bytes in device memory during the step that are not arguments of the step."""
         return self.terms.get(REFERENCE, 0.0)
 
     @property
     def temporary(self) -> float:
-        """Total bytes of all other terms."""
+        """Return the total bytes of all temporary terms."""
         return self.total - self.arguments
 
     @property
     def total(self) -> float:
-        """Total bytes of all terms."""
+        """Return the total bytes of all terms."""
         return sum(self.terms.values())
 
     @property
     def largest(self) -> list[tuple[str, float]]:
-        """Terms above 0.1% of the total, in descending order."""
+        """Return the terms above 0.1% of the total, in descending order."""
         ordered = sorted(self.terms.items(), key=lambda item: -item[1])
         return [(name, size) for name, size in ordered if size > 0.001 * self.total]
 
 
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
-    """Predict the memory of the train step of a config on a JAX platform."""
+    """Predict the memory use of a config's train step on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equal
+    if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equivalent
         pipeline = sizes.config.pipeline
         mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -113,13 +113,13 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
 
 def state(sizes: Sizes) -> dict[str, float]:
     """Return the size in bytes of the step's arguments: state and batch."""
-    # The batch has four int32 arrays of ids and a float32 mask.
+    # The batch has four int32 arrays of IDs and a float32 mask.
     batch = sizes.batch.per_device * (5 * 4 * sizes.config.train.sequence_length + 4)
     return {"state": state_bytes(sizes, sizes.params), "batch": float(batch)}
 
 
 def state_bytes(sizes: Sizes, params: ParameterCounts) -> float:
-    """Return the size in bytes of these parameters and of the optimizer state on a device."""
+    """Return the size in bytes of these parameters and their optimizer state on one device."""
     optimizer = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
     return float(_parameter_bytes(sizes, params) + optimizer + 12)
 
@@ -137,7 +137,9 @@ def reference(sizes: Sizes) -> float:
 
 
 def attention_workspace_bytes(sizes: Sizes) -> float:
-    """Return the maximum workspace of attention kernels, which is unknown to XLA without a GPU."""
+    """Return the maximum workspace in bytes of attention kernels, which XLA cannot determine
+    without a GPU.
+    """
     parts = [part for kind in sizes.model.layer_types.values() for part in kind.parts.values()]
     documents = (Held(documents=part.backward_peak.documents) for part in parts)
     return max(map(sizes.activations.declared_bytes, parts, documents))
@@ -153,7 +155,9 @@ def _parameter_bytes(sizes: Sizes, params: ParameterCounts) -> float:
 
 
 def _layer_bytes(sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts) -> float:
-    """Return the size in bytes of stored parameters for these numbers of layers by type."""
+    """Return the size in bytes of the stored parameters, given the number of layers of each
+    type.
+    """
     return float(
         sum(
             count
@@ -171,7 +175,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     layers, activations = sizes.layers, sizes.activations
     by_chunk = sizes.config.pipeline.remat == "chunk"
     message = float(activations.itemsize * activations.hidden)
-    # Count the saved activations of the largest chunk, per layer type.
+    # Count the saved activations of the largest chunk, separately for each layer type.
     saved, _ = _saved_bytes(sizes, layers.chunk_slots)
     terms = {
         "inbox": schedule.num_inbox * message,
@@ -203,7 +207,9 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
 
 
 def _saved_bytes(sizes: Sizes, layers: Mapping[str, int]) -> tuple[float, float]:
-    """Return the (device, host) bytes of the saved activations of these layers by type."""
+    """Return the (device, host) bytes of saved activations, given the number of layers of each
+    type.
+    """
     saved = [(count, *sizes.activations.saved_bytes(kind)) for kind, count in layers.items()]
     return sum(count * here for count, here, _ in saved), sum(
         count * host for count, _, host in saved
@@ -213,8 +219,8 @@ def _saved_bytes(sizes: Sizes, layers: Mapping[str, int]) -> tuple[float, float]
 def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
     """Return the total size of the prologue layers in bytes.
 
-    The size includes state, gradients, gathered weights and buffers. Temporary memory of a layer's
-    backward pass is not included, because all layers share it.
+    The size includes state, gradients, gathered weights and buffers. The temporary memory of a
+    layer's backward pass is excluded, because all layers share it.
     """
     once = sizes.config.pipeline.weight_gather != "iteration"
     total = _layer_bytes(sizes, sizes.layers.prologue, sizes.params)
@@ -246,7 +252,7 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
 
 
 def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
-    """Return the size in bytes of gathered weights that are kept for the complete step."""
+    """Return the size in bytes of gathered weights that are kept for the entire step."""
     if sizes.config.pipeline.weight_gather == "iteration":
         return {"held": 0.0}
     params = sizes.params
@@ -254,7 +260,7 @@ def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
         if sizes.platform == "cpu":
             return {"held": 0.0}
         params = sizes.trained
-    # A tied output projection is stored in the layout of its matmuls.
+    # A tied output projection is stored in the layout that its matmuls expect.
     head = sizes.params if sizes.model.ends.head is None else params
     ends = head.head_elements(whole=True) + params.mtp_elements(whole=True)
     total = float(sizes.activations.itemsize * ends)
@@ -331,7 +337,7 @@ def _with_float32(sizes: Sizes) -> Sizes:
 
 @cache
 def _has_older_cpu_compiler() -> bool:
-    """Return whether the installed jax has an older CPU compiler; does not import jax."""
+    """Return whether the installed jax has an older CPU compiler, without importing jax."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -341,11 +347,11 @@ def _has_older_cpu_compiler() -> bool:
 
 _NEWER_ON_CPU = (0, 12)
 """First jax version in which XLA for CPU keeps activations and buffers in bfloat16 and preserves
-optimization barriers until fusion. Version 0.10 did neither."""
+optimization barriers until fusion. JAX 0.10 did neither."""
 
 
 def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
-    """Return the size in bytes of the float32 copies that older XLA for CPU makes."""
+    """Return the size in bytes of the float32 copies that older versions of XLA for CPU make."""
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
@@ -355,15 +361,14 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
 
 
 WEIGHT_COPIES = {"iteration": 2.0, "window": 0.8, "step": 0.8}
-"""Number of copies of a layer's gathered weights and gradients during its backward pass, in the
-compute dtype. This constant and the next two are fitted to measurements on TPU."""
+"""Number of compute-dtype copies of a layer's gathered weights and gradients during its backward
+pass. This constant and the next two are fitted to measurements on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""Actual number of copies of the attention scores for every copy that a layer part declares. The
-scores of all attention blocks are live at once."""
+"""Actual number of copies of the attention scores per copy that a sublayer declares. The scores of
+all attention blocks are live at the same time."""
 REDUCED_COPIES = 1.2
-"""Number of copies of unsharded activations that tensor-parallel reductions hold in addition to the
-scores.
-"""
+"""Number of copies of unsharded activations held by tensor-parallel reductions, in addition to the
+scores."""
 
 
 REMOTE_KEY_COPIES = 2.0
@@ -372,7 +377,9 @@ gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the peak bytes of the largest layer's backward pass; layer parts reuse memory."""
+    """Return the peak bytes of the largest layer's backward pass; sublayers reuse the same
+    memory.
+    """
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: LayerType) -> float:
@@ -398,7 +405,7 @@ def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
 
 
 def _part_on_tpu(sizes: Sizes, part: Part) -> float:
-    """Return the peak size in bytes of a layer part's backward pass, excluding weights."""
+    """Return the peak size in bytes of a sublayer's backward pass, excluding weights."""
     activations, peak = sizes.activations, part.backward_peak
     size, (narrow, wide, other) = activations.itemsize, peak.pairs
     total = (wide * 4 + narrow * SCORE_COPIES * size + other) * activations.stored_scores(part)
@@ -409,30 +416,28 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
-"""Number of copies of a layer's weights, and of the stage activation for each layer part; fitted to
+"""Number of copies of a layer's weights, and of the stage activation for each sublayer; fitted to
 measurements."""
 CPU_GATHERED = 4.0
 """Number of copies of activations that are gathered or not yet reduced, if tokens are sharded
-between matmuls; fitted to measurements.
-"""
+between matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of every array that a layer part declares, if activations are saved and if they
+"""Number of copies of every array that a sublayer declares, if activations are saved and if they
 are recomputed; fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""Number of copies of the attention scores while other arrays are live, and during attention's
-backward pass; fitted to measurements.
-"""
+"""Number of copies of the attention scores while other arrays are live, and during the backward
+pass of attention; fitted to measurements."""
 CPU_BARRIER_COPIES = 0.6
-"""If the compiler drops optimization barriers, number of copies of each array that barriers would
-avoid; fitted to measurements. Operands of matmuls already have the right layout, unless tokens are
-sharded."""
+"""Number of copies of each array that optimization barriers would avoid, if the compiler drops the
+barriers; fitted to measurements. Operands of matmuls already have the right layout, unless tokens
+are sharded."""
 CPU_GATHERING = 2 / 3
 """Fraction of a stage's gathered float32 weights that are live during their conversion to the
 compute dtype; fitted to measurements. All weights are gathered before the first conversion."""
 
 
 def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the temporary bytes for gathering a stage's weights, which uses float32."""
+    """Return the temporary bytes for gathering a stage's weights, which is done in float32."""
     narrow = sizes.config.model.compute_dtype != "float32"
     if not (narrow and _gathers_per_step(sizes, schedule) and gathers_weights(sizes)):
         return 0.0
@@ -440,7 +445,9 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """Return the bytes that the weight window adds: a copy, a float32 chunk, float32 shards."""
+    """Return the bytes that the weight prefetch window adds: a copy, a float32 chunk, and float32
+    shards.
+    """
     if not _uses_weight_window(sizes, schedule):
         return 0.0
     chunk = sizes.params.chunk_elements()
@@ -451,9 +458,9 @@ def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> 
 def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
     """Return the peak bytes of the largest layer's backward pass on CPU.
 
-    On CPU, most arrays are live at once. `score_bytes` is the size of an attention score,
-    independent of the compute dtype. `spared` is the fraction of each part's `barrier_copies` that
-    optimization barriers avoid.
+    On CPU, most arrays are live at the same time. `score_bytes` is the size of one attention score,
+    which does not depend on the compute dtype. `spared` is the fraction of each sublayer's
+    `barrier_copies` that optimization barriers avoid.
     """
     activations, kinds = sizes.activations, sizes.model.layer_types
     size = activations.itemsize
@@ -486,12 +493,12 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
 
 
 CPU_MTP_ACTIVATIONS = 28.0
-"""Number of additional activations of an MTP layer: projection, norms, embeddings and inputs of
+"""Number of additional activations of an MTP layer: projection, norms, embeddings, and inputs of
 later heads; fitted to measurements."""
 
 
 def _mtp_bytes(sizes: Sizes, copies: float) -> float:
-    """Return the size in bytes of `copies` activations, and two more per MTP head."""
+    """Return the size in bytes of `copies` activations plus two activations per MTP head."""
     size = sizes.activations.itemsize
     return size * (copies + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
 
@@ -520,7 +527,7 @@ def _chunk_inputs(sizes: Sizes) -> float:
 
 
 def loss_tokens(sizes: Sizes) -> int:
-    """Return the number of tokens whose logits are in memory at once."""
+    """Return the number of tokens whose logits are in memory at the same time."""
     setting = sizes.config.pipeline.loss_block_tokens
     return loss_block(setting, sizes.batch.tokens, sizes.params.vocabulary) or sizes.batch.tokens
 
@@ -541,7 +548,8 @@ def _logits(sizes: Sizes, platform: str) -> float:
     size, pairs = BYTES[model.compute_dtype], loss_tokens(sizes) * sizes.params.vocabulary
     matrix = sizes.params.head_elements(whole=True)
     gradient = 4.0 * sizes.trained.head_elements(whole=True)
-    # The gradient of the head matrix becomes live after the other copies of the logits are freed.
+    # The gradient of the head matrix becomes live after the other copies of the logits have been
+    # freed.
     with_gradient = 4.0 * pairs + gradient
     if platform == "tpu":
         # Unsharded accumulators are updated in place. Sharded accumulators are updated after the
@@ -549,7 +557,7 @@ def _logits(sizes: Sizes, platform: str) -> float:
         most = with_gradient if gathers or loss_blocks(sizes) > 1 else 4.0 * pairs
     elif platform == "cpu":
         most = max(with_gradient, UNFUSED_LOGITS * 4.0 * pairs)
-    else:  # logits, plus their gradient in the compute dtype
+    else:  # logits, and their gradient in the compute dtype
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
         # Count the inputs and outputs of all blocks, and the sums over blocks and heads.

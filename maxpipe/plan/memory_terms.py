@@ -1,8 +1,8 @@
-"""Define the terms of device memory, and the config keys that reduce each term.
+"""Terms of device memory, and the config keys that reduce each of them.
 
-Plans and explanations of out-of-memory errors share this table. The module also predicts the
-optimizer state and the gathered weights on one device in bytes, without jax. Weights are gathered
-in the compute dtype, or in an 8-bit dtype with scales.
+Plans and explanations of out-of-memory errors share this table. This module also predicts the bytes
+of optimizer state and gathered weights on one device, without jax. Weights are gathered in the
+compute dtype, or in an 8-bit dtype with scales.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maxpipe.plan.sizes import ParameterCounts, Sizes
 
 @dataclass(frozen=True)
 class Term:
-    """A term of device memory."""
+    """A component of device memory."""
 
     about: str
     keys: str
@@ -86,7 +86,7 @@ TERMS: dict[str, Term] = {
         "more mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
     ),
     "logits": Term(
-        "logits of a microbatch or a block of its tokens, and their gradient",
+        "logits of a microbatch or of a token block, and their gradient",
         "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (which shard "
         "the vocabulary), more (smaller) pipeline.microbatches",
     ),
@@ -98,17 +98,17 @@ TERMS: dict[str, Term] = {
     "reference": Term(
         "reference parameters for grpo.kl_coef", "grpo.kl_coef=0, or adapters (adapter.rank)"
     ),
-    "batch": Term("token ids of a step", "a smaller train.batch_size"),
+    "batch": Term("token IDs of a step", "a smaller train.batch_size"),
 }
 
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Maximum fraction of device memory that a forecast may use and still count as fitting. The rest is
-reserved for the program, allocator fragmentation and the error of the forecast."""
+"""Maximum fraction of device memory that a forecast can use and still count as fitting. The
+remainder is reserved for the program, allocator fragmentation and forecast errors."""
 
 
 def verdict(predicted: float, memory: float) -> str:
-    """Return a text that states whether a step with `predicted` bytes fits on a device."""
+    """Describe whether a step with `predicted` bytes fits on a device."""
     if predicted <= USABLE_MEMORY_FRACTION * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
@@ -124,8 +124,9 @@ def explain_out_of_memory(
 ) -> str:
     """Explain an out-of-memory message: the largest terms and the config keys that reduce them.
 
-    Return an empty text if the message lists no allocations, as in compilation for absent devices.
-    `buffers` maps names in `TERMS` to array shapes, which may be sharded over `tensor` devices.
+    Return an empty string if the message lists no allocations, as in compilation for absent
+    devices. `buffers` maps names in `TERMS` to array shapes, which can be sharded over `tensor`
+    devices.
     """
     total: dict[str, float] = {}
     for size, shape, origin in _allocations(message):
@@ -144,7 +145,7 @@ def describe_largest(terms: Mapping[str, float]) -> str:
 
 
 def parse_out_of_memory(message: str) -> tuple[float, float] | None:
-    """Return the required and available bytes in the compiler's out-of-memory message."""
+    """Return the required and available bytes stated in the compiler's out-of-memory message."""
     number = r"([\d.]+)([KMGT]?)"
     match = re.search(rf"[Uu]sed {number} of {number}", message) or re.search(
         rf"required for HLO temporaries \({number}\) exceeds available HBM \({number}\)", message
@@ -157,7 +158,7 @@ def _bytes(number: str, unit: str) -> float:
 
 
 def _allocations(message: str) -> list[tuple[float, tuple[int, ...], str]]:
-    """Return (bytes, dims, origin) of each allocation in an out-of-memory message."""
+    """Return (bytes, dims, origin) of each allocation listed in an out-of-memory message."""
     allocations = []
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+)([KMGT]?)", block)
@@ -175,7 +176,7 @@ def _classify_allocation(
     buffers: Mapping[str, tuple[tuple[int, ...], ...]],
     tensor: int,
 ) -> str:
-    # The compiler may drop dimensions of size one, or merge adjacent dimensions.
+    # The compiler may drop dimensions of size one or merge adjacent dimensions.
     sizes = {math.prod(dims), math.prod(dims) * tensor} if dims else set()
     for name, shapes in buffers.items():
         if any(math.prod(shape) in sizes for shape in shapes):
@@ -186,14 +187,14 @@ def _classify_allocation(
 
 
 def optimizer_bytes(sizes: Sizes) -> float:
-    """Return the size of the optimizer state on one device in bytes."""
+    """Return the size in bytes of the optimizer state on one device."""
     ends = (_optimizer_memory_bytes(sizes, param) for param in sizes.model.ends.params.values())
     layers = optimizer_layer_bytes(sizes, sizes.layers.slots)
     return layers + optimizer_layer_bytes(sizes, sizes.layers.prologue) + sum(ends)
 
 
 def optimizer_layer_bytes(sizes: Sizes, layers: Mapping[str, int]) -> float:
-    """Return the size in bytes of optimizer state for the given numbers of layers by type."""
+    """Return the size in bytes of optimizer state, given the number of layers of each type."""
     return sum(
         count * _optimizer_memory_bytes(sizes, param)
         for kind, count in layers.items()
@@ -209,7 +210,7 @@ MUON_WHOLE_COPIES, MUON_SHARDED_COPIES = 1.0, 1.6
 
 
 def gradient_copy_bytes(sizes: Sizes) -> float:
-    """Return the size in bytes of float32 gradient copies, during the reduction or the update."""
+    """Return the size in bytes of float32 gradient copies during the reduction or the update."""
     optim, is_cpu = sizes.config.optim, sizes.platform == "cpu"
 
     def in_update(param: Param) -> float:
@@ -241,7 +242,7 @@ def _copies(sizes: Sizes, number: Callable[[Param], float]) -> float:
 
 
 def zero1_dim(sizes: Sizes, param: Param) -> int | None:
-    """Return the dimension along which ZeRO-1 shards a parameter's optimizer state, if any."""
+    """Return the dimension along which ZeRO-1 shards a parameter's optimizer state, or None."""
     if not sizes.config.optim.zero1:
         return None
     table = axis_table(sizes.config.mesh)
@@ -268,9 +269,9 @@ def gathers_weights(sizes: Sizes) -> bool:
 def gathered_bytes(
     sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts | None = None
 ) -> float:
-    """Return the size in bytes of gathered weights for the given numbers of layers by type.
+    """Return the size in bytes of gathered weights, given the number of layers of each type.
 
-    Only the parameters that `params` includes are counted (default: all parameters).
+    Only the parameters included in `params` are counted (default: all parameters).
     """
     params = params or sizes.params
     if sizes.config.model.matmul == "default" and not sizes.config.adapter.rank:
@@ -292,8 +293,8 @@ def gathered_bytes(
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     """Return the number of bytes per element of a gathered parameter, excluding scales.
 
-    8-bit parameters are stored twice, for forward and backward matmuls, unless the complete matrix
-    has one scale.
+    8-bit parameters are stored twice, for the forward and backward matmuls, unless the complete
+    matrix has one scale.
     """
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
@@ -303,7 +304,7 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Return whether a parameter is gathered in 8 bits: see `Decoder.contracted_dims`."""
+    """Return whether a parameter is gathered in 8 bits; see `Decoder.contracted_dims`."""
     model = sizes.config.model
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads

@@ -1,6 +1,6 @@
-"""Format compile reports, plans and search results as text, JSON or figures.
+"""Format compile reports, plans and search results as text, JSON or charts.
 
-The figure for a plan shows the memory of one device as a stacked bar, and the timeline of one step.
+The chart of a plan shows the memory of one device as a stacked bar, and the timeline of one step.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _table(traffic: Sequence[CollectiveTraffic]) -> list[str]:
 
 
 def _hidden_transfers(report: CompileReport) -> list[str]:
-    """Return the host-link bandwidth at which transfers are fully overlapped with compute."""
+    """Return the host-link bandwidth at which transfers fully overlap with compute."""
     lines = []
     for transfer in report.transfers:
         if meanwhile := transfer.cycles_behind / report.cycles * report.seconds:
@@ -134,7 +134,7 @@ def _overlapped_work(traffic: CollectiveTraffic) -> str:
 
 
 def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
-    """Return a plan as JSON-compatible values."""
+    """Return a plan as JSON-compatible data."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on_platform(hardware.platform)
     divided = Divided.from_mesh(config.mesh, sizes.mesh.axes)
@@ -192,13 +192,15 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan as JSON values, and the smallest changes that would make it fit, if any."""
+    """Return the plan as JSON-compatible data, and the smallest changes that would make it fit, if
+    any.
+    """
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)
 
 
 def _ramp(config: Config) -> list[dict[str, int]]:
-    """Return the stages of `train.batch_ramp` and the steps after the ramp, if there is a ramp."""
+    """Return the phases of `train.batch_ramp` and the steps after the ramp, if there is a ramp."""
     train, ramp = config.train, BatchRamp.from_config(config.train)
     last = RampStage(ramp.batch_size, max(0, total_steps(train) - ramp.steps))
     return [
@@ -282,7 +284,7 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
 
 
 def _prologue_line(values: dict[str, Any]) -> list[str]:
-    """Return a line that describes the prologue layers, if there are any."""
+    """Return a line that describes the prologue layers, if any."""
     outside = values["outside"]
     if not outside["layers"]:
         return []
@@ -299,7 +301,9 @@ def search_values(
     compiled: Sequence[RankedCandidate] = (),
     measured: Sequence[RankedCandidate] = (),
 ) -> dict[str, Any]:
-    """Return a search result as JSON values, including rankings by compilation and measurement."""
+    """Return a search result as JSON-compatible data, including rankings by compilation and
+    measurement.
+    """
     by_compiler = [
         plan_values(ranked.candidate, hardware)
         | {
@@ -348,7 +352,7 @@ def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> st
 
 
 def format_calibration(found: Measurements, before: Hardware, after: Hardware) -> str:
-    """Format the measured times, and the hardware figures before and after calibration."""
+    """Format the measured times, and the hardware parameters before and after calibration."""
     times = {
         "layer forward": found.forward,
         "layer input gradient": found.input_grad,
@@ -395,11 +399,13 @@ FIGURES = (
     "shared_by",
     "fresh_gb_per_second",
 )
-"""Hardware figures that a calibration replaces."""
+"""Hardware parameters that a calibration replaces."""
 
 
 def format_search(found: SearchResult, hardware: Hardware) -> str:
-    """Format each of the best layouts on two lines, with the largest parts of its step time."""
+    """Format each of the best layouts on two lines, including the largest components of its step
+    time.
+    """
     some = found.computed < found.considered
     computed = f"{found.computed:,} evaluated, " if some else ""
     lines = [

@@ -1,9 +1,9 @@
-"""Rank the best layouts of a search again by compilation or by measurement.
+"""Rerank the best layouts of a search by compilation or by measurement.
 
-The next layout to measure is chosen by Bayesian optimization. The log ratio of measured to
-predicted time is modelled as a sum of normally distributed errors. There is one error for all
-layouts, one for each setting (`stage=2`, `remat=names`, microbatch size) and one for each layout.
-The prior mean is the forecast.
+Bayesian optimization chooses the next layout to measure. The log ratio of measured to predicted
+time is modeled as a sum of normally distributed errors. There is one error for all layouts, one for
+each setting (`stage=2`, `remat=names`, microbatch size), and one for each layout. The prior mean is
+the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -44,13 +44,13 @@ Tree = Any
 LAYERS = 2
 """Number of layers per chunk in timed steps."""
 PROGRAM_SECONDS = 2.0
-"""Time for which each program is called repeatedly to compute a median, in seconds."""
+"""Time in seconds for which each program is called repeatedly, to compute a median."""
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
     """Return the median time of each call in seconds.
 
-    Calls are interleaved, so that noise affects all of them equally.
+    Calls are interleaved, so that noise affects all functions equally.
     """
     for call in calls:
         jax.block_until_ready(call())
@@ -74,10 +74,10 @@ def ring_mesh_config(mesh: MeshConfig, count: int) -> MeshConfig:
 def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) -> Hardware:
     """Fit `split_cost` and `ring_cost` to the measured times of steps with tensor-parallel layers.
 
-    For every possible tensor size, the time of a layer is the difference between steps that differ
-    only in their number of layers. `split_cost` accounts for the remaining error of the cost model
-    without collective matmuls. `ring_cost` accounts for the additional error with collective
-    matmuls. The figures are unchanged if tensor parallelism cannot shard the model.
+    For every possible tensor-axis size, the time of a layer is the difference between steps that
+    differ only in their number of layers. `split_cost` accounts for the remaining error of the cost
+    model without collective matmuls. `ring_cost` accounts for the additional error with collective
+    matmuls. These parameters are unchanged if tensor parallelism cannot shard the model.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):
@@ -104,9 +104,9 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
 def _fit_figure(
     name: str, measured: float, hardware: Hardware, predicted: Callable[[Hardware], float]
 ) -> float:
-    """Solve for the value of a figure at which the linear prediction equals `measured`.
+    """Solve for the value of a hardware parameter at which the linear prediction equals `measured`.
 
-    The figure is unchanged if the prediction does not depend on it. In that case, communication
+    The parameter is unchanged if the prediction does not depend on it. In that case, communication
     takes longer than the compute that overlaps with it.
     """
     zero, unit = (predicted(dataclasses.replace(hardware, **{name: at})) for at in (0.0, 1.0))
@@ -123,14 +123,14 @@ def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
 
 
 def _predict_difference(pair: Pair, hardware: Hardware) -> float:
-    """Return the predicted difference in step time between the two runs of a pair, in seconds."""
+    """Return the predicted difference in step time, in seconds, between the two runs of a pair."""
     figures = dataclasses.replace(hardware, tick_us=0.0)
     few, many = (predict_cost(Sizes(run), build_schedule(run), figures).seconds for run in pair)
     return many - few
 
 
 def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) -> Pair:
-    """Return two runs with few layers, tensor size `split` and the same tokens per device."""
+    """Return two runs with few layers, tensor-axis size `split`, and the same tokens per device."""
     train = dataclasses.replace(
         config.train, batch_size=Sizes(config).batch.microbatch_size * num_devices
     )
@@ -153,8 +153,8 @@ def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) ->
 def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Return the overhead of a tick in seconds that the cost model does not otherwise predict.
 
-    The overhead is fitted to two steps with many ticks, one without and one with repeats. On
-    devices that share cores, ticks and the loss head wait longer for other devices than an empty
+    The overhead is fitted to two steps with many ticks, one without repeats and one with repeats.
+    On devices that share cores, ticks and the loss head wait longer for other devices than an empty
     collective does.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
@@ -169,7 +169,9 @@ def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> 
 
 
 def _chunked_config(repeats: int, config: Config, stages: int) -> Config:
-    """Return a run with `LAYERS` layers per stage, and one stage and microbatch per device."""
+    """Return a run with `LAYERS` layers per stage, and with one stage and one microbatch per
+    device.
+    """
     model = dataclasses.replace(config.model, num_layers=LAYERS * stages)
     train = dataclasses.replace(
         config.train, batch_size=Sizes(config).batch.microbatch_size * stages
@@ -208,8 +210,8 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 CANDIDATES = 256
 """Number of layouts with the best forecasts that are candidates for measurement."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the error shared by all layouts, because devices may be faster or slower
-than their published figures."""
+"""Standard deviation of the error shared by all layouts, because devices can be faster or slower
+than their published specifications."""
 SETTING_ERROR = 0.03
 """Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02
@@ -219,12 +221,12 @@ NOISE = 0.01
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
-    """Return the index of the candidate with the lowest confidence bound of its step time.
+    """Return the index of the candidate whose step time has the lowest lower confidence bound.
 
     Args:
-        candidates: all layouts, including layouts that were not measured.
-        ran: measured times in seconds, keyed by candidate index. A value is None if the candidate
-            ran out of memory.
+        candidates: all layouts, including those that were not measured.
+        ran: measured times in seconds, keyed by candidate index. None marks a candidate that ran
+            out of memory.
     """
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
@@ -242,7 +244,9 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `[N]` posterior median times in seconds, and `[N]` standard errors of their logs."""
+    """Return the posterior median times in seconds `[N]`, and the standard errors of their logs
+    `[N]`.
+    """
     predicted = np.array([candidate.cost.seconds for candidate in candidates])
     prior = (
         COMMON_ERROR**2
@@ -258,7 +262,7 @@ def posterior_seconds(
 
 
 def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
-    """Return the `[N, N]` matrix of the number of settings that two layouts share."""
+    """Return the `[N, N]` matrix that counts the settings shared by two layouts."""
     settings = [_settings(layout) for layout in candidates]
     total = np.zeros((len(candidates),) * 2)
     for key in sorted({key for layout in settings for key in layout}):
@@ -269,14 +273,14 @@ def _num_shared_settings(candidates: Sequence[Candidate]) -> np.ndarray:
 
 
 def _settings(candidate: Candidate) -> dict[str, Any]:
-    """Return the keys and values of the layout, and its sequences per microbatch."""
+    """Return the layout's keys and values, and its number of sequences per microbatch."""
     return {**candidate.layout_keys, "rows": Sizes(candidate.config).batch.microbatch_size}
 
 
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
 """Components of a forecast that the compiler's cycle estimate replaces."""
 MEASURED_SECONDS = 10.0
-"""Time for which the step of a layout runs repeatedly, in seconds. The step runs at least three
+"""Time in seconds for which the step of a layout runs repeatedly. The step runs at least three
 times."""
 
 
@@ -292,12 +296,14 @@ class RankedCandidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the layout fits in memory, according to the compiler or a measurement."""
+        """Return whether the layout fits in memory, according to the compiler or a measurement."""
         return self.measured is not None or (self.report is not None and self.report.fits)
 
     @property
     def seconds(self) -> float:
-        """Step time in seconds: measured, or compiled compute plus predicted communication."""
+        """Return the step time in seconds: measured, or compiled compute plus predicted
+        communication.
+        """
         predicted = self.candidate.cost
         if self.measured is not None:
             return self.measured
@@ -313,10 +319,10 @@ def rerank_by_compiler(
     tell: Callable[[str], None],
     begin: Callable[[str], None] = ignore_phase,
 ) -> list[RankedCandidate]:
-    """Compile each layout. Return them sorted by time, with those that fit in memory first.
+    """Compile each layout. Return the layouts sorted by time, with those that fit in memory first.
 
-    `best` are the best layouts of a search on this topology. `tell` is called with a line of text
-    before each compilation, and `begin` with the name of each phase of a compilation.
+    `best` contains the best layouts of a search on this topology. `tell` is called with a line of
+    text before each compilation, and `begin` with the name of each phase of a compilation.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
@@ -333,12 +339,13 @@ def rerank_by_compiler(
 def rerank_by_measurement(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[RankedCandidate]:
-    """Measure `count` layouts on synthetic data. Return them sorted by time, with failures last.
+    """Measure `count` layouts on synthetic data. Return the layouts sorted by time, with failures
+    last.
 
     The layout with the best forecast is measured first. Each result corrects the forecasts of
-    similar layouts, and the corrected forecasts select the next layout. `candidates` are the
-    layouts found for the local `devices`, sorted by predicted time. `tell` is called with a line of
-    text before each layout.
+    similar layouts, and the corrected forecasts determine the next layout to measure. `candidates`
+    are the layouts found for the local `devices`, sorted by predicted time. `tell` is called with a
+    line of text before each layout.
     """
     ran: dict[int, float | None] = {}
     count = min(count, len(candidates))
@@ -363,7 +370,7 @@ def _measure_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         tell("this layout ran out of device memory")
-    step = None  # free the memory of parameters and optimizer state
+    step = None  # free the memory used by parameters and optimizer state
     gc.collect()
     return seconds
 

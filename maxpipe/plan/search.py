@@ -1,16 +1,17 @@
 """Enumerate valid layouts for a run, prune them by memory and rank them by predicted time.
 
-A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gathers and
-remat. The layout does not affect the loss curve. With many microbatches, step time and buffer sizes
-are extrapolated from two short schedule tables. The extrapolation is exact for schedules with a
-periodic steady state. The best layouts are evaluated again with their full tables.
+A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gather mode
+and remat mode. The layout does not affect the loss curve. With many microbatches, step time and
+buffer sizes are extrapolated from two short schedule tables. The extrapolation is exact for
+schedules with a periodic steady state. The best layouts are reevaluated with their full schedule
+tables.
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
 if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
 halving on sampled layouts selects the meshes to keep (Jamieson and Talwalkar, arXiv:1502.07943).
 
-If no layout fits, the module suggests the smallest config changes that make a run fit in memory. It
-does not import jax.
+If no layout fits, this module suggests the smallest config changes that make a run fit in memory.
+This module does not import jax.
 
 Source: enumerating plans and ranking them with a cost model follows Alpa (arXiv:2201.12023).
 """
@@ -50,12 +51,12 @@ REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "window", "step")
 REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
-"""Maximum number of layouts for an exhaustive evaluation, which takes about a minute."""
+"""Maximum number of layouts that are evaluated exhaustively, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
 """Initial number of samples per mesh, and the halving factor. In each round, the number of meshes
-shrinks and the number of samples grows by this factor."""
+is divided and the number of samples multiplied by this factor."""
 TIE = 0.005
-"""Relative difference between two predicted step times below which they count as equal."""
+"""Relative difference below which two predicted step times count as equal."""
 NUM_RESULTS = 10
 """Default number of layouts that a search returns and prints."""
 
@@ -73,7 +74,7 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its predicted memory and time."""
+    """A layout with its predicted memory and step time."""
 
     config: Config
     schedule: Schedule
@@ -82,7 +83,7 @@ class Candidate:
 
     @property
     def layout_keys(self) -> dict[str, Any]:
-        """Config keys and values that define the layout."""
+        """Return the config keys and values that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
         for link, axis in itertools.product(("ici", "dcn"), MESH_AXES):
@@ -105,7 +106,7 @@ class Candidate:
 
     @property
     def overrides(self) -> str:
-        """The layout as command-line overrides."""
+        """Return the layout as command-line overrides."""
         return " ".join(f"{key}={value}" for key, value in self.layout_keys.items())
 
 
@@ -113,7 +114,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Default progress callback, which does nothing."""
+    """Do nothing; the default progress callback."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class SearchResult:
     """Number of evaluated layouts that do not fit in memory."""
     best: list[Candidate]
     computed: int
-    """Number of evaluated layouts, including the samples of dropped meshes."""
+    """Number of evaluated layouts, including samples of meshes that were dropped later."""
 
 
 def search(
@@ -145,7 +146,7 @@ def search(
         hardware: hardware figures of the devices.
         num_devices: total number of devices across all slices.
         num_slices: number of slices.
-        fixed: keys of `mesh` and `pipeline` with fixed values.
+        fixed: keys of `mesh` and `pipeline` that must have the given values.
         keep: number of layouts to return.
         report: progress callback, called with (task, done, total).
 
@@ -207,10 +208,10 @@ def best_layouts(
 
 
 def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the `section.key=value` settings that a search does not change.
+    """Parse the `section.key=value` settings that a search must keep.
 
     Raises:
-        ConfigError: a key is not in mesh or pipeline, or its value is not valid.
+        ConfigError: a key is not in mesh or pipeline, or its value is invalid.
     """
     fixed = {}
     for text in texts:
@@ -228,14 +229,14 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 f"command line: --fix {key}",
                 value,
-                "must be a number of devices of at least 1.",
+                "must be a number of devices that is at least 1.",
                 f"Write --fix {key}=2, or remove it to search over all values.",
             )
     return fixed
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort layouts by predicted time. Among layouts within `TIE`, the simplest comes first."""
+    """Sort layouts by predicted time. Times within `TIE` are ordered by simplicity."""
     left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
     complexities, ranked = [_complexity(candidate) for candidate in left], []
     while left:
@@ -248,7 +249,7 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return a complexity key: stages, axis sizes that shard a layer, and repeats."""
+    """Return a sort key by complexity: stages, axis sizes that shard a layer, and repeats."""
     axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
@@ -269,7 +270,7 @@ def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True)
 class _MeshLayouts:
-    """The layouts that use one mesh."""
+    """All layouts that use the same mesh."""
 
     config: Config
     pipelines: Sequence[Mapping[str, Any]]
@@ -281,7 +282,7 @@ class _MeshLayouts:
 
 
 class _LayoutScore(NamedTuple):
-    """Score of a layout: its time, or its memory if the layouts do not fit. Smaller is better."""
+    """Score of a layout: its time, or its memory if no layout fits. Smaller is better."""
 
     seconds: float
     """Predicted step time; infinite if the layout does not fit in memory."""
@@ -306,7 +307,7 @@ def _rank_layouts(
     left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLES_PER_MESH
 
     def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _LayoutScore]:
-        """Return the best score among the selected layouts of every mesh."""
+        """Return, for every mesh, the best score among its selected layouts."""
         done, total = 0, sum(map(len, chosen.values()))
         for number, places in chosen.items():
             for place in places:
@@ -349,7 +350,7 @@ def _find_best(
 
 
 def evaluate(config: Config, hardware: Hardware) -> Candidate:
-    """Predict the memory and time of a layout from its full schedule table."""
+    """Predict the memory and step time of a layout from its full schedule table."""
     sizes, schedule = Sizes(config), build_schedule(config)
     held = predict_memory(sizes, schedule, platform=hardware.platform)
     return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
@@ -374,9 +375,9 @@ def layouts(
     fixed: Mapping[str, Any],
     contexts: Sequence[int] = (1,),
 ) -> Iterator[Config]:
-    """Yield layouts with valid axis sizes, where the context axis has a size in `contexts`.
+    """Yield layouts with valid axis sizes whose context-axis size is in `contexts`.
 
-    `config.check.check` checks the other rules.
+    `config.check.check` checks all other rules.
     """
     for space in _spaces(config, num_devices, num_slices, fixed, contexts):
         yield from map(space.layout, range(len(space.pipelines)))
@@ -398,7 +399,7 @@ def _spaces(
         if key.startswith("pipeline.")
     }
     for sizes in _meshes(config, num_devices, num_slices, contexts, across):
-        mesh = whole | sizes  # the default size is 1
+        mesh = whole | sizes  # 1 is the default size
         if any(
             mesh[name] != value
             for key, value in fixed.items()
@@ -484,7 +485,9 @@ def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Itera
 
 
 def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bool, bool]]:
-    """Yield values of `TOKEN_SPLIT_KEYS`: sequence parallelism and collective matmuls."""
+    """Yield candidate values of `TOKEN_SPLIT_KEYS`: sequence parallelism and collective matmuls,
+    each on or off.
+    """
     yield False, False
     tensor, context = sizes["tensor"], sizes["context"]
     if tensor > 1 and config.train.sequence_length % (tensor * context) == 0:
@@ -493,7 +496,9 @@ def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bo
 
 
 def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
-    """Return the pipeline options of a mesh. Cached because many meshes share the same options."""
+    """Return the pipeline options for a mesh. Cached, because many meshes share the same
+    options.
+    """
     sizes = Sizes(config)
     in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
     return _pipeline_options(
@@ -521,15 +526,15 @@ def _pipeline_options(
             if stages > 1 and (count < stages or group > count):
                 continue
             for gather in GATHERS if gathers else ("iteration",):
-                # A weight prefetch window only helps if a stage has several chunks and microbatches
+                # A weight prefetch window helps only if a stage has several chunks and microbatches
                 # share a gather.
                 if gather == "window" and (repeats == 1 or not spec.uses_group):
                     continue
                 if gather != "window" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward pass recomputes in both I and W slots, so full remat costs
-                    # too much.
+                    # A split backward pass recomputes in both I and W slots, so full remat is too
+                    # expensive.
                     if spec.split and remat in ("full", "chunk"):
                         continue
                     options.append(

@@ -36,16 +36,16 @@ class ArraySharding:
     shard: tuple[int, ...]
     """Shape of the shard on one device."""
     num_bytes: int
-    """Size of the shard on one device in bytes."""
+    """Size in bytes of the shard on one device."""
     replicated: tuple[str, ...]
     """Mesh axes along which the array is replicated."""
     copies: int
-    """Number of devices that have the same shard."""
+    """Number of devices that hold the same shard."""
     frozen: bool = False
-    """Whether the array is a frozen parameter. Frozen parameters have no optimizer state."""
+    """Whether the array is a frozen parameter, which has no optimizer state."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON-compatible values."""
+        """Return JSON-compatible data."""
         return dataclasses.asdict(self)
 
 
@@ -57,22 +57,22 @@ class Shardings:
     """Mesh axes with more than one device."""
     parameters: tuple[ArraySharding, ...]
     optimizer_bytes: int
-    """Size of the optimizer state on one device in bytes."""
+    """Size in bytes of the optimizer state on one device."""
     activations: tuple[ArraySharding, ...]
-    """Activations of one microbatch in one layer, on the stage that runs the layer."""
+    """Activations of one microbatch in one layer, on the stage that runs this layer."""
 
     @property
     def state_bytes(self) -> int:
-        """Total bytes of parameters and optimizer state on one device."""
+        """Return the total bytes of parameters and optimizer state on one device."""
         return sum(array.num_bytes for array in self.parameters) + self.optimizer_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON-compatible values, including totals."""
+        """Return JSON-compatible data, including totals."""
         return dataclasses.asdict(self) | {"state_bytes": self.state_bytes}
 
 
 def compute_shardings(config: Config) -> Shardings:
-    """Compute the shardings for a config whose mesh is resolved."""
+    """Compute the shardings for a config with a resolved mesh."""
     sizes = Sizes(config)
     on = _Mesh(sizes)
     return Shardings(
@@ -148,7 +148,7 @@ def _activations(on: _Mesh) -> Iterator[ArraySharding]:
 
     def activation(name: str, dims: Dims) -> ArraySharding:
         between = {logical for _, logical in dims} <= BETWEEN_MATMULS
-        # Activation dimensions are sharded only over tensor: fsdp shards the batch.
+        # Dims of activations are sharded only over the tensor axis, because fsdp shards the batch.
         spec = [
             tuple(axis for axis in table.get(logical, ()) if axis == "tensor")
             for _, logical in dims
@@ -183,7 +183,7 @@ def format_shardings(found: Shardings) -> str:
 
 
 def _table(mesh: Mapping[str, int], rows: Sequence[ArraySharding]) -> list[str]:
-    """Return the lines of a table. Axes with one device are omitted."""
+    """Return the lines of a table. Axes with a single device are omitted."""
     head = ("name", "axes", "sharded over", "shape", "shard", "bytes", "replicated over")
     cells = [
         (

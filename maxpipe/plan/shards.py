@@ -20,7 +20,7 @@ class MeshShards:
 
     @cached_property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the mesh axes across all slices."""
+        """Return the sizes of the mesh axes across all slices."""
         mesh = self.config
         return {
             axis: getattr(mesh, f"ici_{axis}") * getattr(mesh, f"dcn_{axis}") for axis in MESH_AXES
@@ -28,41 +28,43 @@ class MeshShards:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices in the mesh."""
+        """Return the number of devices in the mesh."""
         return math.prod(self.axes.values())
 
     @property
     def num_slices(self) -> int:
-        """Number of slices in the mesh."""
+        """Return the number of slices in the mesh."""
         return math.prod(getattr(self.config, f"dcn_{axis}") for axis in MESH_AXES)
 
     @cached_property
     def table(self) -> Mapping[str, tuple[str, ...]]:
-        """Mesh axes that shard each logical axis, including the sequence axis."""
+        """Return the mesh axes that shard each logical axis, including the sequence axis."""
         return axis_table_with_sequence(self.config)
 
     @property
     def stages(self) -> int:
-        """P: number of pipeline stages."""
+        """Return the number of pipeline stages (P)."""
         return self.axes["stage"]
 
     @property
     def tensor(self) -> int:
-        """Size of the tensor axis."""
+        """Return the size of the tensor axis."""
         return self.axes["tensor"]
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes along which devices have different tokens."""
+        """Return the axes along which devices hold different tokens."""
         return (*self.table["batch"], "context")
 
     @property
     def token_shards(self) -> int:
-        """Number of devices over which tokens are sharded between the matmuls of a layer."""
+        """Return the number of devices over which tokens are sharded between the matmuls of a
+        layer.
+        """
         return self.shards(self.table["sequence"])
 
     def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Filter the given axes to those with more than one device, in mesh order."""
+        """Return those of the given axes that have more than one device, in mesh order."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 
@@ -71,13 +73,15 @@ class MeshShards:
         return math.prod(self.axes[axis] for axis in axes)
 
     def ring_share(self, axes: Iterable[str]) -> float:
-        """Return the fraction of an array that each device sends in a ring gather or scatter."""
+        """Return the fraction of an array that each device sends in a ring all-gather or
+        reduce-scatter.
+        """
         return 1.0 - 1.0 / self.shards(axes)
 
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
         """Return the number of elements in one device's shard of an array.
 
-        With `whole`, the array is gathered over fsdp and the other axes that shard the same
+        If `whole` is set, the array is gathered over fsdp and the other axes that shard the same
         dimension.
         """
         count = 1
@@ -87,7 +91,9 @@ class MeshShards:
 
     @cached_property
     def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
-        """Number of shards of each logical axis: (when stored, when gathered for use)."""
+        """Return the number of shards of each logical axis: (when stored, when gathered for
+        use).
+        """
         return {
             logical: (self.shards(axes), 1 if "fsdp" in axes else self.shards(axes))
             for logical, axes in self.table.items()
@@ -96,14 +102,14 @@ class MeshShards:
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use.
 
-        These are fsdp and the other axes that shard the same dimension, as in
+        These axes are fsdp and the other axes that shard the same dimension, as in
         `pipeline.weights.WeightSharding.axes`.
         """
         split = (self.table.get(logical, ()) for _, logical in dims)
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
-        """Return the token axes over which a parameter remains sharded while it is used."""
+        """Return the token axes over which a parameter remains sharded during use."""
         split = {axis for _, logical in dims for axis in self.table.get(logical, ())}
         return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 
@@ -113,7 +119,7 @@ class MeshShards:
         return self.nontrivial_axes({*self.token_axes} - settled)
 
     def padded(self, dims: Dims) -> Dims:
-        """Return the dimensions with the vocabulary padded to a multiple of its shards."""
+        """Return the dims with the vocabulary padded to a multiple of its number of shards."""
         shards = self.shards(self.table["vocab"])
         return tuple(
             (-(-size // shards) * shards if logical == "vocab" else size, logical)
@@ -122,15 +128,15 @@ class MeshShards:
 
     @property
     def splits_columns(self) -> bool:
-        """Whether fsdp shards the columns of the embedding table."""
+        """Return whether fsdp shards the columns of the embedding table."""
         return "fsdp" in self.table["embed"]
 
     def tensor_shards(self, logical: str) -> int:
-        """Return the number of shards of activations along this logical axis."""
+        """Return the number of activation shards along this logical axis."""
         return self.tensor if "tensor" in self.table.get(logical, ()) else 1
 
     def divides(self, model: Model, axes: Mapping[str, int]) -> bool:
-        """Return whether mesh axes of these sizes divide the parameters of all layers evenly."""
+        """Return whether mesh axes of these sizes evenly divide the parameters of all layers."""
         return all(
             size % math.prod(axes.get(axis, 1) for axis in self.table.get(logical, ())) == 0
             for kind in model.layer_types.values()
@@ -141,37 +147,37 @@ class MeshShards:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The sequences and tokens of one device."""
+    """Sequences and tokens on one device."""
 
     config: Config
     mesh: MeshShards
 
     @property
     def microbatches(self) -> int:
-        """M: number of microbatches per step."""
+        """Return the number of microbatches per step (M)."""
         return self.config.pipeline.microbatches
 
     @property
     def microbatch_size(self) -> int:
-        """B: number of sequences per microbatch on one device."""
+        """Return the number of sequences per microbatch on one device (B)."""
         return max(1, self.per_device // self.microbatches)
 
     @property
     def per_device(self) -> int:
-        """Number of sequences per step on one device."""
+        """Return the number of sequences per step on one device."""
         return self.config.train.batch_size // self.mesh.shards(self.mesh.table["batch"])
 
     @property
     def tokens(self) -> int:
-        """B * T: number of tokens per microbatch on one device."""
+        """Return the number of tokens per microbatch on one device (B * T)."""
         return self.microbatch_size * self.tokens_per_sequence
 
     @property
     def tokens_per_sequence(self) -> int:
-        """T: number of tokens per sequence on one device."""
+        """Return the number of tokens per sequence on one device (T)."""
         return self.config.train.sequence_length // self.mesh.axes["context"]
 
     @property
     def contiguous_tokens(self) -> int:
-        """Length of a contiguous block of tokens of one sequence on one device."""
+        """Return the length of each contiguous chunk of a sequence's tokens on one device."""
         return self.tokens_per_sequence // (2 if self.mesh.axes["context"] > 1 else 1)

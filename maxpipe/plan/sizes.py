@@ -1,7 +1,7 @@
-"""Sizes of a run on one device: shards, sequences, layers, parameters and activations.
+"""Array sizes of a run on one device: shards, sequences, layers, parameters and activations.
 
-The sizes of activations come from the declarations of the model's layer types. The module also
-computes how many keys and values are exchanged between devices. It does not import jax.
+Activation sizes come from the declarations of the model's layer types. This module also computes
+how many keys and values devices exchange. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Numbers of layers, by layer type, in the parts of a pipeline."""
+    """Numbers of layers of each type in the chunks, the prologue and the MTP heads."""
 
     model: Model
     described: Model
-    """The model with the expert capacity of one device."""
+    """The model spec, with the expert capacity of one device."""
     pipeline: PipelineConfig
     stages: int
     sequence_tokens: int
-    """Number of tokens in a complete sequence."""
+    """Number of tokens in a full sequence."""
 
     @cached_property
     def partition(self) -> tuple[int, ...]:
-        """Number of layers in each chunk."""
+        """Return the number of layers in each chunk."""
         pipeline = self.pipeline
         if pipeline.layers_per_chunk:
             return tuple(pipeline.layers_per_chunk)
@@ -65,51 +65,51 @@ class LayerCounts:
 
     @cached_property
     def chunks(self) -> tuple[Counter[str], ...]:
-        """Number of layers of each type in each chunk."""
+        """Return the number of layers of each type in each chunk."""
         ends = accumulate(self.partition, initial=self.pipeline.prologue_layers)
         return tuple(Counter(self.model.layers[start:end]) for start, end in pairwise(ends))
 
     @cached_property
     def prologue(self) -> Counter[str]:
-        """Number of prologue layers of each type."""
+        """Return the number of prologue layers of each type."""
         return Counter(self.model.layers[: self.pipeline.prologue_layers])
 
     @cached_property
     def pipelined(self) -> Counter[str]:
-        """Number of pipelined layers of each type."""
+        """Return the number of pipelined layers of each type."""
         return sum(self.chunks, Counter())
 
     @cached_property
     def chunk_slots(self) -> Mapping[str, int]:
-        """L for each layer type: the maximum number of such layers in any chunk."""
+        """Return L for each layer type: the maximum number of layers of that type in any chunk."""
         return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.pipelined}
 
     @cached_property
     def slots(self) -> Mapping[str, int]:
-        """Number of layers of each type that a stage stores, including padding."""
+        """Return the number of layers of each type that a stage stores, including padding."""
         return {kind: self.pipeline.repeats * length for kind, length in self.chunk_slots.items()}
 
     @cached_property
     def most_common(self) -> str:
-        """The most common layer type."""
+        """Return the most common layer type."""
         return Counter(self.model.layers).most_common(1)[0][0]
 
     @property
     def mtp_heads(self) -> int:
-        """Number of multi-token prediction heads."""
+        """Return the number of multi-token prediction heads."""
         mtp = self.model.ends.mtp
         return 0 if mtp is None else mtp.num_heads
 
     @property
     def mtp(self) -> Mapping[str, int]:
-        """Number of multi-token prediction layers, keyed by layer type."""
+        """Return the number of multi-token prediction layers, keyed by layer type."""
         heads = self.model.ends.mtp_layers
         return {} if heads is None else {heads.layer_type_name: heads.num_heads}
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters on one device."""
+    """Parameter counts on one device."""
 
     model: Model
     mesh: MeshShards
@@ -137,10 +137,10 @@ class ParameterCounts:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Return the number of gathered parameters of one layer that process each token.
+        """Return the number of a layer's gathered parameters that process each token.
 
-        Experts that are sharded over an axis process the tokens of all devices along the axis. Per
-        local token, the count is the same as if the device had all experts.
+        Experts that are sharded over an axis process the tokens of all devices along that axis. Per
+        local token, the count is the same as if the device held all experts.
         """
         params = counted(self.model.layer_types[kind])
         return sum(
@@ -152,24 +152,28 @@ class ParameterCounts:
         )
 
     def elements(self, layers: Mapping[str, int], *, whole: bool = False) -> int:
-        """Return the number of parameters of the given numbers of layers by type."""
+        """Return the number of parameters, given the number of layers of each type."""
         return sum(count * self.layer_elements(kind, whole=whole) for kind, count in layers.items())
 
     def stage_elements(self, *, whole: bool = False) -> int:
-        """Return the number of parameters of a stage's pipelined layers, including padding."""
+        """Return the number of parameters in a stage's pipelined layers, including padding."""
         return self.elements(self.layers.slots, whole=whole)
 
     def chunk_elements(self) -> int:
-        """Return the number of gathered parameters of the largest chunk, counted per layer type."""
+        """Return the number of gathered parameters in the largest chunk, computed for each layer
+        type.
+        """
         return self.elements(self.layers.chunk_slots, whole=True)
 
     def prologue_elements(self, *, whole: bool = False) -> int:
-        """Return the number of parameters of the prologue layers."""
+        """Return the number of parameters in the prologue layers."""
         return self.elements(self.layers.prologue, whole=whole)
 
     @cached_property
     def transposed_elements(self) -> int:
-        """Number of parameters of a stage that are gathered along a dimension after the first."""
+        """Return the number of a stage's parameters that are gathered along a dimension other than
+        the first.
+        """
         return sum(
             count * self.mesh.elements(param.dims)
             for kind, count in self.layers.slots.items()
@@ -178,11 +182,11 @@ class ParameterCounts:
         )
 
     def embedding_elements(self, *, whole: bool = False) -> int:
-        """Return the number of parameters of the embedding table."""
+        """Return the number of parameters in the embedding table."""
         return self._table_elements("embedding", whole)
 
     def head_elements(self, *, whole: bool = False) -> int:
-        """Return the number of parameters of the output projection, which may be tied."""
+        """Return the number of parameters in the output projection, which may be tied."""
         return self._table_elements("embedding" if self.model.ends.head is None else "head", whole)
 
     def _table_elements(self, name: str, whole: bool) -> int:
@@ -192,13 +196,13 @@ class ParameterCounts:
 
     @property
     def vocabulary(self) -> int:
-        """Number of logits per token on one device."""
+        """Return the number of logits per token on one device."""
         dims = self.mesh.padded(self.model.ends.embedding.dims)
         return self.mesh.elements(tuple(dim for dim in dims if dim[1] == "vocab"), whole=True)
 
     @property
     def norm_elements(self) -> int:
-        """Number of parameters of the final norm."""
+        """Return the number of parameters of the final norm."""
         return self._end_elements("final_norm", whole=False)
 
     def mtp_elements(self, *, whole: bool = False) -> int:
@@ -206,7 +210,7 @@ class ParameterCounts:
         return self._end_elements("ahead", whole=whole)
 
     def mtp_matrix_elements(self) -> int:
-        """Return the number of parameters in gathered MTP matrices that are not in layers."""
+        """Return the number of parameters in gathered MTP matrices outside the layers."""
         return sum(
             self.mesh.elements(param.dims, whole=True)
             for name, param in self.model.ends.params.items()
@@ -222,13 +226,14 @@ class ParameterCounts:
 
 
 class ContextMethod(NamedTuple):
-    """Method by which one attention operation exchanges keys and values along the context axis."""
+    """Method by which an attention operation exchanges keys and values along the context axis."""
 
     method: Literal["own", "ulysses", "ring", "near", "all_gather"]
-    """Name of the method. `own` means no exchange, because a device has all tokens of its
+    """Name of the method. `own` means no exchange, because each device has all tokens of its
     sequences."""
     share: float = 0.0
-    """Fraction of a device's keys and values that the device sends to all other devices at once."""
+    """Fraction of a device's keys and values that the device sends to all other devices at the same
+    time."""
     remote: float = 0.0
     """Size of the keys and values received from other devices, as a multiple of the local keys and
     values."""
@@ -240,7 +245,7 @@ BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """Sizes of the activations of one microbatch on one device."""
+    """Activation sizes of one microbatch on one device."""
 
     config: Config
     model: Model
@@ -249,23 +254,27 @@ class ActivationSizes:
 
     @cached_property
     def itemsize(self) -> int:
-        """Size of an element in the compute dtype, in bytes."""
+        """Return the size in bytes of one element in the compute dtype."""
         return BYTES[self.config.model.compute_dtype]
 
     @property
     def hidden(self) -> int:
-        """Size of the activation `[B, T, D]` between stages on one device, in elements."""
+        """Return the number of elements on one device in the activation `[B, T, D]` between
+        stages.
+        """
         return self.whole_hidden // self.mesh.token_shards
 
     @property
     def whole_hidden(self) -> int:
-        """Size of this activation in elements after its tokens are gathered for a matmul."""
+        """Return the number of elements in this activation after its tokens have been gathered for
+        a matmul.
+        """
         return self.batch.tokens * self.config.model.d_model
 
     def elements(self, dims: Dims) -> int:
-        """Return the number of elements of an activation with these dimensions per token.
+        """Return the number of elements in an activation with these dims per token.
 
-        The fsdp axis shards tokens, not these dimensions.
+        The fsdp axis shards tokens, not these dims.
         """
         count = self.batch.tokens
         if {logical for _, logical in dims} <= BETWEEN_MATMULS:
@@ -283,7 +292,7 @@ class ActivationSizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Return the number of query-key pairs with attention scores, summed over all heads."""
+        """Return the number of query-key pairs whose scores are computed, summed over all heads."""
         return sum(
             self.batch.microbatch_size
             * self._scored_pairs(scores)
@@ -293,9 +302,9 @@ class ActivationSizes:
         )
 
     def _scored_pairs(self, scores: Scores) -> int:
-        """Return a head's average number of query-key pairs per sequence on one device.
+        """Return the mean number of query-key pairs per head and sequence on one device.
 
-        Plain attention skips future tokens only if queries and keys come from the same tokens.
+        Plain attention skips future tokens only if queries and keys belong to the same tokens.
         """
         tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
@@ -333,7 +342,7 @@ class ActivationSizes:
         )
 
     def products(self, part: Part) -> float:
-        """Return the multiply-adds in products of activations, excluding attention scores."""
+        """Return the multiply-adds in activation-activation matmuls, excluding attention scores."""
         return self.batch.tokens * sum(
             products.computed * -(-products.heads // self.mesh.tensor_shards(products.axis))
             for products in part.operations
@@ -354,7 +363,7 @@ class ActivationSizes:
         return self.batch.microbatch_size * count
 
     def declared_bytes(self, part: Part, held: Held) -> float:
-        """Return the total size in bytes of the arrays that a layer part declares in `held`."""
+        """Return the total size in bytes of the arrays that a sublayer declares in `held`."""
         size, mesh = self.itemsize, self.mesh
         tokens = self.config.train.sequence_length
 
@@ -373,13 +382,15 @@ class ActivationSizes:
 
     @cached_property
     def saved_names(self) -> frozenset[str]:
-        """Names of activations saved for a layer's backward pass, in device or host memory."""
+        """Return the names of activations saved for a layer's backward pass, in device or host
+        memory.
+        """
         pipeline = self.config.pipeline
         names = (*pipeline.saved_names, *pipeline.offloaded_names)
         return frozenset(activations(names, self.config.model))
 
     def saves_all(self, part: Part) -> bool:
-        """Return whether all named activations of a layer part are saved for its backward pass."""
+        """Return whether all named activations of a sublayer are saved for its backward pass."""
         remat = self.config.pipeline.remat
         return remat == "none" or (remat == "names" and self.saved_names >= {*part.activations})
 
@@ -409,7 +420,7 @@ class ActivationSizes:
         return self.model.layer_types.items()
 
     def _residual_bytes(self, kind: LayerType) -> float:
-        """Return the total size of a layer's residuals in bytes."""
+        """Return the total size in bytes of a layer's residuals."""
         parts = kind.parts.values()
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
         num_bytes += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
@@ -417,7 +428,7 @@ class ActivationSizes:
         return num_bytes + kind.num_masks * self.hidden
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
-        """Return the bytes of losses and statistics for the given numbers of layers by type."""
+        """Return the bytes of losses and statistics, given the number of layers of each type."""
         kinds = {name: self.model.layer_types[name] for name in layers}
         scalars = len({loss for kind in kinds.values() for loss in kind.losses})
         entries = sum(
@@ -428,7 +439,9 @@ class ActivationSizes:
         return 4.0 * (scalars + entries)
 
     def deferred_bytes(self, kind: str) -> float:
-        """Return the size in bytes of a layer's saved arrays for deferred weight gradients."""
+        """Return the size in bytes of the arrays that a layer saves for deferred weight
+        gradients.
+        """
         return self._deferred_bytes[kind]
 
     @cached_property
@@ -445,7 +458,7 @@ class ActivationSizes:
                         held = part.deferred(recomputed=recomputed, normed=normed)
                         total += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
-                    total += size * self.hidden  # the cotangent of the norm output
+                    total += size * self.hidden  # the cotangent of the norm's output
             if recomputed and trained:
                 total += (size * kind.num_streams + kind.num_masks) * self.hidden
             if kind.adapters:  # some adapters save the gradients themselves
@@ -460,7 +473,7 @@ class ActivationSizes:
 def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
     """Return the model with its experts sharded over `shards` devices.
 
-    Every device has `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
+    Every device holds `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
     arguments return the same object, because later computations are cached per object.
     """
 
@@ -472,11 +485,11 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Array sizes of a run whose mesh is resolved, grouped by subject."""
+    """Array sizes of a run with a resolved mesh, grouped by subject."""
 
     config: Config
     platform: str = ""
-    """The JAX platform of the devices; empty if no size depends on the platform."""
+    """JAX platform of the devices; empty if no size depends on the platform."""
 
     def on_platform(self, platform: str) -> Sizes:
         """Return the sizes for a platform and its attention backend."""
@@ -492,17 +505,17 @@ class Sizes:
 
     @cached_property
     def mesh(self) -> MeshShards:
-        """Shards of arrays on the mesh."""
+        """Return the shards of arrays on the mesh."""
         return MeshShards(self.config.mesh)
 
     @cached_property
     def batch(self) -> BatchShard:
-        """Sequences and tokens on one device."""
+        """Return the sequences and tokens on one device."""
         return BatchShard(self.config, self.mesh)
 
     @cached_property
     def model(self) -> Model:
-        """The model of the config, with the expert capacity of one device."""
+        """Return the config's model spec, with the expert capacity of one device."""
         described = describe(self.config.model)
         if not self.mesh.nontrivial_axes(("expert", "context")):
             return described
@@ -513,7 +526,7 @@ class Sizes:
 
     @cached_property
     def layers(self) -> LayerCounts:
-        """Numbers of layers by type."""
+        """Return the number of layers of each type."""
         return LayerCounts(
             self.model,
             describe(self.config.model),
@@ -524,22 +537,22 @@ class Sizes:
 
     @cached_property
     def params(self) -> ParameterCounts:
-        """Numbers of parameters, including frozen parameters."""
+        """Return the parameter counts, including frozen parameters."""
         return ParameterCounts(self.model, self.mesh, self.layers, trained_only=False)
 
     @cached_property
     def trained(self) -> ParameterCounts:
-        """Numbers of trained parameters, for gradients and optimizer state."""
+        """Return the counts of trained parameters, for gradients and optimizer state."""
         return replace(self.params, trained_only=True)
 
     @cached_property
     def activations(self) -> ActivationSizes:
-        """Sizes of the activations of one microbatch."""
+        """Return the activation sizes of one microbatch."""
         return ActivationSizes(self.config, self.model, self.mesh, self.batch)
 
 
 def build_schedule(config: Config) -> Schedule:
-    """Return the schedule table of a config whose mesh is resolved."""
+    """Return the schedule table of a config with a resolved mesh."""
     pipeline = config.pipeline
     return make_schedule(
         pipeline.schedule,

@@ -3,10 +3,10 @@
 Parsing does not import jax. libtpu describes absent TPU chips, and jax's CUDA plugin describes
 absent GPUs; CPU devices are virtual.
 
-For absent GPUs, XLA requires a target config. It contains the values that NVIDIA's driver reports
-for a card. Sources: XLA's target configs (openxla/xla, `xla/backends/gpu/target_config/specs`),
-NVIDIA's CUDA programming guide (limits by compute capability) and data sheets. Memory size and
-bandwidth come from `configs/hardware`.
+For absent GPUs, XLA requires a target config, which contains the values that NVIDIA's driver
+reports for a card. Sources: XLA's target configs (openxla/xla,
+`xla/backends/gpu/target_config/specs`), NVIDIA's CUDA programming guide (limits by compute
+capability) and data sheets. Memory size and bandwidth come from `configs/hardware`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options that select kernels without running them. All matmuls then use cuBLAS, as most large
-matmuls do in a run. Triton matmuls are disabled, because only measurements can determine their
+"""XLA options that select kernels without running them. All matmuls then use cuBLAS, as do most
+large matmuls in a run. Triton matmuls are disabled, because only measurements can determine their
 tiling."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
-"""Packages that contain the compiler."""
+"""Packages that contain XLA's GPU compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 INSTALL = "pip install 'maxpipe[gpu-aot]'"
 _CUDA, _CUDNN = (12, 8), (9, 10)
-"""Assumed versions of CUDA and cuDNN in a run."""
+"""CUDA and cuDNN versions that runs are assumed to use."""
 _KIB = 1024
 _PER_BLOCK = 48 * _KIB
 
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Properties of a GPU model."""
+    """Specification of a GPU model."""
 
     name: str
     """Name reported by the driver."""
@@ -62,14 +62,14 @@ class GpuSpec:
     cores: int
     """Number of streaming multiprocessors."""
     clock_ghz: float
-    """Maximum clock rate in GHz."""
+    """Shared memory in bytes per streaming multiprocessor."""
     l2_bytes: int
     shared_bytes: int = 228 * _KIB
     """Shared memory per streaming multiprocessor."""
     lanes: int = 128
-    """Float32 units per streaming multiprocessor."""
+    """Number of float32 units per streaming multiprocessor."""
     threads: int = 2048
-    """Maximum threads per streaming multiprocessor."""
+    """Maximum number of threads per streaming multiprocessor."""
 
 
 GPU_SPECS: Mapping[str, GpuSpec] = {
@@ -82,7 +82,7 @@ GPU_SPECS: Mapping[str, GpuSpec] = {
     "b200": GpuSpec("NVIDIA B200", (10, 0), 148, 1.965, 132_644_864),
     "gb200": GpuSpec("NVIDIA GB200", (10, 0), 152, 2.062, 135_528_448),
 }
-"""GPU properties, keyed by the device names used in topologies."""
+"""GPU specifications, keyed by the device names used in topologies."""
 
 
 def target_config(hardware: Hardware) -> str:
@@ -90,7 +90,7 @@ def target_config(hardware: Hardware) -> str:
     card = GPU_SPECS[hardware.topology]
     major, minor = card.capability
     capability: dict[str, Any] = {"major": major, "minor": minor}
-    if major >= 9:  # enables the architecture-specific instructions of the card
+    if major >= 9:  # enables the card's architecture-specific instructions
         capability["feature_extension"] = "ACCELERATED_FEATURES"
     info = {
         "threads_per_block_limit": 1024,
@@ -133,7 +133,7 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def missing_compiler() -> tuple[str, str] | None:
-    """Return (problem, action) if XLA's GPU compiler cannot be used; otherwise None.
+    """Return (problem, action) if XLA's GPU compiler cannot be used, or None.
 
     A compiler whose version differs from the jaxlib version must not be called, because it would
     abort the process.
@@ -153,14 +153,14 @@ def missing_compiler() -> tuple[str, str] | None:
 
 
 def _required_plugin_version(jax: str) -> str:
-    """Return the compiler version that the installed jax requires (default: the jax version)."""
+    """Return the compiler version required by the installed jax (default: the jax version)."""
     needed = importlib.metadata.requires("jax") or ()
     matches = (re.match(r"jax-cuda\d+-plugin\S*?<=([\w.]+)", package) for package in needed)
     return next((match[1] for match in matches if match), jax)
 
 
 def has_cudnn() -> bool:
-    """Whether cuDNN, which fused attention requires, is installed."""
+    """Return whether cuDNN, which fused attention requires, is installed."""
     return any(_version(name) for name in CUDNN)
 
 
@@ -174,14 +174,14 @@ def _version(package: str) -> str:
 TOPOLOGY_OPTION = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""TPU types whose accelerator names count cores. Names of later types count chips."""
+"""TPU types whose accelerator names count cores. The names of newer types count chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
-"""Suggested device types, keyed by generic names."""
+"""Suggested device types for generic names."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
-"""Options of libtpu. jax uses both cores of a v4 chip as one device, but the libtpu default is two
-devices."""
+"""libtpu options. jax uses both cores of a v4 chip as one device, but libtpu treats them as two
+devices by default."""
 
 
 @dataclass(frozen=True)
@@ -190,35 +190,35 @@ class Topology:
 
     hardware: Hardware
     dims: tuple[int, ...]
-    """Number of chips of a slice along each torus dimension. For CPUs and GPUs, the number of
-    devices."""
+    """Number of chips in a slice along each torus dimension. For CPUs and GPUs, this is the number
+    of devices."""
     num_slices: int = 1
     option: str = "--topology"
-    """The option or config key that determines the number of devices."""
+    """Option or config key that determines the number of devices."""
 
     @property
     def name(self) -> str:
-        """Name of one slice, such as `v5p:2x4x4`."""
+        """Return the name of one slice, such as `v5p:2x4x4`."""
         return f"{self.hardware.topology}:{'x'.join(map(str, self.dims))}"
 
     @property
     def platform(self) -> str:
-        """The JAX name of the platform."""
+        """Return JAX's name for the platform."""
         return self.hardware.platform
 
     @property
     def devices_per_slice(self) -> int:
-        """Number of JAX devices in one slice."""
+        """Return the number of JAX devices in one slice."""
         return math.prod(self.dims) * _DEVICES_PER_CHIP.get(self.hardware.topology, 1)
 
     @property
     def num_devices(self) -> int:
-        """Number of JAX devices across all slices."""
+        """Return the number of JAX devices across all slices."""
         return self.devices_per_slice * self.num_slices
 
     @property
     def accelerator(self) -> str:
-        """Google Cloud accelerator name of a TPU slice, such as `v5p-64`."""
+        """Return the Google Cloud accelerator name of a TPU slice, such as `v5p-64`."""
         kind = self.hardware.topology
         count = math.prod(self.dims) * _CORES_PER_CHIP.get(kind, 1)
         return f"{_ACCELERATORS.get(kind, kind)}-{count}"
@@ -229,10 +229,10 @@ class Topology:
 
 
 def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION) -> Topology:
-    """Parse a topology `KIND:AxBxC`. `where` names the option that contains the text.
+    """Parse a topology `KIND:AxBxC`. `where` names the option that contains this string.
 
     Raises:
-        ConfigError: the device type is unknown, or the size is not valid.
+        ConfigError: the device type is unknown, or the size is invalid.
     """
     kind, _, sizes = text.partition(":")
     kinds = known_hardware()
@@ -300,7 +300,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
         count: number of devices (default: all local devices).
 
     Raises:
-        ConfigError: there are no devices, or the hardware figures for their type are unknown.
+        ConfigError: there are no devices, or the hardware parameters of their type are unknown.
     """
     from maxpipe.distributed import runtime as process
 
@@ -321,13 +321,13 @@ def local_devices(topology: Topology) -> Sequence[Any]:
     """Return the local JAX devices.
 
     Raises:
-        ConfigError: the number of local devices differs from the topology.
+        ConfigError: the number of local devices differs from that of the topology.
     """
     import jax
 
     present = jax.devices()
     if len(present) != topology.num_devices or jax.process_count() > 1:
-        rule = f"must be {len(present)}, the number of devices of this machine, for --measure."
+        rule = f"must be {len(present)}, the number of devices on this machine, for --measure."
         raise ConfigError.one(
             "command line: --devices", topology.num_devices, rule, "Remove --measure."
         )
@@ -344,10 +344,10 @@ def _cube(count: int, num_dims: int) -> tuple[int, ...]:
 
 
 def _mesh_advice(mesh: MeshShards, topology: Topology) -> str:
-    """Return the suggested action for a mesh that does not match the devices of a topology."""
+    """Return the suggested action for a mesh that does not match the topology's devices."""
     others = mesh.num_devices // mesh.axes["data"] * mesh.config.dcn_data  # without ici_data
     if others and topology.num_devices % others == 0 and mesh.num_slices == topology.num_slices:
-        return "Set mesh.ici_data=-1 to use the remaining devices, or change the size of an axis."
+        return "Set mesh.ici_data=-1 to use the remaining devices, or change an axis size."
     here = f"their product is {topology.num_devices}"
     if topology.num_slices > 1:
         here += f" and the product of mesh.dcn_* is {topology.num_slices}"
@@ -372,15 +372,16 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     """
     resolved = infer_axis_sizes(loaded.config.mesh, topology.num_devices, topology.num_slices)
     config, mesh = dataclasses.replace(loaded.config, mesh=resolved), MeshShards(resolved)
-    # On GPUs and CPUs, ici sizes may span several slices.
+    # On GPUs and CPUs, ici sizes can span several slices.
     slices = {topology.num_slices} if topology.platform == "tpu" else {1, topology.num_slices}
     if mesh.num_devices != topology.num_devices or mesh.num_slices not in slices:
         wanted = " x ".join(f"{axis} {size}" for axis, size in mesh.axes.items() if size > 1)
         raise ConfigError.one(
             "mesh",
             wanted or "one device",
-            f"must multiply to the devices of the topology: the mesh has {mesh.num_devices} in "
-            f"{pluralize(mesh.num_slices, 'slice')}, and the topology is {topology}.",
+            "must multiply to the number of devices in the topology: the mesh has "
+            f"{mesh.num_devices} in {pluralize(mesh.num_slices, 'slice')}, and the topology is "
+            f"{topology}.",
             _mesh_advice(mesh, topology),
         )
     problems = check(config, loaded.origins)
@@ -390,7 +391,7 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
 
 
 def prepare(topology: Topology) -> None:
-    """Set the environment variables that must be set before jax is imported.
+    """Set the environment variables that are needed before jax is imported.
 
     Raises:
         ConfigError: this machine has neither the GPUs of the topology nor a compiler for them.
@@ -407,9 +408,9 @@ def prepare(topology: Topology) -> None:
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Several processes may compile for TPUs at once, because no TPU is in use.
+    # Several processes can compile for TPUs at the same time, because no TPU is in use.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # Messages of libtpu about missing hosts are relevant only for runs on TPUs.
+    # libtpu messages about missing hosts are relevant only for runs on TPUs.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
@@ -439,7 +440,9 @@ def are_local(found: Sequence[Any]) -> bool:
 
 
 def _local_gpus(topology: Topology) -> Sequence[Any]:
-    """Return the local GPUs, or an empty list if their type or number differs from the topology."""
+    """Return the local GPUs, or an empty list if their type or number differs from that of the
+    topology.
+    """
     import jax
 
     if not gpus():
@@ -447,7 +450,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cuda")
     try:
         present = jax.devices()
-    except (RuntimeError, AssertionError):  # AssertionError: no plugin
+    except (RuntimeError, AssertionError):  # AssertionError: there is no plugin
         return ()
     kind = hardware_of_device(present[0].device_kind)
     same = kind is not None and kind.topology == topology.hardware.topology
@@ -455,7 +458,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
 
 
 def _compile_only_devices(topology: Topology) -> Sequence[Any]:
-    """Return devices that only support compilation and may be absent."""
+    """Return devices that support only compilation and may be absent."""
     import jax
     from jax.experimental import topologies
 
@@ -493,7 +496,7 @@ def _check_compiler(topology: Topology) -> None:
 
 @contextlib.contextmanager
 def _suppress_stderr() -> Iterator[None]:
-    """Suppress the message about a missing driver that the CUDA plugin prints when it is loaded.
+    """Suppress the message about a missing driver that the CUDA plugin prints while loading.
 
     The plugin prints the message before log levels take effect.
     """

@@ -1,8 +1,8 @@
 """Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives are the same as in `pipeline` and `nn`. Tests compare them with
-compiled programs. Reductions of losses and statistics are not included. This module does not import
-jax.
+The number and type of collectives match those in `pipeline` and `nn`. Tests compare these numbers
+with compiled programs. Reductions of losses and statistics are not included. This module does not
+import jax.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.schedule.table import Schedule
 
 INTEGER = 4
-"""Size of a token id or an expert index in bytes."""
+"""Size in bytes of a token ID or an expert index."""
 FLOAT32_BYTES = 4
 
 
@@ -36,29 +36,30 @@ class CommVolume(NamedTuple):
     num_collectives: float = 1
     """Number of collectives."""
     is_all_reduce: bool = False
-    """Whether the collectives are all-reduces. Compilers merge them, so their number is unknown."""
+    """Whether the collectives are all-reduces. Compilers merge all-reduces, so their number is
+    unknown."""
     is_all_to_all: bool = False
     """Whether the collectives are all-to-alls."""
     of_tokens: bool = False
-    """Whether the collectives gather or reduce-scatter tokens along a dimension after the first.
-    """
+    """Whether the collectives gather or reduce-scatter tokens along a dimension other than the
+    first."""
 
     def __mul__(self, times: float) -> CommVolume:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
 
 
 class TokenExchange(NamedTuple):
-    """Exchange of a layer: tokens are sent to other devices, and the results are returned."""
+    """Token exchange of a layer: tokens are sent to other devices, and the results are returned."""
 
     forward: CommVolume
     recompute: CommVolume
-    """Exchange in a recomputed forward pass, which may omit some transfers."""
+    """Token exchange in a recomputed forward pass, which can omit some transfers."""
     backward: CommVolume
     overlaps: bool = False
-    """Whether the exchange overlaps with the compute of the same layer part."""
+    """Whether the exchange overlaps with the compute of the same sublayer."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
-        """Return the exchanges in a slot of type `F`, `B`, `I` or `W`."""
+        """Return the token exchanges in a slot of type `F`, `B`, `I` or `W`."""
         if action in "FW":
             return [self.forward] if action == "F" else []
         recomputed = {"none": [], "chunk": [self.forward, self.recompute]}.get(
@@ -80,23 +81,25 @@ class LayerTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """All-gathers of the layer's weights."""
+        """Return the all-gathers of the layer's weights."""
         return _gather_traffic(self.sizes, self._params)
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
-        """Reduce-scatters of the layer's gradient."""
+        """Return the reduce-scatters of the layer's gradient."""
         size = gradient_itemsize(self.sizes)
         return _gather_traffic(self.sizes, _trainable(self._params), size=size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """Reductions of the layer's gradient over the remaining axes at the end of a step."""
+        """Return the reductions of the layer's gradient over the remaining axes at the end of a
+        step.
+        """
         return _reduction_traffic(self.sizes, self._params)
 
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
-        """Token exchanges of attention and expert layers."""
+        """Return the token exchanges of attention and expert layers."""
         exchanges = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
@@ -116,7 +119,7 @@ def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
 
 
 def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
-    """Return the gathers or reduce-scatters of parameters, merged by axes."""
+    """Return the all-gathers or reduce-scatters of parameters, merged by axes."""
     mesh = sizes.mesh
     merged: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
@@ -130,7 +133,7 @@ def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tup
 
 
 def _reduction_traffic(sizes: Sizes, params: Iterable[Param]) -> tuple[CommVolume, ...]:
-    """Return the reductions of gradients over the axes that do not shard them."""
+    """Return the reductions of gradients over the axes that do not shard the gradients."""
     return tuple(sent for param in _trainable(params) for sent in _param_reductions(sizes, param))
 
 
@@ -143,7 +146,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     axes, size = mesh.reduced_over(param.dims), gradient_itemsize(sizes)
     elements, data = mesh.elements(param.dims), mesh.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
-        # Reduce-scatter gradients to the shard that a device updates, then all-gather the
+        # Reduce-scatter gradients to the shard that a device updates, and then all-gather the
         # parameters.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
@@ -156,9 +159,9 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Yield the all-to-alls that unshard matrices for Muon, and that reshard the results.
+    """Yield the all-to-alls that unshard matrices for Muon and those that reshard the results.
 
-    The number of matrices may be padded (`optim.muon`).
+    The number of matrices can be padded (`optim.muon`).
     """
     mesh, matrix, table = sizes.mesh, matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
@@ -172,7 +175,7 @@ def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def gradient_itemsize(sizes: Sizes) -> int:
-    """Return the size in bytes of a gradient element in reductions."""
+    """Return the size in bytes of one gradient element in reductions."""
     return BYTES[sizes.config.optim.reduce_dtype]
 
 
@@ -210,7 +213,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
     mesh = sizes.mesh
     context = mesh.nontrivial_axes(["context"])
     if part.capacity and context:
-        # Expert capacity is allocated for complete sequences.
+        # Expert capacity is allocated for full sequences.
         choices = INTEGER * sizes.batch.tokens * part.per_token
         places = CommVolume(context, (mesh.axes["context"] - 1) * choices)
         yield TokenExchange(places, places, CommVolume(context, 0.0, 0))
@@ -218,11 +221,12 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         return
     size, around = sizes.activations.itemsize, mesh.ring_share(axes)
     if part.permutes_tokens:
-        # Send padded buffers or, on TPUs, only the used part.
+        # Send padded buffers or, on TPUs, only the used rows.
         ragged = sizes.platform == "tpu"
         rows = sizes.batch.tokens * (part.per_token if ragged else part.rows_received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
-        # The forward pass exchanges token counts for ragged transfers, or for the backward pass.
+        # The forward pass exchanges token counts, either for ragged transfers or for the backward
+        # pass.
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
             CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
@@ -241,7 +245,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
 
 
 def tensor_sums(sizes: Sizes, kind: str) -> CommVolume:
-    """Return the tensor-parallel reductions, or token gathers, of a layer's forward pass."""
+    """Return the tensor-parallel reductions, or token gathers, in a layer's forward pass."""
     mesh = sizes.mesh
     axes = mesh.nontrivial_axes(["tensor"])
     whole = sizes.activations.itemsize * sizes.activations.whole_hidden
@@ -272,7 +276,7 @@ def message(sizes: Sizes) -> float:
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Return the communication of the embedding lookup of one microbatch and its gradient."""
+    """Return the communication for the embedding lookup of one microbatch and its gradient."""
     mesh = sizes.mesh
     stage, columns = (
         mesh.nontrivial_axes(["stage"]),
@@ -283,7 +287,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     travelled = CommVolume(columns, mesh.ring_share(columns) * rows, is_all_to_all=True)
     summed = CommVolume(stage, 2 * mesh.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
-    # With prologue layers, each stage looks up its own microbatch and sends it to the ring later.
+    # With prologue layers, each stage looks up its own microbatch and later sends it to the ring.
     if sizes.layers.prologue:
         part = 1 / mesh.stages
         own = CommVolume(stage, mesh.ring_share(stage) * rows, part)
@@ -297,9 +301,9 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 
 
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
-    """Return the all-reduces in the loss head of one microbatch.
+    """Return the all-reduces in the loss head for one microbatch.
 
-    The all-reduces cover the output, its float32 cotangent, and three values per token and head.
+    These all-reduces cover the output, its float32 cotangent, and three numbers per token and head.
     """
     stage, size = sizes.mesh.nontrivial_axes(["stage"]), sizes.activations.itemsize
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.layers.mtp_heads) * sizes.batch.tokens
@@ -314,7 +318,8 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication for gathering head and MTP matrices once, and scattering their gradients once.
+    """Communication for gathering head and MTP matrices once, and for scattering their gradients
+    once.
 
     Matrices inside MTP layers are not included.
     """
@@ -330,18 +335,20 @@ class HeadTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """All-gathers of the head weights."""
+        """Return the all-gathers of the head weights."""
         return _gather_traffic(self.sizes, self._params)
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
-        """Reduce-scatters of the head gradients."""
+        """Return the reduce-scatters of the head gradients."""
         size = gradient_itemsize(self.sizes)
         return _gather_traffic(self.sizes, _trainable(self._params), size=size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """Reductions of gradients at the end of a step, including embedding and norm gradients."""
+        """Return the reductions of gradients at the end of a step, including embedding and norm
+        gradients.
+        """
         sizes, ends = self.sizes, self.sizes.model.ends
         embedding = replace(ends.params["embedding",], dims=sizes.mesh.padded(ends.embedding.dims))
         norms = [param for (name, *_), param in ends.params.items() if name == "final_norm"]
@@ -355,11 +362,12 @@ class LayerExecutions(NamedTuple):
     """Numbers of executions per device and step, keyed by layer type."""
 
     run: Mapping[str, float]
-    """Layer executions (forward and backward for one microbatch) on the average stage."""
+    """Number of times that the average stage runs a layer (forward and backward for one
+    microbatch)."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of gathers of the output projection, and number of scatters of its gradient."""
+    """Number of gathers of the output projection and number of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""
@@ -441,7 +449,9 @@ def step_traffic(
 def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
-    """Yield each volume, its number per step, and the number of collectives if they are merged."""
+    """Yield each volume, the number of times it is sent per step, and the number of collectives if
+    they are merged.
+    """
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.layer_types:
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)

@@ -1,6 +1,6 @@
 """Built-in rewards: pure functions of a completion and its prompt record.
 
-This module does not import other maxpipe modules, so that the worker process starts fast.
+This module does not import other maxpipe modules, so that the worker process starts quickly.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from fractions import Fraction
 from typing import Any
 
 Record = Mapping[str, Any]
-"""A line of the prompt file."""
+"""A record (one line) of the prompt file."""
 Reward = Callable[[str, Record], float]
 
 FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
-"""Default field of a record for each reward."""
+"""Default record field that each reward uses."""
 
 _MAX_CHARACTERS = 1000
-"""Maximum length of an expression or a number."""
+"""Maximum length in characters of an expression or a number."""
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(/\d+)?", re.ASCII)
 _IN_EXPRESSION = re.compile(r"\d+(\.\d*)?", re.ASCII)
-"""Number in an expression. Exponents are not allowed, because `1e999999999` has a billion
-digits."""
+"""Regular expression for a number in an expression. Exponents are rejected, because `1e999999999`
+has a billion digits."""
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -37,7 +37,8 @@ _SIGNS = str.maketrans("×÷−", "*/-")
 
 
 def builtin_reward(kind: str, field: str) -> Reward:
-    """Return the reward function named `kind`, which returns 1 for a correct completion, else 0.
+    """Return the reward function named `kind`, which returns 1 for a correct completion and 0
+    otherwise.
 
     `field` names the record field that the function uses. The function raises ValueError for a
     record without the required fields.
@@ -51,47 +52,49 @@ def builtin_reward(kind: str, field: str) -> Reward:
 
 
 def read_text(record: Record, field: str) -> str:
-    """Return the text or number in a field of a record."""
+    """Return the string or number in a field of a record, as a string."""
     value = record.get(field)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"it has no text or number `{field}`")
+        raise ValueError(f"the record has no string or number `{field}`")
     return str(value)
 
 
 def read_pattern(record: Record, field: str) -> re.Pattern[str]:
-    """Return the regular expression in a field of a record."""
+    """Return the compiled regular expression in a field of a record."""
     try:
         return re.compile(read_text(record, field))
     except (re.error, OverflowError, RecursionError, MemoryError) as error:
-        reason = "it is nested too deep" if isinstance(error, RecursionError) else error
-        raise ValueError(f"its `{field}` is not a regular expression: {reason}") from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(
+            f"the record's `{field}` is not a valid regular expression: {reason}"
+        ) from error
 
 
 def expected_value(record: Record, field: str) -> Fraction:
     """Return the value of the expression in a field of a record, or in its prompt.
 
-    Without the field, the expression is the text before the last `=` of the prompt, from the start
-    of that line.
+    If the field is missing, the expression is the text before the last `=` of the prompt, from the
+    start of that line.
     """
     if field in record:
         return evaluate_expression(read_text(record, field))
     before, equals, _ = str(record.get("prompt", "")).rpartition("=")
     if not equals:
-        raise ValueError(f"it has no `{field}`, and no = in its prompt")
+        raise ValueError(f"the record has no `{field}`, and its prompt contains no =")
     return evaluate_expression(before.rpartition("\n")[2])
 
 
 def evaluate_expression(expression: str) -> Fraction:
-    """Return the exact value of an expression with numbers, `+ - * /` and parentheses."""
+    """Return the exact value of an expression that contains numbers, `+ - * /` and parentheses."""
     text = expression.strip().translate(_SIGNS)
     if len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"its expression has more than {_MAX_CHARACTERS} characters")
+        raise ValueError(f"the record's expression has more than {_MAX_CHARACTERS} characters")
     try:
         return _value(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text[:40]!r} is not an expression") from error
     except ZeroDivisionError as error:
-        raise ValueError(f"its expression {text[:40]!r} divides by 0") from error
+        raise ValueError(f"the record's expression {text[:40]!r} divides by 0") from error
 
 
 def _value(node: ast.expr, text: str) -> Fraction:
@@ -103,11 +106,15 @@ def _value(node: ast.expr, text: str) -> Fraction:
         written = ast.get_source_segment(text, node) or ""
         if _IN_EXPRESSION.fullmatch(written):
             return Fraction(written)  # 0.1 is exactly 1/10
-    raise ValueError(f"its expression {text[:40]!r} may contain only numbers, + - * / and ( )")
+    raise ValueError(
+        f"the record's expression {text[:40]!r} may contain only numbers, + - * / and ( )"
+    )
 
 
 def number(text: str) -> Fraction | None:
-    """Return the number in a text (integer, decimal or fraction), or None if it is not a number."""
+    """Return the number in a string (integer, decimal or fraction), or None if the string is not a
+    number.
+    """
     text = text.strip().translate(_SIGNS)
     if len(text) > _MAX_CHARACTERS or not _NUMBER.fullmatch(text):
         return None

@@ -1,6 +1,7 @@
 """Rewards of completions, computed in a separate process with a time limit per completion.
 
-If a reward function hangs or crashes, training does not block, and the error names the record.
+If a reward function hangs or crashes, training does not block, and the error names the prompt
+record.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from maxpipe.rewards import builtin, worker
 
 _KEY = "grpo.reward_file"
 _START_SECONDS = 60.0
-"""Time limit for loading the file of a reward function, including its imports."""
+"""Time limit in seconds for loading the file of a reward function, including its imports."""
 _MAX_REPLY_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 24
 _MAX_SHOWN = 60
 
 
 class _RewardReply(TypedDict, total=False):
-    """A response line of the process. The response to the settings line is empty."""
+    """Response line of the worker process. The response to the settings is empty."""
 
     reward: float
     error: str
@@ -44,51 +45,52 @@ class RewardFunction:
         self._process: WorkerProcess | None = None
 
     def fingerprint(self) -> str:
-        """Return the identity of the function, which includes the file's checksum if it is in a
-        file.
+        """Return a string that identifies the function; for a function in a file, it includes the
+        file's checksum.
         """
         if not self._config.reward_file:
             return f"{self._config.reward} {self._config.reward_field}".strip()
         try:
             content = files.read(self._path, _MAX_FILE_BYTES)
         except OSError as error:
-            rule = f"must be a Python file that can be read: {error.strerror or error}."
+            rule = f"must be a readable Python file: {error.strerror or error}."
             raise self._config_error(rule) from error
         return f"{self._function} of {hashlib.sha256(content).hexdigest()}"
 
     def compute(self, completion: str, record: Mapping[str, Any], where: str) -> float:
-        """Return the reward of a completion. `where` names the prompt's record in errors.
+        """Return the reward of a completion. `where` identifies the prompt record in error
+        messages.
 
         Raises:
-            ConfigError: the function raises, exceeds the time limit, ends its process, or does not
-                return a finite number.
+            ConfigError: the function raises an exception, exceeds the time limit, terminates its
+                process, or does not return a finite number.
         """
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
             reply = self._request(process, request, self._config.reward_timeout_seconds)
             if "reward" not in reply:
-                raise _RewardError("it returned no reward")
+                raise _RewardError("the function returned no reward")
             return reply["reward"]
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
             rule = f"must return a finite number within {self._config.reward_timeout_seconds:g} "
             rule += (
-                f"seconds for each completion; for {where} and the completion {shown!r} {error}."
+                f"seconds for each completion; for {where} and the completion {shown!r}, {error}."
             )
             raise self._config_error(rule) from None
 
     def close(self) -> None:
-        """Stop the process."""
+        """Stop the worker process."""
         if self._process is not None:
             self._process.close()
             self._process = None
 
     def start(self) -> WorkerProcess:
-        """Return the process; start it on the first call.
+        """Return the worker process, starting it on the first call.
 
         Raises:
-            ConfigError: the file with the function cannot be loaded.
+            ConfigError: the file that defines the function cannot be loaded.
         """
         if self._process is not None:
             return self._process
@@ -112,7 +114,9 @@ class RewardFunction:
         try:
             self._request(process, settings, _START_SECONDS)
         except _RewardError as error:
-            rule = f"must be a Python file with this function, but cannot be loaded: {error}."
+            rule = (
+                f"must be a Python file that defines this function, but cannot be loaded: {error}."
+            )
             raise self._config_error(rule) from None
         return process
 
@@ -124,10 +128,10 @@ class RewardFunction:
             reply = parse_json(line, _RewardReply)
         except TimeoutError:
             self.close()
-            raise _RewardError("it exceeded the time limit") from None
+            raise _RewardError("the code exceeded the time limit") from None
         except (OSError, ValueError):
             self.close()
-            raise _RewardError("it ended its process") from None
+            raise _RewardError("the code terminated its process") from None
         if "error" in reply:
             raise _RewardError(reply["error"])
         return reply
@@ -141,7 +145,7 @@ class RewardFunction:
 
 
 class _RewardError(Exception):
-    """A failure of the process or of its reward function."""
+    """Failure of the worker process or of its reward function."""
 
 
 def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The worker process for rewards, which reads JSON requests from stdin and responds on stdout.
+"""Worker process for rewards, which reads JSON requests from stdin and writes responses to stdout.
 
-Each request and each response is one line. The first request selects the function; each
-further request contains a completion and its prompt record. This module imports only `builtin` from
-maxpipe, so that the process starts fast.
+Each request and each response is one line. The first request selects the function; each later
+request contains a completion and its prompt record. This module imports only `builtin` from
+maxpipe, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from maxpipe.rewards import builtin
 _MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""Time from the limit until this process ends itself, if its parent process has not ended it."""
+"""Time in seconds after the limit at which this process terminates itself, if its parent process
+has not terminated it."""
 
 
 def main() -> None:
@@ -61,28 +62,30 @@ def _function(settings: dict[str, Any]) -> Any:
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     spec = importlib.util.spec_from_file_location("reward_file", path)
     if spec is None or spec.loader is None:
-        raise ImportError("its name does not end in .py")
+        raise ImportError("the file name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise AttributeError(f"it has no function {name}")
+        raise AttributeError(f"the file has no function {name}")
     return function
 
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"it returned {_shorten(repr(value))}, which is not a number")
+        raise TypeError(f"the function returned {_shorten(repr(value))}, which is not a number")
     number = float(value)
     if not abs(number) <= _LARGEST:
-        raise ValueError(f"it returned {number:g}, which is not finite in float32")
+        raise ValueError(f"the function returned {number:g}, which is not finite in float32")
     return number
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Let the operating system end this process after the time limit, whatever code is running."""
+    """Let the operating system terminate this process after the time limit, regardless of the code
+    that is running.
+    """
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds + _MARGIN_SECONDS)
@@ -94,9 +97,9 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _describe_error(error: BaseException) -> str:
-    if isinstance(error, TypeError | ValueError) and str(error).startswith("it returned"):
+    if isinstance(error, TypeError | ValueError) and str(error).startswith("the function returned"):
         return str(error)
-    return f"it raised {type(error).__name__}: {_shorten(str(error))}".rstrip(": ")
+    return f"the code raised {type(error).__name__}: {_shorten(str(error))}".rstrip(": ")
 
 
 def _shorten(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Catalog of the schedules, keyed by name, and their construction.
+"""Catalog of schedules, keyed by name, and their construction.
 
-An entry defines a generator of orders, the shape of the ring, and metadata. `make_schedule` places
-and verifies the orders, and the engine runs the resulting table.
+Each entry defines a generator of execution orders, the ring's shape, and metadata. `make_schedule`
+places and verifies the execution orders, and the engine runs the resulting table.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from maxpipe.schedule.table import Orders, Ring, Schedule
 from maxpipe.schedule.verify import verify
 
 FILE_PREFIX = "file:"
-"""Prefix of schedule names that refer to CSV files, such as `file:PATH`."""
+"""Prefix of schedule names that refer to a CSV file, as in `file:PATH`."""
 ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
-"""Schedules that messages and forecasts suggest: plain 1F1B and two schedules that support any
+"""Schedules suggested in messages and forecasts: plain 1F1B, and two schedules that support any
 number of repeats."""
 
 MAX_FORWARDS = 300_000
-"""Limit of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1 GiB of
-memory."""
+"""Maximum of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1 GiB
+of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,24 @@ class ScheduleSpec:
     group: Literal["stages", "microbatches", "chosen"] = "microbatches"
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
-    """Required number of repeats. None: any number is allowed."""
+    """Required number of repeats. If None, any number is allowed."""
     default_repeats: int | None = None
-    """Number of repeats that the name implies. With any other number, the name is an alias of
-    `interleaved`."""
+    """Number of repeats implied by the name. With any other number of repeats, the name is an alias
+    of `interleaved`."""
     split: bool = False
     """Whether backward passes are split into I and W, so that slots are mixed."""
     dominated: bool = False
     """Whether another schedule is as fast and needs less memory. Searches skip dominated
     schedules."""
     supports_delay: bool = False
-    """Whether the schedule supports delayed messages. A delayed message needs two ticks."""
+    """Whether the schedule supports delayed messages, which need two ticks."""
     idle: Callable[[int, int, int], float] | None = None
-    """Closed form of the idle fraction as a function of (stages, repeats, microbatches), for F = I
-    = W."""
+    """Idle fraction in closed form, as a function of (stages, repeats, microbatches), for F = I =
+    W."""
 
     @property
     def uses_group(self) -> bool:
-        """Whether the schedule uses `pipeline.group`."""
+        """Return whether the schedule uses `pipeline.group`."""
         return self.group == "chosen"
 
 
@@ -159,8 +159,8 @@ def make_schedule(
     """Return the named schedule, placed and verified.
 
     Raises:
-        ConfigError: the name is unknown, or the schedule does not allow these sizes.
-        OrderError: the orders in a file have a deadlock.
+        ConfigError: the name is unknown, or the schedule does not support these sizes.
+        OrderError: the execution orders in a file cause a deadlock.
     """
     closed_form = None
     if name.startswith(FILE_PREFIX):
@@ -195,7 +195,7 @@ def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
 
 
 def _shape(spec: ScheduleSpec, stages: int) -> Literal["loop", "v"]:
-    return spec.shape if stages > 1 else "loop"  # identical on one stage
+    return spec.shape if stages > 1 else "loop"  # both are identical on one stage
 
 
 def _check_sizes(
@@ -221,14 +221,14 @@ def _check_sizes(
             "pipeline.repeats",
             repeats,
             repeats_rule(name, spec),
-            f"Set pipeline.repeats={spec.repeats}, or another pipeline.schedule.",
+            f"Set pipeline.repeats={spec.repeats}, or choose another pipeline.schedule.",
         )
     if delayed and not spec.supports_delay:
         allowed = ", ".join(each for each, other in SCHEDULES.items() if other.supports_delay)
         raise ConfigError.one(
             "pipeline.delayed_forwarding",
             delayed,
-            f"is supported by {allowed} and {FILE_PREFIX}PATH only; pipeline.schedule is {name}.",
+            f"is supported only by {allowed} and {FILE_PREFIX}PATH; pipeline.schedule is {name}.",
             "Set pipeline.delayed_forwarding=false.",
         )
     if group and not (min(stages, microbatches) <= group <= microbatches):
@@ -236,12 +236,12 @@ def _check_sizes(
             "pipeline.group",
             group,
             f"must be between the number of stages ({stages}) and the number of microbatches "
-            f"({microbatches}): a shorter group would stall the ring.",
-            "Set pipeline.group=0 for the default, the number of stages.",
+            f"({microbatches}), because a shorter group would stall the ring.",
+            "Set pipeline.group=0 to use the default, the number of stages.",
         )
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Return the text of the rule that a schedule with a fixed number of repeats imposes."""
+    """Return the message for the rule of a schedule with a fixed number of repeats."""
     reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

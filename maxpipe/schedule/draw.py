@@ -1,14 +1,14 @@
-"""Text output of schedules: a timeline of one schedule, or a table that compares several schedules.
+"""Text output for schedules: the timeline of one schedule, or a comparison of several schedules.
 
-A timeline has one line per stage if slots are mixed. Otherwise it has two lines per stage: one for
-forward slots and one for backward slots.
+If slots are mixed, a timeline has one line per stage. Otherwise, a timeline has two lines per
+stage: one for forward slots and one for backward slots.
 
-A cell contains the microbatch number and a letter for the repeat: `3b` is microbatch 3 in the
-second repeat, and `.` is an empty slot. In mixed lines, the slot kind comes first: `F3b`, `I3b`,
+Each cell contains the microbatch index and a letter for the repeat: `3b` is microbatch 3 in the
+second repeat, and `.` is an empty slot. In mixed lines, the slot type comes first: `F3b`, `I3b`,
 `W3b`.
 
-`Canvas` is a drawing of boxes, areas, curves and labels that can be written as SVG or PNG. Sizes
-are in pixels.
+`Canvas` is a drawing of boxes, areas, curves and labels that can be written as SVG or PNG. All
+sizes are in pixels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return two lines of text: the schedule's sizes, then its time and memory."""
+    """Return two lines of text: the schedule's sizes, and its time and memory."""
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
@@ -52,9 +52,10 @@ def draw_timeline(
     width: int = 0,
     mark: tuple[int, int, str] | None = None,
 ) -> str:
-    """Return the timeline, split into blocks of at most `width` columns (0: one block).
+    """Return the timeline, split into blocks of at most `width` columns (0 for a single block).
 
-    `mark` = (tick, stage, kind) puts brackets around one cell and limits the output to its block.
+    `mark` = (tick, stage, kind) adds brackets around one cell and limits the output to the block
+    that contains it.
     """
     rows = _rows(schedule, mark)
     size = max(len(cell) for _, cells in rows for cell in cells)
@@ -127,7 +128,7 @@ def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) 
 
 
 def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """Return a table with one line per schedule that contains its time and its memory per stage."""
+    """Return a table with one line per schedule, which shows its time and its memory per stage."""
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -167,12 +168,12 @@ def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
 
 
 def _identical_schedules(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines that name the schedules with identical values at these sizes."""
+    """Return lines that list the schedules whose results are identical at these sizes."""
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *numbers in rows:
         names.setdefault(tuple(numbers), []).append(name)
     same = [
-        f"{' and '.join(each)} are the same at these sizes."
+        f"{' and '.join(each)} are identical at these sizes."
         for each in names.values()
         if len(each) > 1
     ]
@@ -192,7 +193,7 @@ _LEGEND = (
 
 
 def _max_sent_messages(schedule: Schedule) -> int:
-    """Return the largest number of messages that a stage sends to other stages in a step."""
+    """Return the largest number of messages that any stage sends to other stages in a step."""
     ring = schedule.ring
     sent = [0] * ring.num_stages
     for stage in range(ring.num_stages):
@@ -207,7 +208,7 @@ def _max_sent_messages(schedule: Schedule) -> int:
 _LARGE_PIXELS = 12e6
 
 OVERVIEW_WIDTH = 480.0
-"""Width in pixels of an overview, whose 18-pixel text is still legible when scaled to 300
+"""Width in pixels of an overview, chosen so that 18-pixel text is still legible when scaled to 300
 pixels."""
 
 
@@ -249,18 +250,18 @@ class Label(NamedTuple):
     size: int
     colour: str
     anchor: str = "m"
-    """Position of `x` in the text: l(eft), m(iddle), or r(ight)."""
+    """Alignment of the text relative to `x`: l(eft), m(iddle), or r(ight)."""
     bold: bool = False
 
 
 def text_width(text: str, size: float) -> float:
-    """Return an estimated width in pixels that is sufficient for most fonts."""
+    """Return an estimate of the width in pixels that is large enough for most fonts."""
     return 0.56 * size * len(text)
 
 
 @dataclass
 class Canvas:
-    """A drawing of boxes, areas, curves and labels, in this order."""
+    """A drawing that consists of boxes, areas, curves and labels, drawn in this order."""
 
     width: float = 0.0
     height: float = 0.0
@@ -317,7 +318,7 @@ class Canvas:
             )
 
     def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
-        """Write a PNG of `scale` times the SVG size; large drawings are written at scale 1."""
+        """Write a PNG at `scale` times the SVG size; large drawings are written at scale 1."""
         from PIL import Image, ImageDraw, ImageFont
 
         scale = scale if self.width * self.height < _LARGE_PIXELS else 1

@@ -1,15 +1,15 @@
-"""Orders of the actions on each stage: generators of schedules, and CSV files.
+"""Execution orders of the actions on each stage: generators of schedules, and CSV files.
 
-`generate(ring, num_microbatches, group)` returns each stage's list of actions. `placement` derives
-ticks, messages and buffers from them. To add a schedule, add a function here and an entry to
-`catalog.SCHEDULES`.
+`generate(ring, num_microbatches, group)` returns the list of actions of each stage. `placement`
+derives ticks, messages and buffers from these lists. To add a schedule, add a function here and an
+entry to `catalog.SCHEDULES`.
 
-`read_orders` and `to_csv` read and write CSV in the usual action notation: one line per stage, one
-action per cell. `2F0` is the forward pass of chunk 2 for microbatch 0. `B` is a full backward pass;
-`I` and `W` are the gradients of the chunk's input and weights. Empty cells are idle slots. Chunks
-are numbered in model order. The format is also used by torch.distributed.pipelining, so schedules
-can be exchanged. A file defines only the order of the actions on each stage; the ticks follow from
-the order.
+`read_orders` and `to_csv` read and write CSV in the usual notation: one line per stage, one action
+per cell. `2F0` is the forward pass of chunk 2 for microbatch 0. `B` is a full backward pass; `I`
+and `W` compute the gradients of the chunk's input and weights. Empty cells are idle slots. Chunks
+are numbered in model order. torch.distributed.pipelining also uses this format, so schedules can be
+exchanged. A file defines only the execution order of the actions on each stage; the ticks follow
+from this order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from maxpipe.schedule.table import Action, ActionKind, Orders, Ring, Schedule
 
 
 def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]:
-    """Return the sizes of the microbatch groups: as even as possible, with longer groups first.
+    """Return the sizes of the microbatch groups: as even as possible, with larger groups first.
 
-    A group shorter than the number of stages would stall the ring, so a remainder is spread over
-    the groups. Groups are longer than `group` only if a group would otherwise be shorter than the
-    number of stages.
+    A group smaller than the number of stages would stall the ring, so a remainder is spread over
+    the groups. Groups exceed `group` only if a group would otherwise be smaller than the number of
+    stages.
     """
     count = -(-num_microbatches // group)
     if num_microbatches // count < num_stages:
@@ -42,7 +42,9 @@ def group_sizes(num_microbatches: int, num_stages: int, group: int) -> list[int]
 
 
 def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> list[Action]:
-    """Return the ordered forward or backward actions of a loop, the same on all stages."""
+    """Return the ordered forward or backward actions of a loop, which are the same on all
+    stages.
+    """
     repeats = range(num_repeats)
     sequence: list[Action] = []
     start = 0
@@ -54,9 +56,10 @@ def _ring_sequence(sizes: Sequence[int], num_repeats: int, kind: ActionKind) -> 
 
 
 def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run all forward, then all backward passes; memory grows with the number of microbatches.
+    """Run all forward passes, then all backward passes; memory grows with the number of
+    microbatches.
 
-    Source: GPipe (arXiv:1811.06965). With repeats, it is the circular schedule of praxis and
+    Source: GPipe (arXiv:1811.06965). With repeats, this is the circular schedule of praxis and
     MaxText.
     """
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
@@ -71,14 +74,15 @@ def forward_sweep(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run warm-up forward passes, alternate one forward and one backward pass, and run the rest.
+    """Run warm-up forward passes, then alternate one forward and one backward pass, then run the
+    remaining backward passes.
 
-    The warm-up is the shortest one that keeps every slot busy if a message needs one tick. It has
-    (R-1) * N forward passes until the first microbatch leaves the network, and two more for each
-    later stage. Memory does not depend on the number of microbatches.
+    The warm-up is the shortest one that keeps every slot busy if a message needs one tick. It
+    consists of (R-1) * N forward passes until the first microbatch leaves the network, and two more
+    for each later stage. Memory does not depend on the number of microbatches.
 
-    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). With one group,
-    it is the breadth-first order (arXiv:2211.05953).
+    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). With a single
+    group, this is the breadth-first order (arXiv:2211.05953).
     """
     stages, repeats = ring.num_stages, ring.num_repeats
     sizes = group_sizes(num_microbatches, stages, group)
@@ -96,7 +100,8 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
 
 
 def zero_bubble_h1(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Split the backward passes of 1F1B: weight gradients fill the bubble with the same memory.
+    """Split the backward passes of 1F1B, so that weight gradients fill the bubble without
+    additional memory.
 
     Source: ZB-H1 (arXiv:2401.10241).
     """
@@ -114,7 +119,7 @@ def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V: almost no bubble, with the memory of 1F1B.
+    """Run two chunks per stage in a V shape: almost no bubble, with the memory of 1F1B.
 
     Source: ZB-V (arXiv:2401.10241, arXiv:2405.15362).
     """
@@ -123,7 +128,7 @@ def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V: half the memory of 1F1B, with about half its bubble.
+    """Run two chunks per stage in a V shape: half the memory of 1F1B, with about half its bubble.
 
     Source: V-Half (arXiv:2405.15362).
     """
@@ -131,7 +136,7 @@ def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V: a third of the memory of 1F1B, with two thirds of its
+    """Run two chunks per stage in a V shape: a third of the memory of 1F1B, with two thirds of its
     bubble.
 
     Source: V-Min (arXiv:2405.15362).
@@ -145,7 +150,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     Source: DualPipe's V-shaped half (DeepSeek, github.com/deepseek-ai/DualPipe).
     """
     stages, orders = ring.num_stages, []
-    # The phases require two microbatches per stage; actions of surplus microbatches are then
+    # The phases require two microbatches per stage, so the actions of surplus microbatches are then
     # removed.
     available = max(num_microbatches, 2 * stages)
     for stage in range(stages):
@@ -179,11 +184,11 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 class _GreedyScheduler:
-    """Greedy scheduler: every stage prefers I, then F, then W, and later chunks first.
+    """Greedy scheduler: every stage prefers I over F over W, and later chunks over earlier ones.
 
-    A stage stores at most `live` chunks from F to W, and at most `pending` of these chunks between
-    I and W. An F runs only if capacity remains for the stage's later chunks; otherwise, a V could
-    deadlock.
+    A stage stores at most `live` chunks between F and W, and at most `pending` of these chunks
+    between I and W. An F runs only if capacity remains for the stage's later chunks, because a V
+    could otherwise deadlock.
     """
 
     def __init__(self, ring: Ring, num_microbatches: int, *, live: int, pending: int):
@@ -196,7 +201,7 @@ class _GreedyScheduler:
         self.kept = [0 for _ in stages]
 
     def run(self) -> Orders:
-        """Return the orders of all stages."""
+        """Return the execution orders of all stages."""
         tick, total = 0, 3 * self.num_microbatches * self.ring.num_repeats
         while any(len(order) < total for order in self.orders):
             # All stages choose an action before any action is applied, because a message needs one
@@ -245,17 +250,18 @@ def _greedy_orders(ring: Ring, num_microbatches: int, *, live: int, pending: int
     return _GreedyScheduler(ring, num_microbatches, live=live, pending=pending).run()
 
 
-_INTERVAL = 6  # ticks per microbatch: F, I and W of two chunks
+_INTERVAL = 6  # number of ticks per microbatch: F, I and W of two chunks
 
 
 def _repeated_block(
     ring: Ring, num_microbatches: int, offsets: tuple[int, int, int, int]
 ) -> Orders:
-    """Return orders for a V that repeat the pattern of one microbatch every six ticks.
+    """Return execution orders for a V shape that repeat the pattern of one microbatch every six
+    ticks.
 
-    The pattern has four parts: the forward passes of the first and second chunk, and the input
+    The pattern has four phases: the forward passes of the first and second chunk, and the input
     gradients of the second and first chunk. `offsets` contains the number of ticks between
-    neighbouring stages for each part. The memory of a microbatch is proportional to the sum of the
+    neighboring stages for each phase. The memory of a microbatch is proportional to the sum of the
     offsets times the number of stages. Weight gradients run in the free ticks.
 
     Source: the building blocks of arXiv:2405.15362.
@@ -285,7 +291,7 @@ def _repeated_block(
 
 
 def _block_starts(stages: int, offsets: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return the earliest ticks on stage 0 for which the four parts never collide on any stage."""
+    """Return the earliest ticks on stage 0 at which the four phases never collide on any stage."""
     down, up, back, home = (offset * (stages - 1) for offset in offsets)
     for second in range(down + up + 1, down + up + 1 + _INTERVAL):
         for turn in range(second + 1, second + 1 + _INTERVAL):
@@ -307,7 +313,7 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Return the table as CSV; idle slots are empty cells."""
+    """Return the schedule table as CSV; idle slots are empty cells."""
     ring = schedule.ring
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -332,7 +338,8 @@ def read_orders(
     repeats: int | None = None,
     microbatches: int | None = None,
 ) -> tuple[Ring, Orders]:
-    """Read the ring and the orders from a file. The sizes in the file must match the given sizes.
+    """Read the ring and the execution orders from a file. The sizes in the file must match the
+    given sizes.
 
     Raises:
         ConfigError: the file cannot be read, a cell is not an action, an action is missing or
@@ -355,7 +362,7 @@ def read_orders(
 
 
 class _CsvCell(NamedTuple):
-    """An action in the file and its column."""
+    """A CSV cell with an action, and its column."""
 
     chunk: int
     kind: ActionKind
@@ -367,12 +374,12 @@ class _CsvCell(NamedTuple):
 
     @property
     def parts(self) -> tuple[ActionKind, ...]:
-        """Parts of the action; a full backward pass consists of I and W."""
+        """Return the action's components; a full backward pass consists of I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 
 class _CsvLine(NamedTuple):
-    """The actions of a stage and the line number in the file."""
+    """The actions of one stage, and their line number in the file."""
 
     number: int
     cells: list[_CsvCell]
@@ -383,11 +390,11 @@ def _read(path: Path) -> str:
         content = files.read(path, _MAX_BYTES)
         return content.decode("utf-8-sig")  # spreadsheets write a byte order mark
     except OSError as error:
-        reason = error.strerror or "it is not a file"
+        reason = error.strerror or "the path is not a file"
     except UnicodeDecodeError:
-        reason = "it is not UTF-8 text"
+        reason = "the file is not UTF-8 text"
     except ValueError:
-        reason = "it is not a path"
+        reason = "the path is invalid"
     rule = f"cannot be read: {reason}."
     action = "Write a file with `maxpipe schedule interleaved --csv FILE`."
     raise ConfigError.one("pipeline.schedule", f"file:{path}", rule, action)
@@ -422,23 +429,23 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
         raise ConfigError.one(
             where,
             shown if len(shown) <= 40 else f"{shown[:40]}...",
-            "must be an action: chunk number, one of F B I W, microbatch number, each number "
-            "of at most 9 digits.",
-            "Write 2F0 for the forward of chunk 2 and microbatch 0, or leave the cell empty.",
+            "must be an action: chunk number, one of F B I W, microbatch number, each number with "
+            "at most 9 digits.",
+            "Write 2F0 for the forward pass of chunk 2 and microbatch 0, or leave the cell empty.",
         )
     return _CsvCell(int(match[1]), match[2], int(match[3]), column)  # type: ignore[arg-type]
 
 
 def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
-    """Return the ring that assigns each chunk to the stage on whose line it appears."""
+    """Return the ring that assigns each chunk to the stage whose line contains it."""
     num_chunks = 1 + max(cell.chunk for line in lines for cell in line.cells)
     repeats, remainder = divmod(num_chunks, len(lines))
     if remainder:
         raise ConfigError.one(
             f"{path}",
             f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",
-            "the number of chunks must be a multiple of the number of lines. A line is a stage, "
-            "and every stage runs the same number of chunks.",
+            "the number of chunks must be a multiple of the number of lines. Each line is a "
+            "stage, and every stage runs the same number of chunks.",
             "Add the missing lines or chunks.",
         )
     rings = [Ring(len(lines), repeats, shape) for shape in ("loop", "v")]
@@ -468,7 +475,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
 
 
 def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
-    """Check that each chunk and microbatch has one F, and either one B or one I and one W."""
+    """Check that each chunk and microbatch has one F, and either one B, or one I and one W."""
     done: dict[tuple[int, int, ActionKind], _CsvCell] = {}
     for cell in line.cells:
         for part in cell.parts:
@@ -477,7 +484,8 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
                 raise ConfigError.one(
                     f"{path}: line {line.number}, cell {cell.column}",
                     cell,
-                    f"repeats {other} in cell {other.column}: each action must appear once.",
+                    f"repeats {other} in cell {other.column}, but each action must appear only "
+                    "once.",
                     "Remove one of the two cells.",
                 )
     stage = ring.locate_chunk(line.cells[0].chunk)[0]
@@ -505,7 +513,9 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
 
 
 def _orders(lines: list[_CsvLine], ring: Ring) -> Orders:
-    """Return the orders; if any backward pass is split, every B is replaced by I and W."""
+    """Return the execution orders; if any backward pass is split, every B is replaced with I and
+    W.
+    """
     split = any(cell.kind in "IW" for line in lines for cell in line.cells)
     return [
         [

@@ -1,9 +1,9 @@
-"""Pictures of schedules, as SVG or PNG, and traces for Perfetto.
+"""Images of schedules as SVG or PNG, and traces for Perfetto.
 
-A picture has one lane for each stage. The lane shows the stage's work over time, labeled with
-microbatch numbers. The number of chunks with saved activations is shown below the work. Colours
-distinguish repeats, and shades distinguish slot kinds. Ticks advance in lockstep, with the given
-costs.
+An image has one lane for each stage. The lane shows the stage's work over time, labeled with
+microbatch indices. The number of chunks with saved activations is plotted below the work. Colors
+distinguish repeats, and shades distinguish slot types. All stages advance in lockstep, and slots
+have the given costs.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _KIND_NAMES: dict[ActionKind, str] = {
 
 
 def svg(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return the picture as an SVG document; hovering over a box shows its chunk and tick."""
+    """Return the image as an SVG document; hovering over a box shows its chunk and tick."""
     return draw_schedule(schedule, costs).svg()
 
 
 def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
-    """Write the picture as PNG."""
+    """Write the image as PNG."""
     draw_schedule(schedule, costs).png(path)
 
 
 def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
-    """Return the picture as a drawing."""
+    """Return the image as a drawing."""
     return _Picture(schedule, costs).canvas
 
 
 def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) -> Canvas:
-    """Return a drawing with the pictures of several schedules, one below another."""
+    """Return a drawing that stacks the images of several schedules vertically."""
     canvas = draw_schedule(schedules[0], costs)
     for schedule in schedules[1:]:
         canvas.append_canvas(draw_schedule(schedule, costs), canvas.height)
@@ -62,8 +62,8 @@ def draw_schedules(schedules: Sequence[Schedule], costs: Costs = EQUAL_COSTS) ->
 def draw_overview(schedule: Schedule) -> Canvas:
     """Draw the first ticks of each lane, with text that is legible at a width of 300 pixels.
 
-    `draw_schedule` draws all ticks. Here, the microbatch numbers are small and legible only at full
-    size.
+    `draw_schedule` draws all ticks instead. In the overview, microbatch indices are small and
+    legible only at full size.
     """
     times, canvas = _Timeline(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
@@ -120,7 +120,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     """Return a trace for ui.perfetto.dev or chrome://tracing; a cost of 1 is shown as 1 ms.
 
     The trace shows stages as threads, slots as slices, and messages between stages as arrows. Each
-    stage has a counter of the chunks with saved activations.
+    stage has a counter for the chunks with saved activations.
     """
     times = _Timeline(schedule, costs)
     about = {"name": summary(schedule).splitlines()[0]}
@@ -153,8 +153,8 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
         )
     for number, (sender, receiver) in enumerate(_messages(schedule)):
         arrow = {"pid": 0, "name": "message", "cat": "message", "id": number}
-        # An arrow must start inside a slice; at the end of a slice, the next slice may already have
-        # started.
+        # An arrow must start inside a slice, because the next slice may already have started at the
+        # end of a slice.
         sent = times.start(sender) + costs.of(sender.kind) / 2
         read = times.start(receiver)
         events += [
@@ -175,7 +175,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
 
 
 class _Work(NamedTuple):
-    """The work of a stage in one slot."""
+    """Work of one stage in one slot."""
 
     kind: ActionKind
     tick: int
@@ -206,7 +206,7 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
 
 
 class _Timeline:
-    """Start times of ticks and slots when all stages advance in lockstep."""
+    """Start times of ticks and slots if all stages advance in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
         spent = schedule.tick_costs(costs)
@@ -237,7 +237,8 @@ class _Shade(NamedTuple):
 
 
 _INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
-# Light, dark and pale colour of each repeat. With more repeats than entries, colours are reused.
+# Light, dark and pale color for each repeat. If there are more repeats than entries, colors are
+# reused.
 _COLOURS = (
     ("#8fb8f4", "#2456a6", "#dfeafc"),
     ("#f6b26b", "#a8530a", "#fdebd3"),
@@ -254,7 +255,7 @@ _LEGEND_LINE = 24.0
 _OVERVIEW_TICKS = 64
 _MIN_WIDTH = 720.0
 _WIDTH = 1500.0
-"""Preferred width of the lanes, within the limits that `_MIN_UNIT` and `_MAX_UNIT` imply."""
+"""Preferred width of the lanes, limited by `_MIN_UNIT` and `_MAX_UNIT`."""
 _MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
 
 
@@ -306,7 +307,7 @@ class _Picture:
         return self.top + stage * self.pitch
 
     def _legend(self, y: float) -> float:
-        """Draw the legend; return the y coordinate of the next line."""
+        """Draw the legend, and return the y coordinate of the next line."""
         kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
         x = _LEFT
         for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
@@ -350,7 +351,7 @@ class _Picture:
         self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
 
     def _slots(self) -> None:
-        """Draw the slots; microbatch numbers that do not fit are omitted."""
+        """Draw the slots, omitting microbatch indices that do not fit."""
         longest = str(self.schedule.num_microbatches - 1)
         size: dict[ActionKind, int] = {
             kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
@@ -388,7 +389,7 @@ class _Picture:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _draw_saved_chunks(self) -> None:
-        """Below each lane, draw the number of chunks with saved activations and its maximum."""
+        """Draw, below each lane, the number of chunks with saved activations and its maximum."""
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         ticks = self.times.ticks

@@ -1,9 +1,9 @@
-"""Placement of orders in a table: passes that assign ticks to actions and slots to values.
+"""Place execution orders in a table: assign ticks to actions and buffer slots to arrays.
 
-1. `_earliest_ticks` assigns to each action the first tick that its inputs and the order of its
-   stage allow.
-2. `_BufferAllocator` treats every stored value (a message, saved activations, inputs of W) as an
-   interval of time on one stage. Interval colouring then assigns the fewest possible slots.
+1. `_earliest_ticks` assigns to each action the first tick allowed by its inputs and by the
+   execution order of its stage.
+2. `_BufferAllocator` treats every stored array (a message, saved activations, inputs of W) as a
+   time interval on one stage. Interval coloring then assigns the smallest possible number of slots.
 3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
    reduction of the chunk's gradients after the run.
 4. `_prologue_rounds` groups entering microbatches into rounds. The prologue layers run once per
@@ -33,12 +33,14 @@ from maxpipe.schedule.table import (
 )
 
 WINDOW_REPEATS = 2
-"""Number of chunks in a window: the current and the next chunk. If a stage has at most this many
-repeats, its window is never refilled."""
+"""Number of chunks in a prefetch window: the current chunk and the next one. If a stage has at most
+this many repeats, its window is never refilled."""
 
 
 class OrderError(ConfigError):
-    """Orders with a deadlock: every stage waits for another stage."""
+    """Raised if the execution orders cause a deadlock, in which every stage waits for another
+    stage.
+    """
 
 
 def place_orders(
@@ -50,10 +52,10 @@ def place_orders(
     group: int,
     delayed: bool = False,
 ) -> Schedule:
-    """Return the schedule table for these orders.
+    """Build the schedule table from the per-stage execution orders.
 
     Raises:
-        OrderError: the orders have a deadlock.
+        OrderError: the execution orders cause a deadlock.
     """
     kinds = {action.kind for order in orders for action in order}
     mixed = bool(kinds & {"I", "W"})
@@ -97,7 +99,7 @@ def _empty_slots(num_ticks: int, num_stages: int) -> SlotColumns:
 _Cell = tuple[int, int]
 """(tick, stage)."""
 _Ticks = dict[tuple[Action, int], _Cell]
-"""Cell of each (action, stage)."""
+"""Table cell of each (action, stage)."""
 
 
 def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delayed: bool) -> _Ticks:
@@ -157,10 +159,14 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
     problem = Problem(
         name,
         "",
-        "the stages wait for each other: " + ", ".join(waiting) + ". An action runs after the "
-        "stage's earlier ones: F after F of the previous chunk, B or I after its own F and after "
-        "B or I of the next chunk, W after its own I.",
-        "Move these actions, or the actions that they need, to a position that the order allows.",
+        "the stages wait for each other: "
+        + ", ".join(waiting)
+        + (
+            ". An action runs after the stage's earlier actions: F after F of the previous chunk, "
+            "B or I after its own F and after B or I of the next chunk, W after its own I."
+        ),
+        "Move these actions, or the actions that they depend on, to a position that the execution "
+        "order allows.",
     )
     return OrderError([problem])
 
@@ -169,7 +175,9 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
 
 
 class _Interval(NamedTuple):
-    """Lifetime of a value on one stage, from `start` to `end`. Its slot is written to `cells`."""
+    """Lifetime of a stored array on one stage, from `start` to `end`. The assigned slot is written
+    to `cells`.
+    """
 
     start: int
     end: int
@@ -177,7 +185,7 @@ class _Interval(NamedTuple):
 
 
 def _colour(intervals: Iterable[_Interval]) -> int:
-    """Assign to each interval the lowest free slot; return the number of slots."""
+    """Assign the lowest free slot to each interval, and return the number of slots."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     used = 0
@@ -192,13 +200,13 @@ def _colour(intervals: Iterable[_Interval]) -> int:
     return used
 
 
-# Phases of a tick, in the order of the engine's buffer accesses.
+# Phases of a tick, in the order in which the engine accesses buffers.
 _LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
 _PHASES_PER_TICK = 8
 
 
 class _BufferAllocator:
-    """Assign buffer slots to all stored values, stage by stage."""
+    """Assign buffer slots to all stored arrays, stage by stage."""
 
     def __init__(
         self,
@@ -215,13 +223,15 @@ class _BufferAllocator:
         self.backward: ActionKind = "I" if mixed else "B"
 
     def _per_stage(self, intervals: dict[int, list[_Interval]]) -> int:
-        """Return the number of slots of a buffer: the maximum over all stages, at least one."""
+        """Return the number of slots in a buffer: the maximum over all stages, but at least one."""
         return max([1, *map(_colour, intervals.values())])
 
     def _spans(
         self, first: ActionKind, last: ActionKind
     ) -> Iterator[tuple[Action, int, _Cell, _Cell]]:
-        """Yield each action of kind `first` and the action of kind `last` on the same data."""
+        """Yield each action of type `first` together with the action of type `last` on the same
+        data.
+        """
         for (action, stage), cell in self.at.items():
             if action.kind == first:
                 end = self.at.get((action._replace(kind=last), stage))
@@ -249,10 +259,10 @@ class _BufferAllocator:
         return self._per_stage(intervals)
 
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
-        """Assign slots to messages, which live from their arrival to the slot that reads them.
+        """Assign slots to messages, which live from their arrival until a slot reads them.
 
-        In every tick, a message from every direction is written. A message that is not read has a
-        lifetime of one phase, so it is written to a slot that is free in that phase.
+        In every tick, a message is written for every direction. A message that is never read has a
+        lifetime of one phase, so it is written to a slot that is free during that phase.
         """
         ways = self._directions()
         shape = (self.num_ticks, self.ring.num_stages)
@@ -277,7 +287,7 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """Return (port, step) for every direction in which messages are sent on the ring."""
+        """Return (port, step) for every direction in which messages travel around the ring."""
         ring = self.ring
         directions = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
@@ -291,7 +301,7 @@ class _BufferAllocator:
         return [("loss", 0), *order] if trains else order
 
     def _arrival_phase(self, way: tuple[str, int]) -> int:
-        """Return the phase of a tick in which messages that arrive are written."""
+        """Return the phase of a tick in which arriving messages are written."""
         port, step = way
         if port == "loss":
             return _LOSS_MIXED if self.mixed else _LOSS
@@ -299,7 +309,7 @@ class _BufferAllocator:
         return _EARLY if port == "B" and step and not self.delayed else _END
 
     def _messages(self) -> Iterator[tuple[tuple[str, int], _Cell, _Cell, ActionKind]]:
-        """Yield (direction, arrival cell, reader cell, reader's kind) of every message."""
+        """Yield (direction, arrival cell, reader cell, reader's slot type) for every message."""
         ring = self.ring
         for (action, stage), (tick, _) in self.at.items():
             kind, microbatch, repeat = action
@@ -338,7 +348,7 @@ class _Run(NamedTuple):
 
 
 def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
-    """Return each stage's longest runs of work on one repeat, in slots of one kind."""
+    """Return each stage's maximal runs of consecutive work on one repeat, in slots of one type."""
     runs_of_stages: list[list[_Run]] = []
     for stage in range(column.shape[1]):
         runs: list[_Run] = []
@@ -353,7 +363,7 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """Return one list for each event e, with the e-th run of every stage."""
+    """Return one list for each event e that contains the e-th run of every stage."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 
@@ -373,7 +383,7 @@ def _merge_events(events: list[list[_Run]]) -> list[list[_Run]]:
 def _weight_window(
     ring: Ring, slots: dict[str, SlotColumns], num_ticks: int, *, mixed: bool
 ) -> WeightWindow:
-    """Return gathers and reductions, which are in the same ticks on all stages."""
+    """Return gathers and reductions, which occur in the same ticks on all stages."""
     empty = np.zeros((0, ring.num_stages), np.int32)
     if ring.num_repeats <= WINDOW_REPEATS:
         none = np.zeros(0, np.int32)

@@ -1,15 +1,15 @@
-"""Placed schedules: int32 arrays with the action and the buffer slots of each stage in each tick.
+"""Placed schedules: int32 arrays with the action and buffer slots of each stage in each tick.
 
 Stages advance in ticks. There are two types of schedules:
 
 - *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
-  passes. Slots of one kind cost the same on every stage, so no stage waits for a neighbour.
-  The transfer of a message overlaps with the slot of the other kind.
-- *mixed* slots: a tick is one action of any kind on each stage. An action is a forward pass (F),
+  passes. Slots of one type cost the same on every stage, so no stage waits for a neighbor. The
+  transfer of a message overlaps with the slot of the other type.
+- *mixed* slots: a tick is one action of any type on each stage. An action is a forward pass (F),
   the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
   fill ticks that would otherwise be idle.
 
-A message needs one tick to reach the neighbour. In a *delayed* schedule a message needs two ticks,
+A message needs one tick to reach the neighbor. In a *delayed* schedule, a message needs two ticks,
 so that a full tick of work can hide the transfer. `placement` creates tables, `verify` checks them,
 `draw` displays them, and `pipeline.engine` runs them.
 
@@ -36,7 +36,7 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """Work of one kind on one chunk for one microbatch."""
+    """Work of one type on one chunk for one microbatch."""
 
     kind: ActionKind
     microbatch: int
@@ -44,14 +44,14 @@ class Action(NamedTuple):
 
 
 Orders = list[list[Action]]
-"""Actions of each stage, in the order in which the stage runs them."""
+"""Actions of each stage, in execution order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The ring of stages, which defines the stage of each chunk and the direction of messages.
+    """Ring of stages, which determines the stage of each chunk and the direction of messages.
 
-    In a `loop`, every repeat runs over the stages in the same direction. In a `v`, the direction
+    In a `loop`, every repeat runs through the stages in the same direction. In a `v`, the direction
     alternates, and each repeat starts on the stage where the previous repeat ended.
     """
 
@@ -61,11 +61,11 @@ class Ring:
 
     @property
     def num_chunks(self) -> int:
-        """Total number of chunks, over all stages and repeats."""
+        """Return the total number of chunks, over all stages and repeats."""
         return self.num_stages * self.num_repeats
 
     def chunk(self, stage: int, repeat: int) -> int:
-        """Return the index in the network of the chunk that the stage runs in this repeat."""
+        """Return the network index of the chunk that the stage runs in this repeat."""
         turned = self.shape == "v" and repeat % 2 == 1
         return repeat * self.num_stages + (self.num_stages - 1 - stage if turned else stage)
 
@@ -86,7 +86,8 @@ class Ring:
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return the direction of a message: +1 to the next stage, -1 to the previous, 0 to itself.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 to
+        itself.
 
         `repeat` is the sender's repeat; `turns` is true if the receiver's repeat is different.
         """
@@ -97,40 +98,43 @@ class Ring:
 
     @property
     def last_stage(self) -> int:
-        """Stage of the network's last chunk. The first chunk is on stage 0."""
+        """Return the stage of the network's last chunk. The first chunk is on stage 0."""
         return self.locate_chunk(self.num_chunks - 1)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Slots of one kind, as arrays `[K, P]`. Buffer columns contain valid indices even in idle
+    """Slots of one type, as arrays `[K, P]`. Buffer columns contain valid indices even in idle
     slots.
     """
 
     microbatch: np.ndarray
-    """Index of the microbatch, or `IDLE`."""
+    """Microbatch index, or `IDLE`."""
     repeat: np.ndarray
-    """Index of the repeat (0 if idle)."""
+    """Repeat index (0 if idle)."""
     inbox: np.ndarray
-    """Inbox slot of the input of F, or of the cotangent for B or I."""
+    """Inbox slot that contains the input of F, or the cotangent for B or I."""
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
     """Slot of the inputs of W. I writes these inputs."""
     window: np.ndarray
-    """Window slot with the gathered weights of the chunk for F, B or I, if there is a prefetch
-    window."""
+    """Window slot that contains the gathered weights of the chunk for F, B or I, if there is a
+    prefetch window."""
     gradient: np.ndarray
-    """Slot with the gradient accumulator of the chunk for B or W, if there is a prefetch window."""
+    """Slot that contains the gradient accumulator of the chunk for B or W, if there is a prefetch
+    window."""
 
     @property
     def active(self) -> np.ndarray:
-        """bool `[K, P]`: whether the slot contains work."""
+        """Return bool `[K, P]`: whether the slot contains work."""
         return self.microbatch != IDLE
 
     @property
     def at_first_chunk(self) -> np.ndarray:
-        """`[K]`: microbatch that the network's first chunk processes in this tick, or `IDLE`."""
+        """Return `[K]`: the microbatch processed by the network's first chunk in this tick, or
+        `IDLE`.
+        """
         return np.where(self.repeat[:, 0] == 0, self.microbatch[:, 0], IDLE)
 
 
@@ -154,10 +158,10 @@ class Arrival:
 class WeightWindow:
     """Ticks at which chunks are gathered into the prefetch window and gradients are reduced.
 
-    Event e gathers one chunk per stage on all stages at the same time. Stage p gathers its chunk of
-    repeat `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and
-    the chunk may be used from tick `gather_tick[e]`. The gradients of reduction e are complete
-    before `reduce_tick[e]`.
+    Event e gathers one chunk on every stage at the same time. Stage p gathers its chunk of repeat
+    `gather_repeat[e, p]`. The gather overlaps with the ticks before `gather_tick[e]`, and the chunk
+    can be used from tick `gather_tick[e]`. The gradients of reduction e are complete before
+    `reduce_tick[e]`.
     """
 
     gather_tick: np.ndarray
@@ -172,28 +176,28 @@ class WeightWindow:
 
 @dataclass(frozen=True, slots=True)
 class PrologueRounds:
-    """Ticks at which prologue layers run, if there are any; arrays `[K]`, identical on all stages.
+    """Ticks at which prologue layers run, if any; arrays `[K]` that are identical on all stages.
 
-    The layers process a round of P microbatches at a time: in round i, stage p has microbatch i*P +
-    p. A round runs forward when its first microbatch enters the ring, and backward when its last
-    microbatch has returned. Between the two passes, each stage stores its microbatch of the round
-    in one slot.
+    The layers process a round of P microbatches at a time: in round i, stage p processes microbatch
+    i*P + p. A round runs forward when its first microbatch enters the ring, and backward when its
+    last microbatch has returned. Between the two passes, each stage stores its microbatch of the
+    round in one slot.
     """
 
     forward: np.ndarray
-    """Round that runs forward before this tick's microbatch enters, or `IDLE`."""
+    """Round whose forward pass runs before this tick's microbatch enters, or `IDLE`."""
     forward_slot: np.ndarray
-    """Slot of the entering microbatch's round."""
+    """Slot that stores the entering microbatch's round."""
     backward: np.ndarray
-    """Round that runs backward after this tick's microbatch has returned, or `IDLE`."""
+    """Round whose backward pass runs after this tick's microbatch has returned, or `IDLE`."""
     backward_slot: np.ndarray
-    """Slot of the returned microbatch's round."""
+    """Slot that stores the returned microbatch's round."""
     num_slots: int
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A placed schedule: the timing and buffer slots that the engine needs."""
+    """A placed schedule: the timing and the buffer slots that the engine needs."""
 
     name: str
     ring: Ring
@@ -201,18 +205,18 @@ class Schedule:
     group: int
     """Number of consecutive microbatches that a stage runs before the next repeat."""
     mixed: bool
-    """Whether a tick is a single action of any kind (F, I or W) instead of an F slot and a B
+    """Whether a tick is a single action of any type (F, I or W) instead of an F slot and a B
     slot."""
     delayed: bool
     """Whether a message needs two ticks instead of one."""
     trains: bool
-    """Whether the schedule has backward slots. False: the schedule is forward-only, for
+    """Whether the schedule has backward slots. If false, the schedule is forward-only, for
     evaluation."""
     forward: SlotColumns
     backward: SlotColumns
-    """B slots if typed, or I slots if mixed."""
+    """B slots in typed schedules, I slots in mixed schedules."""
     weight: SlotColumns
-    """W slots if mixed; never active otherwise."""
+    """W slots in mixed schedules; never active otherwise."""
     arrivals: tuple[Arrival, ...]
     num_inbox: int
     num_stash: int
@@ -222,22 +226,22 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages (P)."""
+        """Return the number of stages (P)."""
         return self.ring.num_stages
 
     @property
     def num_repeats(self) -> int:
-        """Number of repeats (R)."""
+        """Return the number of repeats (R)."""
         return self.ring.num_repeats
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks (K)."""
+        """Return the number of ticks (K)."""
         return self.forward.microbatch.shape[0]
 
     @property
     def kinds(self) -> tuple[tuple[ActionKind, SlotColumns], ...]:
-        """Slot kinds of this schedule, in the order in which they run within a tick."""
+        """Return the slot types of this schedule, in the order in which they run within a tick."""
         if not self.trains:
             return (("F", self.forward),)
         if self.mixed:
@@ -246,15 +250,15 @@ class Schedule:
 
     @property
     def embed_microbatch(self) -> np.ndarray:
-        """`[K]`: microbatch that enters the network in this tick, or `IDLE`."""
+        """Return `[K]`: the microbatch that enters the network in this tick, or `IDLE`."""
         return self.forward.at_first_chunk
 
     @cached_property
     def loss_microbatch(self) -> np.ndarray:
-        """`[K]`: microbatch whose loss is computed in this tick, or `IDLE`.
+        """Return `[K]`: the microbatch whose loss is computed in this tick, or `IDLE`.
 
         In mixed ticks, the loss head uses the outputs of the previous tick: all stages compute the
-        loss head together, so it must not depend on a slot of the same tick.
+        loss head together, so it must not depend on a slot in the same tick.
         """
         stage = self.ring.last_stage
         last = self.forward.repeat[:, stage] == self.num_repeats - 1
@@ -263,22 +267,24 @@ class Schedule:
 
     @property
     def embed_grad_microbatch(self) -> np.ndarray:
-        """`[K]`: microbatch whose gradient reaches the embedding in this tick, or `IDLE`."""
+        """Return `[K]`: the microbatch whose gradient reaches the embedding in this tick, or
+        `IDLE`.
+        """
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
-        """Return the time of each tick `[K]`: the time of its slowest stage."""
+        """Return the duration of each tick `[K]`, which is that of the slowest stage."""
         spent = [costs.of(kind) * slots.active for kind, slots in self.kinds]
         if self.mixed:
             return np.sum(spent, axis=0).max(axis=1)
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
 
     def describe_sizes(self) -> str:
-        """Return the numbers of stages and repeats as text, such as `4 stages x 2 repeats`."""
+        """Describe the numbers of stages and repeats, as in `4 stages x 2 repeats`."""
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:
-        """Return the fraction of a step's time in which a stage is idle."""
+        """Return the fraction of a step during which each stage is idle."""
         costs = costs or Costs()
         total = float(self.tick_costs(costs).sum())
         work = self.num_microbatches * self.num_repeats
@@ -288,7 +294,7 @@ class Schedule:
     def stash_depth(self) -> np.ndarray:
         """Return `[K, P]`: the number of chunks with saved activations on each stage in each tick.
 
-        Deferred inputs of W are counted as saved activations, because they have the same size.
+        Deferred inputs of W are counted as saved activations, because both have the same size.
         """
         written = np.cumsum(self.forward.active, axis=0)
         freed = np.cumsum((self.weight if self.mixed else self.backward).active, axis=0)
@@ -296,7 +302,7 @@ class Schedule:
 
 
 class Costs(NamedTuple):
-    """Time of each slot kind for one chunk, in any unit. A full backward pass is I plus W."""
+    """Duration of each slot type for one chunk, in any unit. A full backward pass is I plus W."""
 
     forward: float = 1.0
     input: float = 1.0
@@ -304,24 +310,24 @@ class Costs(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Time of a full backward pass."""
+        """Return the duration of a full backward pass."""
         return self.input + self.weight
 
     def of(self, kind: ActionKind) -> float:
-        """Return the time of a slot of this kind."""
+        """Return the duration of a slot of this type."""
         return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
 
 
 def balance_layers(
     costs: Sequence[float], num_chunks: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[int, ...]:
-    """Return the sizes of chunks, in layers, that minimize the cost of the costliest chunk.
+    """Return the sizes of chunks, in layers, that minimize the cost of the most expensive chunk.
 
-    Every chunk has at least one layer. `costs` are the costs of the layers. `first` and `last` are
-    added to the cost of the first and the last chunk, respectively, for an embedding and a loss
-    head that only one stage computes. Among equally good partitions, the function returns the most
-    even partition, with longer chunks first. Stages advance in lockstep, so long chunks should run
-    at the same time.
+    Every chunk has at least one layer. `costs` contains the cost of each layer. `first` and `last`
+    are added to the cost of the first and the last chunk, respectively, for an embedding and a loss
+    head that only one stage computes. Among equally good partitions, the most even partition is
+    returned, with longer chunks first. Stages advance in lockstep, so long chunks should run at the
+    same time.
 
     Source: dynamic programming over contiguous partitions, as in Alpa (arXiv:2201.12023).
     """
@@ -333,14 +339,15 @@ def balance_layers(
     ends[0] += first
     ends[-1] += last
     points = np.arange(len(total))
-    # cost of the layers between two boundaries; infinite unless the first boundary is earlier
+    # cost of the layers between two boundaries; infinite unless the first boundary precedes the
+    # second
     spans = np.where(points[:, None] > points, total[:, None] - total, np.inf)
 
     def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
         """Return the minimum cost of the first n layers in k chunks, and the size of the last
         chunk.
 
-        The cost is the largest cost of a chunk, or the sum of squared costs if `limit` is finite.
+        This cost is the largest cost of a chunk, or the sum of squared costs if `limit` is finite.
         """
         value = np.full((num_chunks + 1, len(total)), np.inf)
         taken = np.zeros(value.shape, np.int32)
@@ -351,7 +358,7 @@ def balance_layers(
                 total_cost = np.maximum(before, cost)
             else:
                 total_cost = np.where(cost <= limit * (1 + 1e-9), before + cost**2, np.inf)
-            # Break ties by the shortest last chunk, so that longer chunks come first.
+            # Break ties in favor of the shortest last chunk, so that longer chunks come first.
             start = points[-1] - np.argmin(total_cost[:, ::-1], axis=1)
             value[chunk], taken[chunk] = total_cost[points, start], points - start
         return value, taken

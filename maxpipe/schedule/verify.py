@@ -1,9 +1,9 @@
-"""Static verification that a schedule computes the network. It needs milliseconds and no JAX.
+"""Statically verify that a schedule computes the network. The check needs milliseconds and no JAX.
 
-The table is simulated on strings, with the engine's rules for messages and buffers. Every read must
-return exactly the value that the network without a pipeline has at that point. A violated
-dependency, a message in the wrong slot, an overwritten live slot or a read from a dead slot results
-in a wrong string. The error then shows the part of the timeline around the wrong cell.
+The table is simulated on strings, using the engine's rules for messages and buffers. Every read
+must return exactly the value that the unpipelined network has at that point. A violated dependency,
+a message in the wrong slot, an overwritten live slot or a read from a dead slot results in a wrong
+string. The error then shows the region of the timeline around the wrong cell.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from maxpipe.schedule import draw
 from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
 
 IDLE_TOLERANCE = 1e-3
-"""Largest allowed difference between the idle fraction of a schedule and its closed form."""
+"""Largest allowed difference between a schedule's idle fraction and its closed form."""
 
 
 class ScheduleError(MaxpipeError):
-    """The table of a schedule does not compute the network."""
+    """Raised if the table of a schedule does not compute the network."""
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
@@ -31,7 +31,7 @@ class ScheduleError(MaxpipeError):
 
 
 def verify(schedule: Schedule, *, idle: float | None = None) -> None:
-    """Check the full table. `idle` is the closed form of its idle fraction, if known.
+    """Check the full table. `idle` is the closed form of the table's idle fraction, if known.
 
     Raises:
         ScheduleError: a cell is wrong. The message shows the first wrong cell in the timeline.
@@ -49,7 +49,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
 
 
 def _check_columns(schedule: Schedule) -> None:
-    """Check that every index is within its declared buffer."""
+    """Check that every index is within the declared size of its buffer."""
     visits = schedule.weight_window
     bounds = {
         "microbatch": (IDLE, schedule.num_microbatches),
@@ -108,7 +108,9 @@ def _check_weight_window(schedule: Schedule) -> None:
 
 
 def _check_kinds(schedule: Schedule) -> None:
-    """Check that only existing slot kinds have work, and mixed ticks at most one action."""
+    """Check that only existing slot types have work, and that mixed ticks have at most one
+    action.
+    """
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]
     if schedule.mixed and not schedule.trains:
@@ -130,7 +132,7 @@ def _check_kinds(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    """Check that each stage runs each (microbatch, repeat) exactly once per slot kind."""
+    """Check that each stage runs each (microbatch, repeat) exactly once per slot type."""
     for kind, slots in schedule.kinds:
         for stage in range(schedule.num_stages):
             seen: dict[tuple[int, int], int] = {}
@@ -152,7 +154,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 class _Message(NamedTuple):
-    """A message that a slot sends, and its direction (None: no receiver)."""
+    """A message sent by a slot, and its direction (None if there is no receiver)."""
 
     value: str
     direction: int | None
@@ -161,7 +163,7 @@ class _Message(NamedTuple):
 _EMPTY = "nothing"
 _NO_MESSAGE = _Message(_EMPTY, None)
 _StageMessages = list[_Message]
-"""Messages of all stages."""
+"""Messages sent by all stages."""
 
 
 class _Simulation:
@@ -170,12 +172,12 @@ class _Simulation:
     def __init__(self, schedule: Schedule):
         stages, visits = range(schedule.num_stages), schedule.weight_window
         self.schedule = schedule
-        # A single element of a list is read much faster than an element of an array.
+        # Reading one element is much faster from a list than from an array.
         self.arrivals = [(a.port, a.direction, a.slot.tolist()) for a in schedule.arrivals]
         self.window_ticks = {*visits.gather_tick.tolist(), *visits.reduce_tick.tolist()}
         self.inbox = [[_EMPTY] * schedule.num_inbox for _ in stages]
         self.unread: list[set[int]] = [set() for _ in stages]
-        # Contents of the slots in use on each stage.
+        # Contents of the used slots on each stage.
         self.stash: list[dict[int, str]] = [{} for _ in stages]
         self.deferred: list[dict[int, str]] = [{} for _ in stages]
         self.window = [[_EMPTY] * visits.num_chunk_slots for _ in stages]
@@ -183,8 +185,8 @@ class _Simulation:
         self.partial: list[list[list[tuple[int, int]]]] = [
             [[] for _ in range(visits.num_gradient_slots)] for _ in stages
         ]
-        # Largest number of slots in use at once, and the tick and stage at which this occurs. A
-        # buffer has at least one slot.
+        # Largest number of slots used at the same time, and the tick and stage at which this
+        # occurs. A buffer has at least one slot.
         none = (1, 0, 0)
         self.peaks: dict[str, tuple[int, int, int]]
         self.peaks = {"inbox": none, "stash": none, "deferred": none}
@@ -229,7 +231,7 @@ class _Simulation:
     def _deliver(
         self, tick: int, travelling: dict[str, _StageMessages], staying: dict[str, _StageMessages]
     ) -> None:
-        """Store the messages that arrive from these ports in one phase of the tick."""
+        """Store the messages that arrive from these ports during one phase of the tick."""
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             writes: list[tuple[bool, int, str, str]] = []
@@ -243,8 +245,8 @@ class _Simulation:
             if not writes:
                 continue
             self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
-            # Process expected messages first, so that an unexpected message in the same slot is an
-            # error.
+            # Process expected messages first, so that an unexpected message in the same slot is
+            # detected.
             for unwanted, slot, value, port in sorted(writes):
                 if slot in self.unread[stage]:
                     kind = port if port in dict(schedule.kinds) else schedule.kinds[1][0]
@@ -309,8 +311,8 @@ class _Simulation:
     def _start_action(
         self, kind: ActionKind, slots: SlotColumns, tick: int, stage: int
     ) -> tuple[int, int] | None:
-        """Return (chunk, microbatch) of the slot, and check that the window holds the chunk's
-        weights.
+        """Return the (chunk, microbatch) of the slot, and check that the window contains the
+        chunk's weights.
         """
         microbatch = int(slots.microbatch[tick, stage])
         if microbatch == IDLE:
@@ -423,17 +425,21 @@ class _Simulation:
 
 
 class _PrologueSimulation:
-    """Simulate the prologue layers. A slot holds a round from its forward to its backward pass."""
+    """Simulate the prologue layers. A slot stores a round from its forward pass to its backward
+    pass.
+    """
 
     def __init__(self, schedule: Schedule):
         self.schedule, self.rounds = schedule, schedule.prologue
-        # For each slot: the round, the microbatches that have not entered, and those that have not
-        # returned.
+        # For each slot: the round (one pass of up to P microbatches), the microbatches that have
+        # not yet entered the ring, and those that have not yet returned.
         self.live_rounds: dict[int, tuple[int, set[int], set[int]]] = {}
         self.peak = (0, 0)
 
     def run(self) -> None:
-        """Check that every microbatch enters from the slot of its round and returns to it."""
+        """Check that every microbatch enters the ring from the slot of its round and returns to
+        that slot.
+        """
         schedule, outside = self.schedule, self.rounds
         for column in ("forward", "forward_slot", "backward", "backward_slot"):
             is_slot = column.endswith("slot")
@@ -490,4 +496,8 @@ class _PrologueSimulation:
         found, _, returning = self.live_rounds.pop(slot, (IDLE, set(), set()))
         if found != number or returning:
             kind = self.schedule.kinds[1][0]
-            self._fail(tick, kind, f"round {number} runs backward before all of it has returned.")
+            self._fail(
+                tick,
+                kind,
+                f"round {number} runs backward before all of its microbatches have returned.",
+            )

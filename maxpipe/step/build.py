@@ -1,7 +1,8 @@
 """Build the steps, batches and objective of a config.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
-sections of a model and a mesh. It returns the steps with the shardings of their inputs and outputs.
+sections of a model and a mesh. `build_steps` returns the steps with the shardings of their inputs
+and outputs.
 
 Source: Pax, which also partitions a model in a single function.
 """
@@ -63,7 +64,7 @@ from maxpipe.step.step import Steps
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective that training minimizes."""
+    """Return the objective minimized by training."""
     match config.train.objective:
         case "pretrain" | "sft":
             return CrossEntropy()
@@ -77,7 +78,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
-    """Return the policy objective of GRPO."""
+    """Return the policy objective used by GRPO."""
     clip = grpo_config.clip_ratio, grpo_config.clip_ratio_high or grpo_config.clip_ratio
     if not grpo_config.kl_coef:
         return Policy(*clip, grpo_config.temperature)
@@ -101,11 +102,11 @@ def build_steps(
 ) -> Steps:
     """Return the steps of a model on a mesh. The default objective is cross entropy.
 
-    With a mixture, losses are summed separately for each of the `num_sources` sources.
+    With a data mixture, losses are summed separately for each of the `num_sources` sources.
 
     Raises:
-        ConfigError: the axis rules shard two dims of a tensor over one mesh axis, or the schedule
-            does not allow these sizes.
+        ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, or the
+            schedule does not support these sizes.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context_attention)
@@ -139,7 +140,7 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # all other ids have no text
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # other IDs have no text
     return Steps(
         param_layout=parts,
         optimizer=optimizer,
@@ -196,7 +197,7 @@ def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """Return the configured policy for saved activations."""
+    """Return the configured remat policy."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
@@ -237,10 +238,11 @@ def load_batches(sharding: NamedSharding, loader: Loader, start: int, stop: int)
 
 
 def split_devices(config: Config) -> tuple[list[Device], list[Device]]:
-    """Return the devices of the student and those of its teacher, which may be the same.
+    """Return the devices of the student and the devices of its teacher, which can be the same.
 
     Raises:
-        ConfigError: there are not enough devices, or they do not divide evenly over the processes.
+        ConfigError: there are not enough devices, or they cannot be divided evenly among the
+        processes.
     """
     count = config.distill.teacher_devices if runs_teacher(config) else 0
     return partition_devices(jax.devices(), count, "distill.teacher_devices")
@@ -259,7 +261,7 @@ def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def shared_metadata(config: Config) -> dict[str, str]:
-    """Return the values that must be equal in all processes, keyed by name."""
+    """Return the settings that must be equal in all processes, keyed by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):

@@ -1,9 +1,9 @@
-"""Save and load compiled train steps; verify owner, metadata and checksum before loading.
+"""Save and load compiled train steps, verifying the owner, metadata and checksum before loading.
 
-A compiled program is executable code, and JAX stores part of the program as a pickle, which can
-also run code. The folder must therefore be writable only by its owner. The folder contains the
-program, a checksum, and the metadata of the compilation. The program is deserialized only after all
-three checks.
+A compiled program is executable code, and JAX stores some of it as a pickle, which can also run
+code. The folder must therefore be writable only by its owner. The folder contains the program, a
+checksum, and the metadata of the compilation. The program is deserialized only after all three
+checks have passed.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
             with open(files.open_regular(path, flags, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise StorageError.unwritable(folder, error, "Name another folder with --save.") from error
+        raise StorageError.unwritable(folder, error, "Set another folder with --save.") from error
 
 
 def load(
     folder: Path, facts: Mapping[str, str], in_tree: Any, out_tree: Any, devices: Sequence[Any]
 ) -> Any:
-    """Return the program in a folder if its metadata match `facts`.
+    """Return the program stored in a folder if its metadata match `facts`.
 
     Raises:
         ConfigError: the metadata differ from `facts`, or the program cannot be loaded on these
@@ -78,8 +78,8 @@ def load(
         made_of, digest = record["facts"], record["sha256"]
     except OSError as error:
         raise StorageError(
-            f"{CONFIG_KEY} = {folder}\n  cannot be read: {error.strerror}.\n"
-            f"  Create it with `maxpipe compile ... --save {folder}`, or leave out {CONFIG_KEY}."
+            f"{CONFIG_KEY} = {folder}\n  cannot be read: {error.strerror}.\n  Create it with "
+            f"`maxpipe compile ... --save {folder}`, or omit {CONFIG_KEY}."
         ) from error
     except ValueError as error:
         raise _damage_error(folder) from error
@@ -90,9 +90,9 @@ def load(
                 CONFIG_KEY,
                 folder,
                 f"was compiled for {name} = {its}, but this run has {mine}.",
-                f"Compile again with `maxpipe compile ... --save`, or leave out {CONFIG_KEY}.",
+                f"Recompile with `maxpipe compile ... --save`, or omit {CONFIG_KEY}.",
             )
-    action = f"Leave out {CONFIG_KEY}, or train on one CPU device."
+    action = f"Omit {CONFIG_KEY}, or train on one CPU device."
     check_devices(devices[0].platform, len(devices), CONFIG_KEY, folder, action)
     if hashlib.sha256(payload).hexdigest() != digest:
         raise _damage_error(folder)
@@ -102,7 +102,8 @@ def load(
 
 
 def check_devices(platform: str, count: int, where: str, folder: Path, action: str) -> None:
-    """Check that `count` devices of a platform can load programs. `platform` is the JAX name.
+    """Check that `count` devices of a platform can load compiled programs. `platform` is the
+    platform name used by JAX.
 
     Raises:
         ConfigError: the devices cannot load programs.
@@ -114,8 +115,8 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
 
 def _damage_error(folder: Path) -> StorageError:
     return StorageError(
-        f"{CONFIG_KEY} = {folder}\n  is damaged: the checksum of the program is wrong.\n"
-        "  Compile again with `maxpipe compile ... --save`."
+        f"{CONFIG_KEY} = {folder}\n  is damaged: the checksum of the program is wrong.\n  "
+        "Recompile with `maxpipe compile ... --save`."
     )
 
 
@@ -129,8 +130,9 @@ def _read_private(path: Path, most: int = -1) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
-            f"{CONFIG_KEY} = {path}\n  can be written by other users, and a program is code.\n"
-            f"  If you trust the content, chown the folder to yourself and chmod it to 700."
+            f"{CONFIG_KEY} = {path}\n  can be written by other users, who could replace the "
+            "program code.\n  If you trust the content, chown the folder to yourself and chmod it "
+            "to 700."
         )
 
 

@@ -2,12 +2,12 @@
 
 On the mesh, layers are stacked `[R, P, L]`, prologue layers are stacked `[layers]`, and the
 vocabulary is padded to a multiple of the number of shards. In checkpoints, all layers are in model
-order without padding. `ParamLayout` is the only class that converts trees with the structure of the
-parameters between the forms. It defines the sharding of both. `StateLayout` adds the optimizer
-state, the guard state and adapters.
+order without padding. Only `ParamLayout` converts trees with the structure of the parameters
+between the two forms. `ParamLayout` also defines the sharding of both forms. `StateLayout` adds the
+optimizer state, the guard state and adapters.
 
-The module also compares the replicated parts of the train state bitwise across devices. If a mesh
-axis does not shard an array, the devices along the axis hold replicas, and every step changes them
+This module also compares the replicated arrays in the train state bitwise across devices. If a mesh
+axis does not shard an array, the devices along this axis hold replicas, which every step changes
 identically. A hardware fault in a device makes its replica differ, which no other check detects.
 Each device reduces every shard to one integer, and only these integers are communicated.
 """
@@ -52,14 +52,16 @@ from maxpipe.pipeline.weights import replace_subtree, select_trainable
 
 Tree = Any
 VOCABULARY: Mapping[str, int] = {"embedding": 0, "head": 1}
-"""Parameters with a vocabulary dim, and the index of that dim."""
+"""Parameters with a vocab dim, and the index of that dim."""
 
 
 class TrainState(NamedTuple):
-    """State that a step changes. The data position and the random keys are derived from `step`."""
+    """Training state that is updated by every step. The data position and the random keys are
+    derived from `step`.
+    """
 
     step: jax.Array
-    """int32: number of completed steps, including steps whose update was skipped."""
+    """int32 number of completed steps, including steps whose update was skipped."""
     params: Tree
     optimizer: OptState
     guard: GuardState
@@ -75,7 +77,7 @@ class ParamLayout:
 
     @cached_property
     def specs(self) -> Tree:
-        """PartitionSpec of each stacked parameter."""
+        """Return the PartitionSpec of each stacked parameter."""
         rules = self.decoder.rules
 
         def spec(path: tuple[Any, ...], axes: tuple[str, ...]) -> PartitionSpec:
@@ -89,22 +91,22 @@ class ParamLayout:
 
     @cached_property
     def _axes(self) -> Tree:
-        """Logical axes of each parameter, without stacked dims."""
+        """Return the logical axes of each parameter, excluding stacked dims."""
         return self._split_prologue(self.decoder.axes())
 
     @cached_property
     def trainable(self) -> Tree:
-        """Whether each parameter of the stacked form is trainable."""
+        """Return a tree in stacked form that is true for trainable parameters."""
         return self._split_prologue(self.decoder.trainable())
 
     @cached_property
     def has_own_dtype(self) -> Tree:
-        """Whether each parameter of the stacked form is used in its stored dtype."""
+        """Return a tree in stacked form that is true for parameters used in their stored dtype."""
         return self._split_prologue(self.decoder.has_own_dtype())
 
     @cached_property
     def contracted_dims(self) -> Tree:
-        """`Decoder.contracted_dims` for the stacked form."""
+        """Return `Decoder.contracted_dims` in stacked form."""
         return self._split_prologue(self.decoder.contracted_dims())
 
     def select_trainable(self, params: Tree) -> Tree:
@@ -112,7 +114,9 @@ class ParamLayout:
         return select_trainable(params, self.trainable)
 
     def _split_prologue(self, declared: Tree) -> Tree:
-        """Split a tree keyed by layer type into the layer types of the ring and of the prologue."""
+        """Split a tree keyed by layer type into the ring's layer types and the prologue's layer
+        types.
+        """
         layers, layout = declared["layers"], self.layout
         found = declared | {"layers": {kind: layers[kind] for kind in layout.ring_layer_types}}
         if layout.num_prologue_layers:
@@ -121,7 +125,9 @@ class ParamLayout:
 
     @cached_property
     def saved_specs(self) -> Tree:
-        """PartitionSpec of each parameter in saved form; the layer dim is sharded over stages."""
+        """Return the PartitionSpec of each parameter in saved form, in which the layer dim is
+        sharded over stages.
+        """
         size = self.mesh.shape
 
         def unpadded(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
@@ -163,7 +169,9 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the specs of state arrays in saved form; arguments are keyed by stacked paths."""
+        """Return the specs of state arrays in saved form; the arguments are keyed by stacked
+        paths.
+        """
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
             in_layers = path[0] == "layers"
@@ -171,11 +179,11 @@ class ParamLayout:
             own = next((each for each in paths if each in kept), None)
             if own is not None:
                 target, one = targets[own], kept[own]
-                # Saved layers have one stacked dim, other parameters none. All other dims are
-                # sharded as on the mesh.
+                # Saved layers have one stacked dim, and other parameters have none. All other dims
+                # are sharded as on the mesh.
                 entries = [*spec[:in_layers], *target.spec[target.num_stacked_dims :]]
                 entries += [None] * (in_layers + len(target.param.dims) - len(entries))
-                if not in_layers:  # the saved form does not pad the vocabulary
+                if not in_layers:  # the vocabulary is not padded in saved form
                     vocab = target.param.axes.index("vocab") if "vocab" in target.param.axes else -1
                     entries = [spec[n] if n == vocab else each for n, each in enumerate(entries)]
                 dropped = {in_layers + dim for dim in one.dropped_dims}
@@ -194,14 +202,15 @@ class ParamLayout:
         )
 
     def _drop_single_layer_type(self, layers: Tree) -> Tree:
-        """Return the saved form of layers keyed by type, without the key if there is only one type.
+        """Return the saved form of layers keyed by type, dropping the key if there is only one
+        type.
 
         Checkpoints written before layer types existed have this form.
         """
         return layers if len(self.layout.stacks) > 1 else layers[next(iter(self.layout.stacks))]
 
     def split_layer_types(self, saved: Tree) -> Tree:
-        """Return a saved tree with layers keyed by type, even for a single type."""
+        """Return a saved tree with layers keyed by type, even if there is only one type."""
         if "layers" not in saved or len(self.layout.stacks) > 1:
             return saved
         return saved | {"layers": {next(iter(self.layout.stacks)): saved["layers"]}}
@@ -239,7 +248,7 @@ class ParamLayout:
 
     def init(self, key: jax.Array) -> Tree:
         """Return new stacked parameters, which depend only on the key and the layer indices."""
-        # The key does not determine a sharding, so explicit axes need specs.
+        # The key does not determine a sharding, so explicit axes require specs.
         return auto_sharded(self._init_stacked, self.specs)(key)
 
     def _init_stacked(self, key: jax.Array) -> Tree:
@@ -264,11 +273,13 @@ class ParamLayout:
             }
         return params
 
-    # Adapters of a base model.
+    # Adapters added to a base model.
 
     @cached_property
     def base(self) -> ParamLayout:
-        """Layout of the same model without adapters; `self` if the model has no adapters."""
+        """Return the layout of the same model without adapters; `self` if the model has no
+        adapters.
+        """
         config = self.decoder.config
         if config.adapter is None:
             return self
@@ -295,9 +306,8 @@ class ParamLayout:
     def stack(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
         """Convert parameters with `layers {type: [n, ...]}` in model order to the stacked form.
 
-        In this and the following methods, parameters and dims may be missing, such as frozen
-        parameters in optimizer state. `vocabulary` maps parameters to the index of their vocabulary
-        dim.
+        In this method and the following ones, parameters and dims can be missing, such as frozen
+        parameters in optimizer state. `vocabulary` maps parameters to the index of their vocab dim.
         """
         stacked = self._pad_vocabulary(params, vocabulary)
         layers, outside = self.layout.stack(stacked.pop("layers", {}))
@@ -347,7 +357,9 @@ def _is_spec(node: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An array whose replica on `device` differs from the majority, such as that on `other`."""
+    """An array whose replica on `device` differs from the majority, for example from the replica on
+    `other`.
+    """
 
     name: str
     device: Any
@@ -359,19 +371,18 @@ class Difference:
 
 
 def format_differences(found: Sequence[Difference], where: str) -> str:
-    """Return the error message for these differences."""
+    """Return the error message that reports these differences."""
     more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
     return (
-        f"{where}: {found[0]}\n"
-        f"  must be bitwise equal to the replica on device {found[0].other.id}{more}; events.jsonl "
-        "lists all. Nothing was saved since the replicas were last equal.\n"
-        "  Start again to resume from the newest checkpoint; remove the device if it is named "
-        "a second time."
+        f"{where}: {found[0]}\n  must be bitwise equal to the replica on device "
+        f"{found[0].other.id}{more}; events.jsonl lists all differences. Nothing was saved since "
+        "the replicas were last equal.\n  Restart to resume from the newest checkpoint; remove "
+        "the device if it is reported again."
     )
 
 
 class ReplicaCheck:
-    """Compare the replicas in trees with the given shardings."""
+    """Compare the replicas within trees that have the given shardings."""
 
     def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
         self._devices = list(mesh.devices.flat)
@@ -402,7 +413,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Return the differences in a tree; the result is the same in all processes."""
+        """Return the differences within a tree; the result is the same in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [
@@ -426,7 +437,9 @@ class ReplicaCheck:
 
 
 def _digests(tree: Tree) -> jax.Array:
-    """Return the checksums of each device's shards, uint32 `[devices, arrays]`, on every device."""
+    """Return the checksums of each device's shards, uint32 `[devices, arrays]`, replicated on every
+    device.
+    """
     mine = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
     return jax.lax.all_gather(mine, AXES)
 
@@ -434,8 +447,8 @@ def _digests(tree: Tree) -> jax.Array:
 def digest(array: jax.Array) -> jax.Array:
     """Return the uint32 sum of the bits of all entries, weighted by odd numbers.
 
-    The weight of an entry depends on its index. Odd weights are invertible modulo a power of two,
-    so a single flipped bit always changes the sum.
+    An entry's weight depends on its index. Odd weights are invertible modulo a power of two, so
+    flipping a single bit always changes the sum.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)
@@ -451,7 +464,7 @@ PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout of the train state of a model and an optimizer on a mesh."""
+    """Layout on a mesh of a model's and an optimizer's train state."""
 
     param_layout: ParamLayout
     optimizer: Optimizer
@@ -462,13 +475,15 @@ class StateLayout:
 
     @cached_property
     def state_sharding(self) -> TrainState:
-        """Sharding of the stacked train state."""
+        """Return the sharding of the stacked train state."""
         state = self.param_layout.shardings(self._state_specs)
         trees = self._in_state_memory(state.optimizer.trees)
         return state._replace(optimizer=state.optimizer._replace(trees=trees))
 
     def _in_state_memory(self, shardings: Tree) -> Tree:
-        """Return the shardings of optimizer-state trees with the memory kind that stores them."""
+        """Return the shardings of optimizer-state trees with the memory kind in which these trees
+        are stored.
+        """
         if not self.optimizer.config.offload_state:
             return shardings
         return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
@@ -482,7 +497,7 @@ class StateLayout:
 
     @cached_property
     def saved_sharding(self) -> Tree:
-        """Sharding of the state in saved form, with layers in model order."""
+        """Return the sharding of the state in saved form, with layers in model order."""
         specs, trees = self._select_saved(self.param_layout.saved_specs), self._saved_trees_specs
         saved = self.param_layout.shardings(
             {"step": PartitionSpec(), "params": specs, "optimizer": trees}
@@ -496,18 +511,18 @@ class StateLayout:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the stacked train state."""
+        """Return the shapes, dtypes and shardings of the stacked train state."""
         return with_shardings(jax.eval_shape(self._init), self.state_sharding)
 
     @cached_property
     def abstract_saved(self) -> Tree:
-        """Shapes, dtypes and shardings of the saved form."""
+        """Return the shapes, dtypes and shardings of the saved form."""
         state = jax.eval_shape(self._init)
         return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
 
     @cached_property
     def abstract_base(self) -> Tree:
-        """Shapes, dtypes and shardings of the base parameters of a run, without adapters."""
+        """Return the shapes, dtypes and shardings of a run's base parameters, without adapters."""
         layout = self.param_layout.base
         stacked = jax.eval_shape(layout.init, self._key(PARAM_STREAM))
         saved = jax.eval_shape(auto_sharded(layout.to_saved, layout.saved_specs), stacked)
@@ -516,18 +531,18 @@ class StateLayout:
     # New states.
 
     def init(self) -> TrainState:
-        """Return a new state on the mesh; its values depend only on the seed and the model."""
+        """Return a new state on the mesh, which depends only on the seed and the model."""
         init = self._jit(self._init, self.state_sharding).lower()
         # On CPU, LLVM needs many seconds to optimize the random number generator, which runs only
-        # once. The generator uses integer arithmetic, so the bits are the same at any optimization
-        # level.
+        # once. The generator uses integer arithmetic, so the random bits are the same at any
+        # optimization level.
         options: dict[str, Any] = {}
         if self.param_layout.mesh.devices.flat[0].platform == "cpu":
             options["xla_backend_optimization_level"] = 0
         return init.compile(options)()
 
     def init_params(self) -> Tree:
-        """Return the parameters of a new state."""
+        """Return the parameters of a new train state."""
         init = partial(self.param_layout.init, self._key(PARAM_STREAM))
         return self._jit(init, self.state_sharding.params)()
 
@@ -546,8 +561,8 @@ class StateLayout:
 
     @cached_property
     def initial_params(self) -> Any:
-        """Function that converts saved parameters to the initial stacked parameters of a run. With
-        adapters, the saved parameters are those of the base model.
+        """Return a function that converts saved parameters to a run's initial stacked parameters.
+        With adapters, the saved parameters are those of the base model.
         """
         return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
@@ -567,7 +582,9 @@ class StateLayout:
 
     @cached_property
     def to_saved(self) -> Any:
-        """Function that converts a state to its saved form: unpadded, layers in model order."""
+        """Return a function that converts a state to its saved form: unpadded, with layers in model
+        order.
+        """
         return self._jit(self._to_saved, self.saved_sharding)
 
     def _to_saved(self, state: TrainState) -> Tree:
@@ -593,7 +610,7 @@ class StateLayout:
 
     @cached_property
     def from_saved(self) -> Any:
-        """Function (saved form, guard state, base parameters) -> state.
+        """Return a function (saved form, guard state, base parameters) -> state.
 
         The guard state defaults to that of a new run. Base parameters are needed only with
         adapters.
@@ -616,12 +633,14 @@ class StateLayout:
 
     @cached_property
     def stack_params(self) -> Any:
-        """Function that converts saved parameters to stacked parameters."""
+        """Return a function that converts saved parameters to stacked parameters."""
         return self._jit(self._stack, self.state_sharding.params)
 
     @cached_property
     def merge_adapters(self) -> Any:
-        """Function (base, adapters) -> all parameters, all of them in saved form."""
+        """Return a function (base, adapters) -> all parameters, with inputs and output in saved
+        form.
+        """
         parts, specs = self.param_layout, self.param_layout.saved_specs
 
         def convert(base: Tree, adapters: Tree) -> Tree:
@@ -630,7 +649,7 @@ class StateLayout:
         return self._jit(convert, parts.shardings(specs))
 
     def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
-        """Stack saved parameters. With a `base`, `params` are adapters of that base."""
+        """Stack saved parameters. If `base` is set, `params` are adapters of that base."""
         # Distribute the layers over the stages and pad the vocabulary.
         parts = self.param_layout
         if base is None:
@@ -645,14 +664,14 @@ class StateLayout:
         return self.param_layout.add_adapters(stacked, self._key(PARAM_STREAM))
 
     def _jit(self, run: Callable[..., Tree], shardings: Tree) -> Any:
-        """Return a jitted function whose outputs have these shardings."""
+        """Return a jitted version of `run` whose outputs have these shardings."""
         return jax.jit(trace_on_mesh(self.param_layout.mesh, run), out_shardings=shardings)
 
     # Comparisons.
 
     @cached_property
     def replica_check(self) -> ReplicaCheck:
-        """Check that replicated parts of the stacked train state are bitwise equal."""
+        """Return the check that replicated arrays in the stacked train state are bitwise equal."""
         return ReplicaCheck(self.param_layout.mesh, self.abstract_state, self.state_sharding)
 
     def digest(self, params: Tree) -> str:
@@ -669,5 +688,5 @@ class StateLayout:
 
 
 def _on_device(tree: Tree) -> Tree:
-    """Move arrays to device memory, if they are in host memory."""
+    """Move arrays that are in host memory to device memory."""
     return jax.device_put(tree, jax.memory.Space.Device)

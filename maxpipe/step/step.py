@@ -2,9 +2,9 @@
 
 The result of an update is checked before the update is applied; see `optim.guard`.
 
-The module also computes the layer metrics. Some parameters, such as load-balancing biases, are
+This module also computes the layer metrics. Some parameters, such as load-balancing biases, are
 updated from statistics instead of gradients. Statistics are sums over all sequences, stacked like
-the parameters. The update is elementwise, so it does not depend on the mesh, the schedule or the
+the parameters. This update is elementwise, so it does not depend on the mesh, the schedule or the
 number of microbatches.
 """
 
@@ -71,7 +71,9 @@ def compute_layer_metrics(
 
 
 def _extreme_per_layer(array: Float[Array, "L ..."], *, largest: bool) -> Float[Array, " L"]:
-    """Return each layer's largest or smallest entry, divided by the mean; 0 if the mean is 0."""
+    """Return each layer's largest or smallest entry divided by the layer's mean; 0 if the mean is
+    0.
+    """
     entries = jax.lax.reshape(array, (len(array), array[0].size))
     extreme = (entries.max if largest else entries.min)(axis=1)
     mean = entries.mean(axis=1)
@@ -84,10 +86,10 @@ def apply_balance_updates(
     statistics: Mapping[str, Mapping[str, Any]],
     taken: Bool[Array, ""] | bool,
 ) -> Tree:
-    """Update the parameters that are computed from statistics instead of gradients.
+    """Update the parameters that depend on statistics instead of gradients.
 
-    `statistics` are keyed by part of the tree (`layers`, `outside`), layer type and name. The
-    statistics of MTP layers are under `ahead`, keyed by name only. If `taken` is false, the step is
+    `statistics` are keyed by subtree (`layers`, `outside`), layer type and name. The statistics of
+    MTP layers are stored under `ahead`, keyed by name only. If `taken` is false, the step is
     skipped and no parameter changes.
     """
     updated = dict(params)
@@ -116,28 +118,30 @@ def apply_balance_updates(
 def balance_step(
     param: Float[Array, "*layers E"], statistic: Float[Array, "*layers E"], rule: Follows
 ) -> Float[Array, "*layers E"]:
-    """Increase entries whose statistic is below the mean; decrease entries above the mean.
+    """Increase entries whose statistic is below the mean, and decrease entries whose statistic is
+    above the mean.
 
     Padding entries of a stack do not change, because their statistics are 0.
     """
     mean = statistic.mean(-1, keepdims=True)
-    # Every device has the statistics of all experts, but the parameter may be sharded over experts.
+    # Every device has the statistics of all experts, but the parameter can be sharded over experts.
     direction = reshard_like(jnp.sign(mean - statistic), param)
     return param + rule.rate * direction.astype(param.dtype)
 
 
 Tree = Any
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
-"""Metrics, keyed by tag. Training losses are in nats per token, evaluation losses in total nats.
-With a mixture, evaluation sums are per source `[sources]`, and training adds the sums under
-`BY_SOURCE`."""
+"""Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses in total
+nats. With a data mixture, evaluation sums are per source `[sources]`, and training adds the sums
+under `BY_SOURCE`."""
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
-"""Tags of the per-source sums `[sources]` of a training step on a mixture; see `PerSourceSums`."""
+"""Tags of the per-source sums `[sources]` in a training step on a data mixture; see
+`PerSourceSums`."""
 
 
 @dataclass(frozen=True)
 class Steps(StateLayout):
-    """A partitioned model: its train state, its batches and the functions to compile for them."""
+    """A partitioned model: its train state, its batches, and the functions compiled for them."""
 
     train_schedule: Schedule
     engine: Engine
@@ -146,27 +150,29 @@ class Steps(StateLayout):
     schedules: Callable[[int], Schedule]
     """Function that returns the schedule for a given number of microbatches."""
     byte_lengths: np.ndarray
-    """Number of bytes of text for each token id."""
+    """Length in bytes of the text of each token ID."""
 
     @property
     def objective(self) -> Objective:
-        """Objective that a step minimizes."""
+        """Return the objective that a step minimizes."""
         return self.engine.network.objective
 
     @property
     def num_sources(self) -> int:
-        """Number of sources of the mixture; 0 without a mixture."""
+        """Return the number of sources in the data mixture; 0 without a mixture."""
         return self.engine.network.num_sources
 
     # Batches.
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of every batch array."""
+        """Return the sharding of every batch array."""
         return NamedSharding(self.param_layout.mesh, BATCH_SPEC)
 
     def with_batch_size(self, rows: int) -> Steps:
-        """Return the steps for a smaller batch, which has fewer microbatches of the same size."""
+        """Return the steps for a smaller batch, which consists of fewer microbatches of the same
+        size.
+        """
         count = rows * self.train_schedule.num_microbatches // self.shape[0]
         if rows == self.shape[0]:
             return self
@@ -193,7 +199,9 @@ class Steps(StateLayout):
     # Compiled functions.
 
     def compile_train(self) -> Any:
-        """Compile the train step: (state, batch) -> (state, metrics). The state is donated."""
+        """Compile the train step as a function (state, batch) -> (state, metrics). The state is
+        donated.
+        """
         return self.lower_train().compile(self.compiler_options)
 
     def load_train(self, folder: Path, sections: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -202,7 +210,7 @@ class Steps(StateLayout):
         Raises:
             ConfigError: the program was compiled for another config, or cannot be loaded on these
                 devices.
-            StorageError: the program cannot be read, or is not safe to load.
+            StorageError: the program cannot be read, or is unsafe to load.
         """
         devices = list(self.param_layout.mesh.devices.flat)
         lowered = self.lower_train()
@@ -225,10 +233,11 @@ class Steps(StateLayout):
             return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
-        """Compile the eval step: (params, batch) -> sums over the target tokens of the batch.
+        """Compile the eval step as a function (params, batch) -> sums over the target tokens of the
+        batch.
 
-        `rows` is the number of sequences in the global batch and must be a multiple of the number
-        of batch shards; 0 uses the training batch size. Microbatches are not larger than in
+        `rows` is the number of sequences in the global batch, which must be a multiple of the
+        number of batch shards; 0 uses the training batch size. Microbatches are no larger than in
         training.
         """
         if (objective := self.objective.eval_objective) is not self.objective:
@@ -245,10 +254,10 @@ class Steps(StateLayout):
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile an output reader: (params, batch) -> arrays `[rows, ...]`.
+        """Compile an output reader as a function (params, batch) -> arrays `[rows, ...]`.
 
-        The arrays contain the output of the reader for each sequence. They are sharded like the
-        batch, or replicated if `everywhere` is set. `rows` is described in `compile_eval`.
+        The arrays contain the reader's output for each sequence. They are sharded like the batch,
+        or replicated if `everywhere` is set. `rows` is described in `compile_eval`.
         """
         rows = rows or self.shape[0]
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)
@@ -267,7 +276,7 @@ class Steps(StateLayout):
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """XLA options for this mesh."""
+        """Return the XLA compiler options for this mesh."""
         device = self.param_layout.mesh.devices.flat[0]
         config = self.param_layout.decoder.config
         return compiler_options(
@@ -371,8 +380,8 @@ def check_update(
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
     """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound is nearly always sufficient. Otherwise, the update is computed once more to
-    check its values, which requires a pass over all parameters and state.
+    The cheap bound is almost always sufficient. Otherwise, the update is computed an additional
+    time to check its results, which requires a pass over all parameters and state.
 
     Args:
         optimizer: the optimizer.
@@ -412,15 +421,16 @@ def _is_finite_after_update(
 ) -> Bool[jax.Array, ""]:
     """Compute the update without storing it, and return whether all results are finite.
 
-    The barrier separates this computation from the update itself and keeps it in its branch, where
-    it is fused into a reduction. If XLA shared or hoisted parts of the computation, their results
-    would be stored in memory.
+    The barrier separates this computation from the actual update and keeps it inside its branch,
+    where it is fused into a reduction. If XLA shared or hoisted some of these computations, their
+    results would be stored in memory.
     """
     if optimizer.config.offload_state:
         return optimizer.is_finite_after_update(gradients, norm, params, state)
     gradients, norm, params, state = jax.lax.optimization_barrier((gradients, norm, params, state))
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)
-    # Use one expression for all trees; with separate reductions, XLA would store shared values.
+    # A single expression covers all trees; with separate reductions, XLA would store shared
+    # intermediates.
     finite = jax.tree.map(
         lambda *entries: reduce(operator.and_, map(jnp.isfinite, entries)).all(),
         params,

@@ -40,11 +40,11 @@ V2 = ["DeepseekV2ForCausalLM"]
         ({"architectures": V2, "topk_method": "noaux_tc"}, "topk_method"),
         (
             {"architectures": V2, "topk_method": "group_limited_greedy", "n_group": None},
-            "is required with groups",
+            "is required with expert groups",
         ),
         ({"n_group": 4}, "must divide model.deepseek.num_experts (6)"),
         ({"topk_group": 4}, "must be at most model.deepseek.num_expert_groups (3)"),
-        ({"topk_group": 1, "num_experts_per_tok": 3}, "selects only 2 of 6 experts"),
+        ({"topk_group": 1, "num_experts_per_tok": 3}, "covers only 2 of 6 experts"),
         ({"n_group": 6, "topk_group": 3}, "must be max"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ({"rope_interleave": False}, "rope_interleave"),

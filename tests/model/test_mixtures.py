@@ -193,8 +193,8 @@ def test_heads_of_states_are_split_over_tensor() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("dense_layers=[48]", "must hold layer indices from 0 to 47"),
-        ("moe_layer_interval=49", "at least one of 48 layers with experts"),
+        ("dense_layers=[48]", "must contain layer indices from 0 to 47"),
+        ("moe_layer_interval=49", "leave experts in at least one of 48 layers"),
         ("top_k=129", "must be at most model.qwen3_moe.num_experts (128)"),
         ("moe_layer_interval=0", "must be at least 1."),
         ("num_experts_per_tok=3", "Write model.qwen3_moe.top_k=3."),

@@ -421,14 +421,14 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
             "model.moe.num_expert_groups=4 model.moe.expert_groups_per_token=5",
             "must be at most model.moe.num_expert_groups",
         ),
-        ("model.moe.num_expert_groups=8", "selects only 1 of 8 experts"),
+        ("model.moe.num_expert_groups=8", "covers only 1 of 8 experts"),
         (
             "model.moe.num_expert_groups=8 model.moe.expert_groups_per_token=2 "
             "model.moe.group_scores=top2",
             "must be max",
         ),
         ("model.q_lora_rank=4", "Write model.family=deepseek model.deepseek.q_lora_rank=4."),
-        ("model.moe.load_balance_loss_weight=-1", "0 only records the balance loss"),
+        ("model.moe.load_balance_loss_weight=-1", "0 only logs this loss"),
         ("model.num_experts=4", "Write model.moe.num_experts=4."),
         ("model.n_routed_experts=4", "Write model.moe.num_experts=4."),
         ("model.moe.sliding_window=3", "is not a key of model.moe"),

@@ -65,7 +65,7 @@ def test_arithmetic_reads_prompt_or_expression() -> None:
     assert reward(" 07.0 ", {"prompt": "3+4="}) == 1
     assert reward("7 or 8", {"prompt": "3+4="}) == 0
     assert reward("1/2", {"prompt": "1 / 2 ="}) == 1
-    with pytest.raises(ValueError, match="no = in its prompt"):
+    with pytest.raises(ValueError, match="its prompt contains no ="):
         reward("7", {"prompt": "3+4"})
 
 
@@ -76,7 +76,9 @@ def test_texts_that_are_no_number(text: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 3000 + ")" * 3000])
 def test_patterns_that_are_none(pattern: str) -> None:
-    with pytest.raises(ValueError, match="its `pattern` is not a regular expression"):
+    with pytest.raises(
+        ValueError, match="the record's `pattern` is not a valid regular expression"
+    ):
         builtin_reward("regex", "")("", {"pattern": pattern})
 
 
@@ -90,5 +92,5 @@ def test_patterns_that_are_none(pattern: str) -> None:
     ],
 )
 def test_records_without_the_field(kind: str, record: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="no text or number"):
+    with pytest.raises(ValueError, match="no string or number"):
         builtin_reward(kind, "")("", record)

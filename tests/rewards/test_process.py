@@ -58,31 +58,31 @@ def test_a_reward_file_imports_modules_of_its_folder(opened: Opened, tmp_path: P
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("return 'right'", "it returned 'right', which is not a number"),
-        ("return None", "it returned None, which is not a number"),
-        ("return float('nan')", "it returned nan, which is not finite in float32"),
-        ("return 1e39", "it returned 1e+39, which is not finite in float32"),
-        ("return 1 / 0", "it raised ZeroDivisionError: division by zero"),
-        ("raise SystemExit(3)", "it raised SystemExit: 3"),
-        ("import os; os._exit(3)", "it ended its process"),
-        ("import os; os.kill(os.getpid(), 9)", "it ended its process"),
-        ("while True: pass", "it exceeded the time limit"),
-        ("import time; time.sleep(60)", "it exceeded the time limit"),
+        ("return 'right'", "the function returned 'right', which is not a number"),
+        ("return None", "the function returned None, which is not a number"),
+        ("return float('nan')", "the function returned nan, which is not finite in float32"),
+        ("return 1e39", "the function returned 1e+39, which is not finite in float32"),
+        ("return 1 / 0", "the code raised ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "the code raised SystemExit: 3"),
+        ("import os; os._exit(3)", "the code terminated its process"),
+        ("import os; os.kill(os.getpid(), 9)", "the code terminated its process"),
+        ("while True: pass", "the code exceeded the time limit"),
+        ("import time; time.sleep(60)", "the code exceeded the time limit"),
     ],
 )
 def test_mistakes_of_a_reward_function_are_explained(opened: Opened, body: str, words: str) -> None:
     start = time.monotonic()
     text = refused(opened(body))
-    assert f"for prompts.jsonl, line 3 and the completion '7' {words}." in text
+    assert f"for prompts.jsonl, line 3 and the completion '7', {words}." in text
     assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize(
     ("before", "words"),
     [
-        ("raise ValueError('mine')", "it raised ValueError: mine"),
-        ("import nothing_by_that_name", "it raised ModuleNotFoundError"),
-        ("def", "it raised SyntaxError"),
+        ("raise ValueError('mine')", "the code raised ValueError: mine"),
+        ("import nothing_by_that_name", "the code raised ModuleNotFoundError"),
+        ("def", "the code raised SyntaxError"),
     ],
 )
 def test_a_file_that_cannot_be_loaded(opened: Opened, before: str, words: str) -> None:

@@ -202,7 +202,9 @@ def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
     message = explained(binary)
     assert message.startswith("pipeline.schedule = file:FILE\n")
-    assert "it is not UTF-8 text" in message and "maxpipe schedule interleaved --csv" in message
+    assert (
+        "the file is not UTF-8 text" in message and "maxpipe schedule interleaved --csv" in message
+    )
     assert "it is not a path" in explained(Path("a\0b"))
 
 

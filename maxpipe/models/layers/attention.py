@@ -22,8 +22,8 @@ from maxpipe.models.spec import (
 )
 
 AUTO = "auto"
-"""Placeholder for a backend that is not selected yet (`maxpipe.models.resolve_auto`). Memory
-estimates use `xla`."""
+"""Placeholder for a backend that has not been selected yet (`maxpipe.models.resolve_auto`). Memory
+estimates assume `xla` in this case."""
 
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
@@ -36,19 +36,20 @@ CANNOT: Mapping[str, frozenset[str]] = {
 
 
 LOG_SUM = "attention_lse"
-"""Name, for jax's `checkpoint_name`, of the float32 log-sum-exp of each query's scores. Backends
-with a custom gradient save it with `context` to recompute the probabilities."""
+"""Name, for `jax.ad_checkpoint.checkpoint_name`, of the float32 log-sum-exp of each query token's
+scores. Backends with a custom gradient save this array with `context`, to recompute the
+probabilities."""
 
 _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
 
 def stands(backend: str) -> Stands:
-    """Return the kind of arrays over token pairs that a backend stores."""
+    """Return which token-pair arrays a backend stores."""
     return _STANDS.get(backend, "block")
 
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
-    """Return the arrays that a backend saves with `context`, for `Part.saved_with`."""
+    """Return the arrays that a backend saves along with `context`, for `Part.saved_with`."""
     return {} if stands(backend) == "scores" else {"context": {LOG_SUM: heads}}
 
 
@@ -57,31 +58,32 @@ Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (arXiv:2104.09864): pairs rotate by `position * theta ** -exponent`."""
+    """Rotary positions (arXiv:2104.09864): each pair of dims is rotated by `position * theta **
+    -exponent`.
+    """
 
     theta: Number
     factor: Number = 1.0
-    """Multiplier of the wavelengths."""
+    """Factor that multiplies the wavelengths."""
     scaling: Scaling = "linear"
-    """Method of scaling. `linear` multiplies all wavelengths. `dynamic` increases the base for
-    sequences longer than `original_tokens` and, in decoding, for caches longer than that length.
-    `llama3` multiplies wavelengths that fit fewer than four times into `original_tokens`. `yarn`
-    (arXiv:2309.00071) multiplies wavelengths that fit fewer than 32 times and also scales the
-    rotated entries."""
+    """RoPE scaling method. `linear` multiplies all wavelengths. `dynamic` increases the base for
+    sequences (or, in decoding, caches) longer than `original_tokens`. `llama3` multiplies
+    wavelengths that fit fewer than four times into `original_tokens`. `yarn` (arXiv:2309.00071)
+    multiplies wavelengths that fit fewer than 32 times and also scales the rotated queries and
+    keys."""
     original_tokens: int = 0
     """Context length for which the wavelengths were designed."""
     rotary_dims: int = 0
-    """Number of leading entries of each head that are rotated. 0 rotates all entries."""
+    """Number of leading dims of each head that are rotated. If 0, all dims are rotated."""
     stretch: tuple[float, ...] = ()
-    """Additional factor of each pair's wavelength (arXiv:2402.13753). An empty tuple means a factor
-    of 1."""
+    """Additional factor for the wavelength of each pair of dims (arXiv:2402.13753). An empty tuple
+    means that all factors are 1."""
     stretch_beyond: tuple[float, ...] = ()
-    """Replaces `stretch` for sequences longer than `original_tokens` and, in decoding, for longer
-    caches."""
+    """Replaces `stretch` for sequences (or, in decoding, caches) longer than `original_tokens`."""
     attention_factor: float = 1.0
-    """Multiplier of the rotated entries."""
+    """Factor that multiplies the rotated dims."""
     truncate: bool = True
-    """Whether the YaRN ramp starts and ends at integer pair indices."""
+    """Whether the boundaries of the YaRN ramp are rounded to integer pair indices."""
     fast: float = 0.0
     """Minimum number of rotations over `original_tokens` for pairs that `llama3` and `yarn` do not
     scale. 0 selects the published value: 4 for `llama3`, 32 for `yarn`."""
@@ -92,7 +94,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Attention(Part):
-    """Causal grouped-query attention within segments (arXiv:2305.13245)."""
+    """Causal grouped-query attention within document segments (arXiv:2305.13245)."""
 
     d_model: int
     num_heads: int
@@ -103,39 +105,39 @@ class Attention(Part):
     backend: str
     rope: Rope
     scale: float | None = None
-    """Multiplier of the scores. None selects `head_dim ** -0.5`."""
+    """Factor that multiplies the attention scores. None selects `head_dim ** -0.5`."""
     window: str = ""
-    """Name of the per-layer value with the number of tokens that a query attends to, including the
-    query. 0 means all tokens."""
+    """Name of the per-layer value that stores the attention window in tokens, including the query
+    token. A window of 0 means all tokens."""
     soft_cap: float = 0.0
-    """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
-    """Norm of each query and key before the rotation."""
+    """Norm applied to each query and key before RoPE."""
     joint_norm: bool = False
-    """Whether `head_norm` normalizes all heads of a token together, with one scale per entry."""
+    """Whether `head_norm` normalizes all heads of a token together, with one scale per dim."""
     biased: tuple[str, ...] = ()
     """Names of the projections with a bias."""
     gated: bool = False
     """Whether the attention output is multiplied by sigmoid gates (arXiv:2505.06708). The query
-    projection also produces the gate logits, in the second half of each head's entries."""
+    projection also produces the gate logits, as the second half of each head's dims."""
     sinks: bool = False
     """Whether each head has a learned sink logit in the softmax (arXiv:2309.17453, learned as in
     arXiv:2508.10925)."""
 
     @property
     def options(self) -> frozenset[str]:
-        """Return the options in use that some backends do not support."""
+        """Return the enabled options that some backends do not support."""
         used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
         return frozenset(name for name, value in used.items() if value)
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """Return the options in use that the backend does not support."""
+        """Return the enabled options that the backend does not support."""
         return CANNOT[self.backend] & self.options
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the projections and the scales of query and key norms."""
+        """Return the projections and the scales of the query and key norms."""
         embed, size = (self.d_model, "embed"), (self.head_dim, "head_dim")
         heads, kv_heads = (self.num_heads, "heads"), (self.num_kv_heads, "kv_heads")
         into, out_of = Normal(self.d_model), self.num_heads * self.head_dim
@@ -163,7 +165,7 @@ class Attention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations. `query` and `key` are rotated; `context` is the attention
+        """Return the named activations. `query` and `key` include RoPE; `context` is the attention
         output.
         """
         activations = {"query": self._query, "key": self._key, "value": self._key}
@@ -172,12 +174,12 @@ class Attention(Part):
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Return the log-sum-exp that is saved with `context` if the backward pass reads it."""
+        """Return the log-sum-exp, saved along with `context` if the backward pass reads it."""
         return kept_with_context(self.backend, self._heads)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the four projections, and the two matmuls that compute and apply the scores."""
+        """Return the four projections and the two matmuls that compute and apply the scores."""
         scores = Scores(
             self.num_heads,
             "heads",
@@ -192,18 +194,18 @@ class Attention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output and the activation `context`. Queries and keys are counted
-        with the scores.
+        """Return the input, the output and the activation `context`. Memory traffic of queries and
+        keys is counted with the scores.
         """
         return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 
     @property
     def backward_peak(self) -> Held:
-        """Return the score and the probability of each pair.
+        """Return the score and the probability of each token pair.
 
-        Blockwise attention adds the queries and the output cotangent in block order, copies of keys
-        and values, and the float32 gradients of keys and values. Kernels with a dense mask add
-        gradients of keys and values for each query head.
+        Blockwise attention adds block-ordered queries and output cotangents, copies of keys and
+        values, and the float32 gradients of keys and values. Kernels that need a dense mask add key
+        and value gradients for each query head.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -216,14 +218,15 @@ class Attention(Part):
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls, rotation angles and two statistics of each softmax
-        (float32).
+        """Return the inputs of all matmuls, the rotation angles, and two float32 statistics of each
+        softmax.
 
-        A sink adds one statistic. Each pair has a mask bit, a float32 score, the slope of the soft
-        cap (if any) and a probability. Each block of queries saves the keys and values that it
-        reads. Backends that recompute scores save one statistic per query and nothing per pair.
+        A sink adds one statistic. Each token pair has a mask bit, a float32 score, the slope of the
+        soft cap (if any) and a probability. Each query block saves the keys and values that it
+        reads. Backends that recompute scores save one statistic per query token and nothing per
+        pair.
         """
-        # Gates save their inputs, their sigmoids and the product.
+        # Gating saves the gate logits, their sigmoids and the gated output.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
         keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
@@ -244,8 +247,8 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
 
-        Head norms add their saved arrays. A sink adds its probability and the cotangent of this
-        probability, or only the gradient of the sink.
+        Head norms add the arrays that they save. An attention sink adds its probability and the
+        cotangent of that probability, or only its gradient.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
@@ -265,7 +268,7 @@ class Attention(Part):
         return held
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
-        """Return the dims that index separate norms, and the dims that each norm reduces."""
+        """Return the dims that index separate norms and the dims over which each norm reduces."""
         if self.joint_norm:
             return (), dims
         return dims[:1], ((self.head_dim, "norm"),)

@@ -23,26 +23,30 @@ from maxpipe.models.spec import (
 )
 
 BalanceOver = Literal["sequence", "microbatch", "devices"]
-"""Tokens over which the balance loss computes expert loads."""
+"""Set of tokens over which the load-balance loss computes expert loads."""
 
 
 class Groups(NamedTuple):
-    """Groups of experts. Each token is routed to experts of a few groups (arXiv:2405.04434)."""
+    """Groups of experts. Each token is routed only to experts in a few of the groups
+    (arXiv:2405.04434).
+    """
 
     num_groups: int
     per_token: int
-    """Number of groups per token."""
+    """Number of groups selected per token."""
     by: Literal["max", "top2"]
-    """Score of a group: its largest expert score, or the sum of its two largest expert scores."""
+    """Score of a group: the largest expert score in the group, or the sum of its two largest expert
+    scores."""
 
 
 @dataclass(frozen=True)
 class Experts(Part):
-    """Weighted sum of each token's experts (arXiv:1701.06538, routed as in arXiv:2401.04088).
+    """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
+    arXiv:2401.04088).
 
-    Without a capacity, `dispatch` selects between computing only the token's experts and computing
-    all experts with weight 0 for unselected experts. With a capacity, each expert accepts a limited
-    number of tokens per sequence and drops further tokens.
+    Without a capacity, `dispatch` selects whether only a token's selected experts are computed, or
+    all experts with weight 0 for the unselected ones. With a capacity, each expert accepts a
+    limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
@@ -50,24 +54,24 @@ class Experts(Part):
     """Hidden width of one expert."""
     num_experts: int
     per_token: int
-    """Number of selected experts per token. The experts with the largest probabilities are
+    """Number of experts selected per token. The experts with the largest probabilities are
     selected."""
     out_gain: float
     """Gain of the output projections, which write to the residual stream."""
     load_balance_loss_weight: float
-    """Coefficient of the balance loss."""
+    """Coefficient of the load-balance loss."""
     z_loss_weight: float = 0.0
     """Coefficient of the router z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
-    """Expert capacity in tokens, as a multiple of an even share. 0 means no limit."""
+    """Expert capacity in tokens, as a multiple of an even share. 0 disables the limit."""
     send_capacity_factor: float = 0.0
-    """All-to-all capacity: token-expert pairs that a device sends to each device of the expert
-    axis, as a multiple of an even share. 0 means no limit."""
+    """All-to-all capacity: number of token-expert pairs that a device sends to each device of the
+    expert axis, as a multiple of an even share. 0 disables the limit."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores
     (arXiv:2412.19437)."""
     weight_scale: float = 1.0
-    """Multiplier of the expert weights."""
+    """Factor that multiplies the routing weights of the experts."""
     shared: GatedMLP | None = None
     """Shared expert that processes every token (arXiv:2401.06066)."""
     shared_gated: bool = False
@@ -77,22 +81,22 @@ class Experts(Part):
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
-    """Whether tokens pass through all experts or only through the selected experts. `auto` computes
-    only the selected experts if they are at most half of all experts."""
+    """Whether tokens are processed by all experts or only by the selected experts. `auto` computes
+    only the selected experts if these are at most half of all experts."""
     groups: Groups | None = None
-    """Grouping of the experts. None allows a token to select any experts."""
+    """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
-    """Tokens over which one balance loss is computed. `sequence`: each sequence separately.
-    `microbatch`: a device's sequences in a microbatch. `devices`: all devices' sequences in a
-    microbatch."""
+    """Set of tokens over which the load-balance loss is computed. `sequence`: each sequence
+    separately. `microbatch`: one device's sequences within a microbatch. `devices`: all devices'
+    sequences within a microbatch."""
     expert_bias_update_rate: float | None = None
-    """Step size of the router biases towards equal loads (arXiv:2408.15664). Biases affect the
-    selection of experts but not their weights. None disables the biases."""
+    """Step size of the router bias update, which balances expert loads (arXiv:2408.15664). The
+    biases affect which experts are selected, but not their weights. None disables the biases."""
     biased: bool = False
-    """Whether the router logits and all projections have biases."""
+    """Whether the router and all expert projections have biases."""
     rows_received: float | None = None
-    """Capacity of a device in token-expert pairs, per local token, if experts or tokens are
-    sharded. None selects the number of pairs that the device computes."""
+    """Capacity of a device in token-expert pairs per local token, if experts or tokens are sharded.
+    If None, the capacity is the number of pairs that the device computes."""
     shards: int = 1
     """Number of devices over which experts are sharded."""
 
@@ -101,45 +105,45 @@ class Experts(Part):
             "balance",
             "mean",
             "",
-            "Balance loss without its coefficient, mean over layers with experts. It is 1 if all "
-            "experts get equally many tokens of each sequence, or of the tokens that "
-            "`load_balance_scope` selects. It is the number of experts divided by `top_k` if all "
-            "tokens "
-            "select the same experts.",
+            "Load-balance loss before multiplication by its coefficient, averaged over layers "
+            "with experts. The loss is 1 if all experts receive equally many tokens of each "
+            "sequence, or of the tokens that `load_balance_scope` selects. The loss is the number "
+            "of experts divided by `top_k` if all tokens select the same experts.",
         ),
         "moe/router_z_loss": Summary(
             "router_z",
             "mean",
             "",
-            "Squared log partition function of the router without its coefficient, mean over "
-            "layers with experts and tokens.",
+            "Squared log partition function of the router before multiplication by its "
+            "coefficient, averaged over tokens and layers with experts.",
         ),
         "moe/router_entropy": Summary(
             "entropy",
             "mean",
             "nats",
-            "Entropy of a token's scores over the experts, mean over layers with experts. The "
-            "maximum, for a uniform router, is the logarithm of the number of experts.",
+            "Entropy of each token's distribution over the experts, averaged over layers with "
+            "experts. The maximum, reached by a uniform router, is the logarithm of the number of "
+            "experts.",
         ),
         "moe/dropped": Summary(
             "dropped",
             "mean",
             "",
-            "Fraction of token-expert pairs dropped because of full experts, mean over layers "
-            "with experts. Reported with a `capacity_factor`.",
+            "Fraction of token-expert pairs that were dropped because the expert was full, "
+            "averaged over layers with experts. Reported only if `capacity_factor` is set.",
         ),
         "moe/load_max": Summary(
             "load",
             "largest",
             "",
-            "Largest number of tokens of an expert in any layer, relative to the layer's mean.",
+            "Largest number of tokens that any expert received, relative to the mean of its layer.",
         ),
         "moe/load_min": Summary(
             "load",
             "smallest",
             "",
-            "Smallest number of tokens of an expert in any layer, relative to the layer's mean. It "
-            "is 0 if an expert gets no tokens.",
+            "Smallest number of tokens that any expert received, relative to the mean of its "
+            "layer. The ratio is 0 if an expert received no tokens.",
         ),
     }
 
@@ -147,8 +151,8 @@ class Experts(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the router and the projections of all experts.
 
-        The order of the dims allows each projection of all experts to be one matmul without
-        transposes.
+        The order of the dims allows one matmul without transposes to compute a projection of all
+        experts.
         """
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
         embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
@@ -175,15 +179,15 @@ class Experts(Part):
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
-        """Return the update rule of the router bias: the bias decreases for experts above the mean
-        load and increases for the others.
+        """Return the update rule of the router bias: the bias decreases for experts with more than
+        the mean load and increases for the others.
         """
         rate = self.expert_bias_update_rate
         return {"router_bias": Follows("load", rate)} if rate else {}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return both inputs of the gates for all token-expert pairs."""
+        """Return both gate inputs (gate and up projections) for all token-expert pairs."""
         hidden = ((math.ceil(self._rows_in_memory), "experts"), *self._hidden)
         dims_of: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
         return dims_of | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
@@ -192,8 +196,8 @@ class Experts(Part):
     def operations(self) -> tuple[Operation, ...]:
         """Return the router and the projections of all experts.
 
-        A token needs only the projections of its experts. A bias counts as one more row of its
-        projection.
+        A token needs only the projections of its selected experts. A bias counts as one more row of
+        its projection.
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         operations = [Matmul("router")]
@@ -208,14 +212,14 @@ class Experts(Part):
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Return the number of target tokens of each expert."""
+        """Return the number of target tokens routed to each expert."""
         return {"load": self._each}
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the balance loss and the z-loss.
+        """Return the coefficients of the load-balance loss and the z-loss.
 
-        The other losses are only reported, with coefficient 0.
+        The other losses are only reported, so their coefficient is 0.
         """
         statistics = {
             "balance": self.load_balance_loss_weight,
@@ -226,7 +230,7 @@ class Experts(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, the gates' inputs, and two copies of the last matmul's
+        """Return the input, the output, the gate inputs, and two copies of the last matmul's
         input.
         """
         arrays = self._with_rows(6.0, width=2.0, placed=2.0)
@@ -234,7 +238,7 @@ class Experts(Part):
 
     @property
     def backward_peak(self) -> Held:
-        """Return the gates' inputs and outputs, their gradients, and tokens sent to other
+        """Return the gate inputs and outputs, their gradients, and the tokens sent to other
         devices.
         """
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
@@ -244,8 +248,8 @@ class Experts(Part):
         """Return the inputs of matmuls and gates, the expert weights, and the indices of permuted
         tokens.
 
-        The float32 arrays are the probabilities, the z-loss terms, the selected experts and sums
-        over experts. The residuals of the balance loss are too small to count.
+        The float32 arrays are the probabilities, the z-loss terms, the selected experts, and sums
+        over experts. The residuals of the load-balance loss are negligible.
         """
         extra = float(self.normalised)
         arrays = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
@@ -260,13 +264,13 @@ class Experts(Part):
             arrays += self._weights_for_biases
         if self.shared is None:
             return arrays
-        # The gate also saves the shared expert's output and the gate value.
+        # Gating also saves the shared expert's output and the gate value.
         gate = Held(compute_dtype=((1.0, self._width), (2.0, ()))) if self.shared_gated else NOTHING
         return arrays + self._without_inputs(self.shared.residuals) + gate
 
     @property
     def _received(self) -> Held:
-        """Return the tokens received from other devices, their experts and their weights."""
+        """Return the tokens received from other devices, with their experts and routing weights."""
         weights = self._per_token_rows(1.0, ((self.num_experts // self.shards, ""),))
         places = Held(float32=(self._per_token_rows(1.0, ()), (2.0, self._choices)))
         return (
@@ -278,8 +282,8 @@ class Experts(Part):
         """Return the inputs of all matmuls and the cotangents of their outputs (float32 for the
         router).
 
-        With `recomputed`, the input of the last matmul is computed from the gates' inputs and the
-        weights, unless it has been saved.
+        If `recomputed` is set, the input of the last matmul is recomputed from the gate inputs and
+        the routing weights, unless it has been saved.
         """
         arrays = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
@@ -299,8 +303,8 @@ class Experts(Part):
         return arrays + self._without_inputs(held) + gate
 
     def _without_inputs(self, held: Held) -> Held:
-        """Return the shared expert's arrays without its input and output, because other terms
-        already include both.
+        """Return the shared expert's arrays without its input and output, which other terms already
+        include.
         """
         return replace(
             held,
@@ -309,8 +313,8 @@ class Experts(Part):
 
     @property
     def rows(self) -> float:
-        """Return the mean number of experts that are computed per token, whether selected or
-        not.
+        """Return the mean number of experts computed per token, whether or not the token selected
+        them.
         """
         if not self.capacity:
             return float(self.per_token if self.grouped else self.num_experts)
@@ -319,8 +323,8 @@ class Experts(Part):
         return min(self.capacity * self.per_token, float(self.num_experts))
 
     def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
-        """Return this part on `shards` devices, each with `tokens` of the `whole` tokens per
-        sequence.
+        """Return the expert sublayer on `shards` devices, each with `tokens` of
+        the `whole` tokens per sequence.
 
         `rows` is the number of sequences.
         """
@@ -338,7 +342,9 @@ class Experts(Part):
 
     @property
     def grouped(self) -> bool:
-        """Return whether tokens are sorted by expert and pass only through selected experts."""
+        """Return whether tokens are sorted by expert and processed only by their selected
+        experts.
+        """
         if self.capacity:
             return False
         if self.dispatch == "auto":
@@ -347,28 +353,28 @@ class Experts(Part):
 
     @property
     def note(self) -> str:
-        """Describe which experts are computed for a token, and how."""
+        """Describe which experts are computed for each token, and with which method."""
         if self.capacity:
             return f"{self.num_experts} experts with capacity {self.capacity:g} x an even share"
         if not self.grouped:
             return f"all {self.num_experts} experts for each token"
         kernel = not (self.d_model % 128 or self.d_mlp % 128)
-        by = "kernels on TPUs, else blocks of tokens" if kernel else "blocks of tokens"
+        by = "kernels on TPUs, blocks of tokens elsewhere" if kernel else "blocks of tokens"
         return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
 
     @property
     def permutes_tokens(self) -> bool:
-        """Return whether tokens are permuted to their experts and back."""
+        """Return whether tokens are permuted into expert order and back."""
         return self.grouped or bool(self.capacity)
 
     @property
     def drops_tokens(self) -> bool:
-        """Return whether tokens can be dropped because of a capacity."""
+        """Return whether tokens can be dropped because of a capacity limit."""
         return bool(self.capacity or self.send_capacity_factor)
 
     def send_capacity(self, shards: int, rows: int, tokens: int, whole: int) -> int:
-        """Return the capacity, in token-expert pairs, from one device to each of the `shards`
-        devices.
+        """Return the maximum number of token-expert pairs that one device sends to each of the
+        `shards` devices.
 
         The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
         """
@@ -386,8 +392,8 @@ class Experts(Part):
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return arrays: `hidden` of the expert width per token-expert pair, `width` of the model
-        width per token, and `placed` of the model width per permuted token.
+        """Return arrays: `hidden` arrays of the expert width per token-expert pair, `width` arrays
+        of the model width per token, and `placed` arrays of the model width per permuted token.
         """
         arrays = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
@@ -402,7 +408,7 @@ class Experts(Part):
 
     @property
     def _weights_for_biases(self) -> Held:
-        """Return the expert weights that multiply the biases of the last projection."""
+        """Return the routing weights that multiply the biases of the last projection."""
         return self._weights if self.capacity else Held(compute_dtype=((1.0, self._each),))
 
     @property
@@ -411,14 +417,14 @@ class Experts(Part):
 
     @property
     def _places(self) -> Held:
-        """Return the token-expert pair of each row, and the number of rows per expert."""
+        """Return the token-expert pair index of each row, and the number of rows per expert."""
         if not self.permutes_tokens:
             return Held()
         counts = (self._each,) if self.grouped else ()
         return Held(float32=(self._per_token_rows(1.0, ()),), float32_token_independent=counts)
 
     def _per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
-        """Return the copies and dims per token of an array with one entry per token-expert pair."""
+        """Return the (copies, dims) per token of an array with one entry per token-expert pair."""
         if self._rows_in_memory.is_integer():
             return copies, ((int(self._rows_in_memory), "experts"), *dims)
         return copies * self._rows_in_memory / self.num_experts, (*self._each, *dims)

@@ -1,4 +1,4 @@
-"""Gated delta rule: linear attention with a decaying, error-correcting state."""
+"""Gated delta rule: linear attention whose state decays and is updated by error correction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maxpipe.models.spec import (
     Products,
 )
 
-# Initialization of the gates as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is the
+# The gates are initialized as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is the
 # product of a rate of at most `_FASTEST` and a time step between `_SHORTEST` and `_LONGEST`.
 _FASTEST = 16.0
 _SHORTEST, _LONGEST = 1e-3, 1e-1
@@ -30,10 +30,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 class GatedDelta(Part):
     """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
 
-    Each value head has a state `S [dk, dv]`. Queries read the state. Keys correct the state where
-    the stored value differs from v: `S = a S + b k (v - (a S)' k)'`, `o = S' q`. Each key head has
-    one query, one key and several value heads. Queries, keys and values pass through a short
-    convolution over tokens. The output is normalized and gated.
+    Each value head has a state `S [dk, dv]`. A query reads from the state. A key corrects the state
+    by the difference between v and the value stored for the key: `S = a S + b k (v - (a S)' k)'`,
+    `o = S' q`. Each key head has one query, one key and several value heads. Queries, keys and
+    values pass through a short convolution over tokens. The output is normalized and gated.
     """
 
     d_model: int
@@ -46,7 +46,7 @@ class GatedDelta(Part):
     kernel: int
     """Width of the convolution in tokens, including the current token."""
     norm: RMSNorm
-    """Norm of each value head's output."""
+    """Norm applied to each value head's output."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 64
@@ -54,13 +54,13 @@ class GatedDelta(Part):
 
     @property
     def group(self) -> int:
-        """Number of value heads per key head."""
+        """Return the number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def mixed_size(self) -> int:
-        """Number of entries per key head that pass through the convolution: query, key and
-        values.
+        """Return the number of query, key and value channels per key head that pass through the
+        convolution.
         """
         return 2 * self.key_size + self.group * self.value_size
 
@@ -68,8 +68,8 @@ class GatedDelta(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the projections, convolution kernels, gates and the norm's scale.
 
-        For each key head, `qkvz` concatenates query, key, values and output gates, and `ba`
-        concatenates the logits of the write and decay gates.
+        For each key head, `qkvz` concatenates the query, key, values and output gates, and `ba`
+        concatenates the logits of the write gates and decay gates.
         """
         embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
@@ -93,7 +93,9 @@ class GatedDelta(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the projections `qkvz` and `ba`, and the output projection's input `read`."""
+        """Return the projections `qkvz` and `ba`, and the input of the output projection,
+        `read`.
+        """
         return {
             "qkvz": self._qkvz,
             "ba": self._ba,
@@ -103,17 +105,17 @@ class GatedDelta(Part):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the projections, the convolution, and the matmuls with the state and inside
-        chunks.
+        """Return the projections, the convolution, the matmuls with the state, and the matmuls
+        within chunks.
 
-        The needed FLOPs are those of the recurrence: reading the state with key and query, and
-        writing the state.
+        The needed FLOPs are those of the recurrence: reading the state with the key and the query,
+        and writing the state.
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk
         needed = 3.0 * dk * dv
-        # Matmuls between the tokens of a chunk: keys and queries (once per key head), the values
-        # and keys that the inverse multiplies, and the output values. The inverse needs two matmuls
-        # for each doubling of its block size.
+        # The matmuls between the tokens of a chunk compute key and query scores (once per key
+        # head), the inverse times values and keys, and the output values. The inverse needs two
+        # matmuls each time its block size doubles.
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_value_heads, "heads", needed, needed + inside)
@@ -122,13 +124,13 @@ class GatedDelta(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, the projections and the output of the state."""
+        """Return the input, the output, the projections, and the values read from the state."""
         return Held(compute_dtype=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
 
     @property
     def backward_peak(self) -> Held:
-        """Return the arrays of the chunks and their gradients, per token and per pair, and the
-        states.
+        """Return the chunk arrays and their gradients, per token and per token pair, and the
+        recurrent states.
         """
         wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
         return Held(compute_dtype=((2.0, self._qkvz),), float32=wide)
@@ -147,8 +149,8 @@ class GatedDelta(Part):
         )
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Return the inputs of the projections, the cotangents of their outputs, and other
-        gradients.
+        """Return the inputs of the projections, the cotangents of their outputs, and the gradients
+        of the other parameters.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
@@ -196,9 +198,10 @@ def _rates(heads: int) -> tuple[float, ...]:
 
 
 def _times(heads: int) -> tuple[float, ...]:
-    """Return the inverse softplus of log-uniformly spaced time steps.
+    """Return the inverse softplus of logarithmically spaced time steps.
 
-    Multiples of the golden ratio give the time steps a different order from the rates.
+    The spacing uses multiples of the golden ratio, so that time steps and decay rates are ordered
+    differently.
     """
     span = math.log(_LONGEST / _SHORTEST)
     steps = (_SHORTEST * math.exp(span * (number * _GOLDEN % 1)) for number in range(heads))

@@ -13,52 +13,52 @@ from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Pa
 
 @dataclass(frozen=True)
 class LatentAttention(Part):
-    """Causal multi-head latent attention within segments (arXiv:2405.04434, section 2.1).
+    """Causal multi-head latent attention within document segments (arXiv:2405.04434, section 2.1).
 
     Each head's keys and values are projected from the token's latent. Positions are encoded in
-    additional rotated entries: each query head has separate rotated entries, and all heads share
-    the rotated entries of a key.
+    additional RoPE dims: each query head has separate RoPE dims, and all heads share the RoPE dims
+    of the key.
     """
 
     d_model: int
     num_heads: int
     head_dim: int
-    """Size of a query or key head, including the rotated entries."""
+    """Size of a query or key head, including the RoPE dims."""
     value_size: int
     """Size of a value head."""
     rank: int
-    """Size of a token's latent."""
+    """Size of the key-value latent of each token."""
     q_lora_rank: int
-    """Size of the query latent. With 0, queries are projected from the input."""
+    """Size of the query latent. If 0, queries are projected from the layer's input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
     rope: Rope
-    """Rotary positions. The projections store the rotated entries at the end of a head, as pairs
-    (2i, 2i+1)."""
+    """Rotary positions. The projections store the RoPE dims at the end of each head, as pairs (2i,
+    2i+1)."""
     scale: float
-    """Multiplier of the scores."""
+    """Factor that multiplies the attention scores."""
     epsilon: float
-    """Epsilon of the latent norms."""
+    """Epsilon of the RMSNorms on the latents."""
 
     @property
     def options(self) -> frozenset[str]:
-        """Return the options in use that some backends do not support."""
+        """Return the enabled options that some backends do not support."""
         return frozenset({"value_size"})
 
     @property
     def unsupported(self) -> frozenset[str]:
-        """Return the options in use that the backend does not support."""
+        """Return the enabled options that the backend does not support."""
         return CANNOT[self.backend] & self.options
 
     @property
     def rope_size(self) -> int:
-        """Return the number of rotated entries of a head."""
+        """Return the number of RoPE dims per head."""
         return self.rope.rotary_dims
 
     @property
     def rest_size(self) -> int:
-        """Return the number of entries of a query or key that are not rotated."""
+        """Return the number of query or key dims that are not rotated."""
         return self.head_dim - self.rope_size
 
     @cached_property
@@ -75,7 +75,7 @@ class LatentAttention(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the down projections, their norms, and the up projections to the heads.
 
-        In `key_value_up`, the first entries of a head are its key without the rotated entries.
+        In `key_value_up`, the leading dims of each head are its key without the RoPE dims.
         """
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
         size, into = (self.head_dim, "head_dim"), Normal(self.d_model)
@@ -100,8 +100,8 @@ class LatentAttention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations. Latents are not normalized yet; `query` and `key` are
-        rotated.
+        """Return the named activations. The latents are not yet normalized; `query` and `key`
+        include RoPE.
 
         `context` is the attention output.
         """
@@ -117,12 +117,12 @@ class LatentAttention(Part):
 
     @property
     def saved_with(self) -> Mapping[str, Mapping[str, Dims]]:
-        """Return the log-sum-exp that is saved with `context` if the backward pass reads it."""
+        """Return the log-sum-exp, saved along with `context` if the backward pass reads it."""
         return kept_with_context(self.backend, ((self.num_heads, "heads"),))
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return all projections, and the two matmuls that compute and apply the scores."""
+        """Return all projections and the two matmuls that compute and apply the scores."""
         mean = (self.head_dim + self.value_size) / 2
         scores = Scores(
             self.num_heads,
@@ -138,8 +138,8 @@ class LatentAttention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, the latents with their norms, the queries and the attention
-        output.
+        """Return the input, the output, the latents before and after their norms, the queries, and
+        the attention output.
         """
         latents = tuple((4.0, dims) for _, dims in self._normed)
         mixed = ((1.0, self._query), (1.0, self._value))
@@ -147,10 +147,10 @@ class LatentAttention(Part):
 
     @property
     def backward_peak(self) -> Held:
-        """Return the score and the probability of each pair.
+        """Return the score and the probability of each token pair.
 
-        Blockwise attention adds arrays in block order. Kernels with a dense mask add gradient
-        arrays for each packed document.
+        Blockwise attention adds the block-ordered copies of its inputs. Kernels that need a dense
+        mask add gradient arrays for each packed document.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
@@ -162,12 +162,12 @@ class LatentAttention(Part):
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls, rotation angles and two statistics of each softmax
-        (float32).
+        """Return the inputs of all matmuls, the rotation angles, and two float32 statistics of each
+        softmax.
 
-        Each pair has a mask bit, a float32 score and a probability. Each block of queries saves the
-        keys and values that it reads. Backends that recompute scores save one statistic per query
-        and nothing per pair.
+        Each token pair has a mask bit, a float32 score and a probability. Each query block saves
+        the keys and values that it reads. Backends that recompute scores save one statistic per
+        query token and nothing per pair.
         """
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
@@ -182,8 +182,8 @@ class LatentAttention(Part):
         return held
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Return the inputs of the projections, the cotangents of their outputs, and arrays of the
-        norms.
+        """Return the inputs of the projections, the cotangents of their outputs, and the arrays
+        that the norms save.
         """
         del normed
         unrotated = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
@@ -192,14 +192,14 @@ class LatentAttention(Part):
         held = Held(compute_dtype=(width, (2.0, self._value)))
         held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
         for norm, dims in self._normed:
-            # With `recomputed`, the input of the norm replaces its output.
+            # With `recomputed`, the input of a norm replaces its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)
             held += Held(compute_dtype=((2.0, dims),))
         return held
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:
-        """Return the norms of the latents and the dims of their inputs."""
+        """Return the norm of each latent and the dims of its input."""
         own = ((self.query_norm, self._query_latent),) if self.q_lora_rank else ()
         return (*own, (self.norm, self._latent))
 

@@ -20,9 +20,9 @@ from maxpipe.models.spec import (
 
 
 class ClampedSilu(NamedTuple):
-    """GPT-OSS gate, `g * sigmoid(slope * g) * (u + 1)`.
+    """Gate of GPT-OSS, `g * sigmoid(slope * g) * (u + 1)`.
 
-    The gate g is clamped to at most `limit`, and u is clamped to the range from `-limit` to
+    The gate g is clamped from above at `limit`, and u is clamped to the range from `-limit` to
     `limit`, as in the released models of arXiv:2508.10925.
     """
 
@@ -31,20 +31,21 @@ class ClampedSilu(NamedTuple):
 
 
 Gate = Literal["silu", "gelu"] | ClampedSilu
-"""Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a complete
-formula."""
+"""Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a class
+that defines the complete formula."""
 
 
 @dataclass(frozen=True)
 class GatedMLP(Part):
-    """`(f(x W_gate) * (x W_up)) W_down`, SwiGLU and GEGLU of arXiv:2002.05202."""
+    """Gated MLP `(f(x W_gate) * (x W_up)) W_down`, that is, SwiGLU or GEGLU of arXiv:2002.05202."""
 
     d_model: int
     d_mlp: int
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     function: Gate = "silu"
-    """Activation function of the gate. GELU uses the tanh approximation, as in released models."""
+    """Activation function of the gate. GELU uses the tanh approximation, as in the released
+    models."""
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -57,7 +58,7 @@ class GatedMLP(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return both inputs of the gate."""
+        """Return both inputs of the gate: the gate and up projections."""
         return {"gate": self._hidden, "up": self._hidden}
 
     @property
@@ -67,30 +68,33 @@ class GatedMLP(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, and the gate's inputs, which are written and read back."""
+        """Return the input, the output, and the gate inputs, which are written to memory and read
+        back.
+        """
         return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
 
     @property
     def backward_peak(self) -> Held:
-        """Return the gate's inputs and output, and their gradients."""
+        """Return the gate inputs and output, and their gradients."""
         return Held(compute_dtype=((6.0, self._hidden),))
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the gradient copies that optimization barriers avoid: with barriers, the inputs
-        are freed before the transposes.
+        """Return the gradient copies that exist only without optimization barriers: with barriers,
+        the inputs are freed before the transposes.
         """
         return Held(compute_dtype=((2.0, self._hidden),))
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls and the inputs of the gate."""
+        """Return the inputs of all matmuls and the gate inputs."""
         return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of all matmuls and the cotangents of their outputs.
 
-        With `recomputed`, the gate's output is computed from its inputs, unless it has been saved.
+        If `recomputed` is set, the gate output is recomputed from its inputs, unless it has been
+        saved.
         """
         if recomputed:
             return Held(compute_dtype=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
@@ -111,7 +115,7 @@ class Norm(Part):
 
     d_model: int
     epsilon: float
-    """Epsilon that is added to the mean of squares."""
+    """Epsilon added to the mean square (the variance for LayerNorm)."""
 
     @property
     def activations(self) -> Mapping[str, Dims]:
@@ -128,7 +132,7 @@ class Norm(Part):
 
     @property
     def backward_peak(self) -> Held:
-        """Return nothing: norms are fused with adjacent operations."""
+        """Return nothing, because norms are fused with adjacent operations."""
         return NOTHING
 
     @property
@@ -140,16 +144,16 @@ class Norm(Part):
         return self.deferred_of((), self._width, recomputed=recomputed)
 
     def residuals_of(self, each: Dims, over: Dims) -> Held:
-        """Return the scaled array, and in float32 two copies of the input and two statistics.
+        """Return the scaled array and, in float32, two copies of the input and two statistics.
 
-        `over` are the dims that the norm reduces. The norm is applied separately along the dims
-        `each`.
+        `over` are the dims over which the norm reduces. The norm is applied separately to each
+        index of the dims `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
-        """Return the norm's parameters, and without recomputation also the scaled array and a
+        """Return the norm's parameters and, without recomputation, also the scaled array and a
         cotangent.
         """
         if recomputed:
@@ -158,7 +162,7 @@ class Norm(Part):
         return Held(compute_dtype=((1.0, dims),)) + self._scaled(dims)
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the float32 array that the scale multiplies."""
+        """Return the float32 array that is multiplied by the scale."""
         return Held(float32=((1.0, dims),))
 
     @property
@@ -171,14 +175,14 @@ class RMSNorm(Norm):
     """Normalization by the root mean square (arXiv:1910.07467)."""
 
     offset: float = 0.0
-    """Offset that is added to the stored scale. 1 means that a stored scale of 0 has no effect."""
+    """Constant added to the stored scale. If 1, a stored scale of 0 multiplies by 1."""
 
     @property
     def params(self) -> Mapping[str, Param]:
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the scaled array. It is in the compute dtype if there is no offset."""
+        """Return the scaled array. The array is in the compute dtype if there is no offset."""
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
@@ -187,7 +191,7 @@ class LayerNorm(Norm):
     """Normalization by the mean and the standard deviation (arXiv:1607.06450)."""
 
     bias: bool = True
-    """Whether a bias is added."""
+    """Whether the norm has a bias."""
 
     @property
     def params(self) -> Mapping[str, Param]:

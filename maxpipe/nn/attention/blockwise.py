@@ -1,12 +1,12 @@
-"""Blockwise attention in plain jax, with memory linear in T on every platform.
+"""Blockwise attention in plain JAX, whose memory is linear in T on every platform.
 
-Only the scores of one pair of a query block and a key block are in memory at a time. The forward
-pass uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from each
-query's log-sum-exp (arXiv:2205.14135). It follows algorithm 4 of arXiv:2307.08691, but with the
-loop order of that paper's forward pass. The number of loop iterations depends on causality, the
-window and document boundaries. This number may differ between devices and layers, because a custom
-gradient avoids differentiation through the loops. Short sequences use no loops: they have few query
-blocks, and each block scores all its visible keys at once.
+Only the scores of one (query block, key block) pair are in memory at a time. The forward pass uses
+online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the log-sum-exp
+of each query token (arXiv:2205.14135). The backward pass follows algorithm 4 of arXiv:2307.08691,
+but with the loop order of that paper's forward pass. The number of loop iterations depends on the
+causal mask, the window and document boundaries. This number can differ between devices and layers,
+because a custom gradient avoids differentiating through the loops. Short sequences use no loops:
+they have few query blocks, and each block computes the scores of all its visible keys at once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import mark_varying
 
 _MASK_VALUE = -1e30
-"""Score that replaces the scores of masked keys."""
+"""Score assigned to masked keys."""
 MIN_SCORE = -1e20
-"""Lower bound for the maximum score of a query. Because of this bound, the probabilities of a query
-without visible keys are exactly 0."""
+"""Lower bound on the maximum score of a query token. With this bound, the probabilities of a query
+token without visible keys are exactly 0."""
 _PADDING_SEGMENT = -2
-"""Segment id of the padding after the last key. No query has this segment."""
+"""Segment ID of the padding after the last key. No query token has this segment ID."""
 
 
 class Options(NamedTuple):
-    """Static options of a compiled program."""
+    """Static options of a compiled attention program."""
 
     scale: float
     soft_cap: float
@@ -47,16 +47,16 @@ class Options(NamedTuple):
     query_block: int
     key_block: int
     mean_key_blocks: float
-    """Mean number of key blocks per query block, averaged over the windows, for sequences with one
-    document. Sequences with several documents need at most as many blocks."""
+    """Mean number of key blocks per query block, averaged over the windows, for single-document
+    sequences. Multi-document sequences need at most as many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
-    """(first key, start, stop) of each query block, for computation without loops: its queries are
-    `start` to `stop`, and its keys are the first key to `stop`. If the tuple is empty, attention is
-    computed in loops."""
+    """(first key, start, stop) of each query block in unrolled attention: its query tokens are
+    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects attention in
+    loops."""
 
 
 class QueryKeyMask(NamedTuple):
-    """Segments, positions and window that determine the mask."""
+    """Segments, positions and window from which the mask is computed."""
 
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
@@ -72,16 +72,18 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention without arrays of size T x S. Queries without visible keys return zeros.
+    """Compute attention without allocating arrays of size T x S. The output is zero for query
+    tokens without visible keys.
 
-    Sums are accumulated in float32 for any input dtype. `block` is the maximum number of queries
-    and keys in a block; 0 selects it automatically. With a cache, the `xla` backend is used,
-    because the number of scores is small and cached keys are not in sequence order.
+    Sums are accumulated in float32 for every input dtype. `block` is the maximum number of query
+    tokens and keys per block; 0 selects the block size automatically. With a cache, the `xla`
+    backend is used, because few scores are computed and cached keys are not in sequence order.
     """
     if not mask.has_places:
         return xla.attend(query, key, value, mask)
     options, rows = prepare_mask(query, key.shape[1], mask, block)
-    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated across
+    # devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, rows)), options)
 
 
@@ -117,9 +119,9 @@ def prepare_mask(
 def _mean_trips(
     keys: int, query_block: int, key_block: int, causal: bool, windows: tuple[int, ...]
 ) -> float:
-    """Return the mean number of loop iterations over key blocks, for a sequence with one document.
+    """Return the mean number of loop iterations over key blocks for a single-document sequence.
 
-    The bounds of the loop are those of `_Blocks.bounds`.
+    The loop bounds are those of `_Blocks.bounds`.
     """
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
@@ -148,8 +150,8 @@ def _forward_rule(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Name the result and the log-sum-exp in this rule, so that the backward pass reads saved
-    copies.
+    """Name the output and the log-sum-exp within this rule, so that the backward pass reads the
+    saved copies.
     """
     run = _forward_unrolled if options.unrolled else forward
     mixed, log_sum = run(query, key, value, sinks, rows, options)
@@ -161,8 +163,8 @@ def _forward_rule(
 class _Blocks:
     """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
 
-    The block dim comes first, so that a block is contiguous in memory. Each contiguous run of
-    queries is padded to a multiple of the block size.
+    The block dim comes first, so that each block is contiguous in memory. Each contiguous run of
+    query tokens is padded to a multiple of the block size.
     """
 
     def __init__(self, query: Array, key: Array, rows: QueryKeyMask, options: Options):
@@ -222,7 +224,7 @@ class _Blocks:
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
     def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-        """Return the range of visible key blocks, as (first, end), for each query block.
+        """Return the first and end index of the visible key blocks for each query block.
 
         The range excludes key blocks before and after the documents of the query block.
         """
@@ -244,7 +246,9 @@ class _Blocks:
     def visible(
         self, segments: Int[Array, "B t"], places: Int[Array, " t"], block: Array
     ) -> Bool[Array, "B 1 1 t s"]:
-        """Return the mask of visible (query, key) pairs for a query block and key block `block`."""
+        """Return the mask of visible (query, key) pairs between a query block and key block
+        `block`.
+        """
         size, window = self.options.key_block, self.rows.window
         seen = segments[:, :, None] == _at(self.key_segments, block)[:, None, :]
         distance = places[:, None] - (block * size + jnp.arange(size, dtype=jnp.int32))
@@ -263,7 +267,7 @@ def forward(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
-    """Compute the attention output and the log-sum-exp of each query, both in float32."""
+    """Compute the attention output and the log-sum-exp of each query token, both in float32."""
     blocks = _Blocks(query, key, rows, options)
     keys, values = blocks.split_kv(key), blocks.split_kv(value)
     shape = (blocks.batch, blocks.groups, blocks.heads // blocks.groups, options.query_block)
@@ -318,10 +322,10 @@ def backward(
     log_sum: Float[Array, "B T N"],
     d_mixed: Float[Array, "B T N v"],
 ) -> tuple[Array, Array, Array, Array]:
-    """Compute the gradients of query, key, value and sinks in float32.
+    """Compute the float32 gradients of query, key, value and sinks.
 
-    `mixed` and `log_sum` are results over all keys, but `key` and `value` may hold a subset of the
-    keys.
+    `mixed` and `log_sum` are computed over all keys, whereas `key` and `value` may contain a subset
+    of the keys.
     """
     blocks = _Blocks(query, key, rows, options)
     keys, values, log_sums = blocks.split_kv(key), blocks.split_kv(value), log_sum[..., None]
@@ -355,7 +359,8 @@ def backward(
         start = (mark_varying(jnp.zeros(query.shape)), *of_keys)
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *d_rest = lax.fori_loop(first, last, add, start)
-        if sinks is not None:  # sum in the scan, so that a split backward pass saves only the sums
+        if sinks is not None:
+            # Summed within the scan, so that a split backward pass saves only the sums.
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*d_rest, d_sinks), d_query
@@ -380,8 +385,8 @@ _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 class _Unrolled:
     """Layouts of queries and keys for attention without loops.
 
-    Query heads that share keys are merged with the query dim, so a sum over queries is over one
-    dim.
+    Query heads that share a key head are merged with the query-token dim, so a sum over query
+    tokens reduces a single dim.
     """
 
     def __init__(self, groups: int, rows: QueryKeyMask, options: Options):
@@ -393,14 +398,14 @@ class _Unrolled:
         return x.transpose(0, 2, 3, 1, 4)
 
     def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
-        """Return a block of queries, where x is n times t."""
+        """Return a block of query tokens, where x is n times t."""
         x = x[:, :, :, start:stop]
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def mask_scores(
         self, scores: Float[Array, "B G x s"], block: tuple[int, int, int]
     ) -> Float[Array, "B G x s"]:
-        """Replace the scores of masked keys by `_MASK_VALUE`."""
+        """Replace the scores of masked keys with `_MASK_VALUE`."""
         first, start, stop = block
         segments, keys = self.rows.segments[:, start:stop], self.rows.key_segments[:, first:stop]
         distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
@@ -502,25 +507,25 @@ def _backward_unrolled(
             share = jnp.exp(_sinks_per_query(sinks, blocks.groups, stop - start) - log_sum)
             lost = (share * slope).reshape(*share.shape[:2], -1, stop - start)
             d_sinks -= lost.sum((0, 3))
-    if sinks is not None:  # with the barrier, a split backward pass saves only the sum
+    if sinks is not None:  # this barrier ensures that a split backward pass saves only the sum
         d_queries[0], d_sinks = lax.optimization_barrier((d_queries[0], d_sinks))
     of_keys = blocks.sum_key_gradients(d_keys), blocks.sum_key_gradients(d_values)
     return blocks.merge_queries(d_queries), *of_keys, d_sinks.reshape(-1)
 
 
 def _sinks_per_query(sinks: Float[Array, " N"], groups: int, tokens: int) -> Float[Array, "G x 1"]:
-    """Return the sinks, repeated for each query of a block."""
+    """Return the sinks, repeated for each query token of a block."""
     return jnp.repeat(_group_sinks(sinks, groups), tokens, axis=1)
 
 
 def _scores(form: str, query: Array, key: Array, options: Options) -> Float[Array, ...]:
-    """Return the float32 scores of all pairs after the soft cap."""
+    """Return the float32 scores of all pairs after soft capping."""
     scores, cap = _dot(form, query, key) * options.scale, options.soft_cap
     return cap * jnp.tanh(scores / cap) if cap else scores
 
 
 def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
-    """Compute an einsum that accumulates in float32."""
+    """Compute an einsum with float32 accumulation."""
     return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
 
 

@@ -1,15 +1,15 @@
-"""Attention over sequences that are sharded over the context axis, for any backend.
+"""Attention over sequences that are sharded over the context axis, for every backend.
 
-`all_gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag
-order balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a
-window, only tokens within the window are gathered. `ulysses`: an all-to-all exchanges sequence
-shards for head shards, attention runs on full sequences, and a second all-to-all restores the
-sequence shards (arXiv:2309.14509).
+`all_gather`: every device gathers the keys and values of full sequences for its local query tokens.
+Zig-zag order balances the number of computed scores across devices (arXiv:2407.21783). If all
+layers have a window, only tokens within the window are gathered. `ulysses`: an all-to-all converts
+sequence shards for head shards, attention runs on full sequences, and a second all-to-all restores
+the sequence shards (arXiv:2309.14509).
 
-`ring`: keys and values rotate around the context axis, and the next shard is sent while the current
-shard is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
-blockwise attention on all platforms. All pipeline stages must run the ring's collective permutes in
-the same order.
+`ring`: keys and values rotate around the context axis, and each device sends the next shard while
+it computes the scores of the current shard. Partial softmax results are combined through their
+log-sum-exp (arXiv:2310.01889), with blockwise attention on all platforms. All pipeline stages must
+execute the ring's collective permutes in the same order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Compute attention for the local tokens.
 
-    `inputs` are the arrays of the microbatch and `mask` is the mask of the local tokens.
+    `inputs` are the arrays of the microbatch, and `mask` is the mask of the local tokens.
     """
     if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
@@ -93,17 +93,18 @@ def _by_heads(
 
 
 def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
-    """Exchange sequence shards for head shards, and sort the tokens in sequence order."""
+    """Convert sequence shards to head shards, with tokens in sequence order."""
     rows, tokens, _, size = x.shape
     count = axis_size(CONTEXT)
-    # Head shards of the tensor axis are kept, and each shard is split further over context.
+    # Heads remain sharded over the tensor axis, and each shard is split further over the context
+    # axis.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
     exchanged = all_to_all(apart, CONTEXT, 3, 1)
     return collectives.undo_zigzag(exchanged, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
-    """Exchange head shards for sequence shards, the inverse of `_to_heads`."""
+    """Convert head shards to sequence shards; the inverse of `_to_heads`."""
     rows, tokens, heads, size = x.shape
     count = axis_size(CONTEXT)
     apart = collectives.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
@@ -117,11 +118,13 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
 
 
 # Windowed attention. The two local chunks become two sequences, each with the tokens that precede
-# it.
+# the chunk.
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
-    """Return the possible windows of the layers; 0 means an unlimited or unknown window."""
+    """Return the windows that occur in the layers; 0 means that the window is unlimited or
+    unknown.
+    """
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 
@@ -155,7 +158,7 @@ def _prepend_preceding_tokens(
 ) -> Float[Array, "_ _ G H"]:
     """Prepend the last tokens of the preceding chunk to each of the two local chunks.
 
-    The tokens before the first chunk of a sequence are arbitrary, because no query sees them.
+    The tokens before a sequence's first chunk are arbitrary, because no query token sees them.
     """
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
@@ -174,7 +177,9 @@ def ring_attend(
     value: Float[Array, "B T G v"],
     mask: Mask,
 ) -> Float[Array, "B T N v"]:
-    """Compute ring attention for the local tokens; `mask` indexes the queries in full sequences."""
+    """Compute ring attention for the local tokens; `mask` indexes the query tokens within full
+    sequences.
+    """
     options, pairs = blockwise.prepare_mask(query, mask.run, mask)
     return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
 
@@ -205,7 +210,7 @@ def _forward_rule(
 
 
 def _shift_to_next(tree: Any) -> Any:
-    """Send arrays from each device to the next device of the ring."""
+    """Send arrays from each device to the next device in the ring."""
     return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
 
 
@@ -265,8 +270,8 @@ def _backward_rule(
             more, *of_keys, _ = blockwise.backward(options, *arguments, d_mixed)
             d_query, d_keys = d_query + more, [*d_keys, of_keys]
         added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
-        # Gradients rotate with their keys and values, and return to the original device in the last
-        # hop.
+        # Gradients rotate together with their keys and values, and return to the original device in
+        # the last hop.
         return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
 
     zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731

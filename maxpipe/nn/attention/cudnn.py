@@ -1,13 +1,15 @@
-"""Attention with cuDNN's fused kernels, for NVIDIA GPUs.
+"""Attention with cuDNN's fused kernels for NVIDIA GPUs.
 
 A kernel with a dense bias is twice as slow as a kernel with document offsets. The kernel is
-therefore selected at run time from the data. If every sequence has one document, the kernel uses
-only the causal mask. If documents are contiguous, kernels for Hopper and later skip pairs of
-different documents. In all other cases the kernel reads a dense bias.
+therefore selected at run time, depending on the data. If every sequence contains a single document,
+the kernel uses only the causal mask. If documents are contiguous, the kernels for Hopper and newer
+GPUs skip pairs of tokens from different documents. In all other cases, the kernel reads a dense
+bias.
 
-The kernels run in a program with all mesh axes manual, so each device calls them separately. The
-module emits XLA's custom calls directly. The corresponding functions of jax are private and change
-between releases. They also query the local GPU, which is absent in ahead-of-time compilation.
+The kernels run in a program with all mesh axes manual, so each device calls them separately. This
+module emits XLA's custom calls directly. The corresponding functions in jax are private and change
+between releases. Those functions also query the local GPU, which is absent in ahead-of-time
+compilation.
 
 Source: FlashAttention-2 (arXiv:2307.08691) as implemented in cuDNN.
 """
@@ -37,10 +39,10 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
-"""API version of the custom calls."""
+"""API version of custom calls that return a status."""
 _HEADS_FIRST = (0, 2, 1, 3)
-"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have the dims [B, N, T, H], but are in
-memory in the order of the inputs."""
+"""Permutation between [B, T, N, H] and [B, N, T, H]. Results have dims [B, N, T, H], but their
+memory layout follows the order of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,17 @@ class Kernel:
     causal: bool
     scale: float
     window: int = 0
-    """Number of tokens that a query sees, including the query. 0 means all tokens."""
+    """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     packed: int = 1
-    """Maximum number of documents per sequence, as a mean over the batch. 1: one document each."""
+    """Maximum number of documents per sequence, averaged over the batch. 1 means one document per
+    sequence."""
 
 
 class DocumentOffsets(NamedTuple):
-    """Lengths and starts of the at most B times `packed` documents in a batch `[B, T]`."""
+    """Lengths and start indices of up to B times `packed` documents in a batch `[B, T]`."""
 
     lengths: Int[Array, "B packed"]
-    """Lengths in tokens, padded with 0."""
+    """Document lengths in tokens, padded with 0."""
     starts: Int[Array, "B packed+1"]
     """Index of each document's first token in the flattened batch, padded with B times T."""
 
@@ -71,11 +74,11 @@ def forward(
     value: Float[Array, "B S G H"],
     beside: Array | DocumentOffsets | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "D N T"]]:
-    """Run the forward kernel. Return the output and the log-sum-exp of each query's scores.
+    """Run the forward kernel. Return the output and the log-sum-exp of each query token's scores.
 
-    `beside` is None, a bias `[B, 1, T, S]` that is added to the scores, or the offsets of packed
-    documents. D is B without packed documents; otherwise, D is the maximum number of documents.
-    With packed documents, dim T of the log-sum-exp counts from the first token of each document.
+    `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
+    D is B without packed documents; otherwise, D is the maximum number of documents. With packed
+    documents, the T dim of the log-sum-exp starts at the first token of each document.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -110,7 +113,7 @@ def backward(
 def _operands(
     query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the bias operands and the document operands. Unused operands are an empty tuple."""
+    """Return the bias operands and the document operands, as empty tuples if unused."""
     if beside is None:
         return (), ()
     if not isinstance(beside, DocumentOffsets):
@@ -180,7 +183,7 @@ _FORWARD: Mapping[str, _Dims] = {
     "bmm1": ((3, 3), (0, 2), (0, 2)),  # BTNH, BSNH -> BNTS
     "bmm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
 }
-"""Contracting dims of each matmul, and the batch dims of its left and right operands."""
+"""Contracting dims of each matmul, and batch dims of its left and right operands."""
 _BACKWARD_CALL: Mapping[str, _Dims] = {
     "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),  # BNTS, BTNH -> BSNH
     "bmm1_grad_gemm2": ((3, 1), (0, 1), (0, 2)),  # BNTS, BSNH -> BTNH
@@ -199,14 +202,15 @@ def _dims(summed: tuple[int, int], left: Sequence[int], right: Sequence[int]) ->
 
 
 _BACKWARD = 2.5
-"""Ratio of backward to forward FLOPs. The backward pass recomputes scores and computes four
+"""Ratio of backward to forward FLOPs. The backward pass recomputes the scores and computes four
 gradients."""
 _PACKING_GPUS = re.compile(r"\bG?[HB]\d{3}\b")
-"""Pattern of the names of GPUs that support packed documents (compute capability 9.0 or 10.0)."""
+"""Name pattern of GPUs that support packed documents (compute capability 9.0 or 10.0)."""
 _MAX_ELEMENTS = 2**31
 """Maximum number of elements that the kernels can index."""
 _MASK_VALUE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-"""Bias of a masked score. cuDNN subtracts two such values, and the result must not overflow."""
+"""Bias added to masked scores. cuDNN subtracts two such biases, and the result must not
+overflow."""
 
 
 def attend(
@@ -215,12 +219,13 @@ def attend(
     value: Float[Array, "B S G H"],
     mask: Mask,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention in one kernel; `models.layers.attention.CANNOT` lists unsupported options.
+    """Compute attention in a single kernel; `models.layers.attention.CANNOT` lists unsupported
+    options.
 
-    With a cache or an odd sequence length, plain jax is used. Config rules exclude both cases in
-    training.
+    With a cache or an odd sequence length, attention in plain JAX is used. Config rules exclude
+    both cases during training.
     """
-    assert not mask.soft_cap and mask.sinks is None, "refused with the config"
+    assert not mask.soft_cap and mask.sinks is None, "rejected by a config rule"
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or tokens % 2 or keys % 2:
         return xla.attend(query, key, value, mask)
@@ -234,28 +239,31 @@ def attend(
     window = None if isinstance(mask.window, int) or not ordered else mask.window
     beside = _CudnnMask(mask.segments, window, seen)
     key, value = (interface.repeat_kv_heads(array, query.shape[2]) for array in (key, value))
-    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated across
+    # devices.
     return _attention(*mark_varying((query, key, value, beside)), call)
 
 
 @dataclass(frozen=True)
 class CudnnOptions:
-    """Static options of a compiled program."""
+    """Static options of a compiled attention program."""
 
     windows: tuple[int, ...]
-    """Possible windows. If there are several, the program selects one at run time."""
+    """Windows that occur in the layers. If there are several, the program selects the layer's
+    window at run time."""
     causal: bool
-    """Whether the mask is causal by token index. Queries and keys are then the same tokens."""
+    """Whether the mask is causal by token index. If so, queries and keys belong to the same
+    tokens."""
     scale: float
 
 
 class _CudnnMask(NamedTuple):
-    """Arrays that determine the visible keys, as in `Mask`."""
+    """Arrays that determine which keys are visible, as in `Mask`."""
 
     segments: Int[Array, "B T"]
     window: Int[Array, ""] | None
     visible: Bool[Array, "B 1 T S"] | None
-    """Complete mask, for queries and keys that are not in sequence order."""
+    """Full mask for queries and keys that are not in sequence order."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -266,7 +274,9 @@ def _attention(
     beside: _CudnnMask,
     call: CudnnOptions,
 ) -> Float[Array, "B T N H"]:
-    """Compute attention. The differentiation rules run the kernels per device, in `on_shards`."""
+    """Compute attention. The differentiation rules run the kernels on each device, within
+    `on_shards`.
+    """
     return _forward(query, key, value, beside, call)[0]
 
 
@@ -300,7 +310,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
-    """Return the partition specs of arrays with heads, log-sum-exps, and arrays without heads."""
+    """Return the partition specs for arrays with heads, log-sum-exps, and arrays without heads."""
     rows, heads = interface.query_axes(query)
     batch: Any = PartitionSpec(rows)
     whole: Any = PartitionSpec()
@@ -371,15 +381,15 @@ def _matmul_flops(query: Array, key: Array, causal: bool) -> float:
 
 
 class _PackedDocuments(NamedTuple):
-    """Packed documents of sequences, and the document of each token."""
+    """Packed documents of a batch of sequences, and the document index of each token."""
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
-    """Document index of each token, counted over the batch."""
+    """Document index of each token, numbered across the batch."""
 
     @classmethod
     def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
-        """Return the documents of sequences with at most `packed` documents on average."""
+        """Return the documents of sequences that contain at most `packed` documents on average."""
         rows, tokens = segments.shape
         first = _document_starts(segments).reshape(-1)
         size, end = rows * packed, rows * tokens
@@ -397,7 +407,7 @@ class _PackedDocuments(NamedTuple):
     def to_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
         """Convert the log-sum-exp from per-sequence to per-document token indices.
 
-        Entries after the end of a document are not read.
+        Entries beyond the end of a document are never read.
         """
         _, heads, tokens = sums.shape
         twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))
@@ -411,7 +421,7 @@ class _PackedDocuments(NamedTuple):
 
 
 _KernelMask = _PackedDocuments | Array | None
-"""Additional mask of a kernel: packed documents, a bias `[B, 1, T, S]`, or None."""
+"""Additional mask passed to a kernel: packed documents, a bias `[B, 1, T, S]`, or None."""
 
 
 def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
@@ -419,7 +429,7 @@ def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
 
 
 def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return a mask of the tokens that start a document."""
+    """Return a mask of the tokens that begin a document."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 
@@ -473,6 +483,8 @@ def _run_fastest_kernel(
 
 
 def _documents_are_contiguous(segments: Int[Array, "B T"]) -> Bool[Array, ""]:
-    """Return whether documents are contiguous: ids increase, and padding (id 0) comes last."""
+    """Return whether documents are contiguous: segment IDs increase, and padding (ID 0) comes
+    last.
+    """
     last = jnp.where(segments == 0, jnp.iinfo(segments.dtype).max, segments)
     return jnp.all(jnp.diff(last, axis=1) >= 0)

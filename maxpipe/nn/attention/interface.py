@@ -1,8 +1,9 @@
-"""Interface of attention backends: masks, KV caches and sharding of heads.
+"""Interface of attention backends: masks, KV caches and head sharding.
 
-Kernels run on one device. Their callers enter a per-device program (`per_device.on_shards`), in
-which heads are sharded over tensor. If all mesh axes are auto axes, sequences are sharded as well.
-If layers have different windows, `switch_window` selects a kernel by window at run time.
+Attention kernels run on one device. Callers invoke the kernels in a per-device program
+(`per_device.on_shards`), with heads sharded over the tensor axis. If all mesh axes are auto axes,
+sequences are also sharded. If layers have different windows, `switch_window` selects the kernel for
+a layer's window at run time.
 """
 
 from __future__ import annotations
@@ -24,54 +25,52 @@ from maxpipe.parallel.mesh import BATCH_AXES, TENSOR
 
 @dataclass(frozen=True)
 class Mask:
-    """Mask and score transformations of attention.
+    """Attention mask and transformations of the scores.
 
-    By default, queries and keys are the same tokens of a sequence, starting with its first token.
-    If the queries are a subset of the sequence's tokens, `places` holds their indices.
+    By default, queries and keys belong to the same tokens of a sequence, starting with the first
+    token. If the query tokens are a subset of the sequence, `places` holds their indices.
     `key_positions` holds the positions of cached keys.
     """
 
     segments: Int[Array, "B T"]
-    """Document of each query. A query sees only keys of the same document."""
+    """Document ID of each query token. A query token attends only to keys of the same document."""
     positions: Int[Array, "B T"] | None = None
-    """Position of each query in its document. None: the index in the sequence."""
+    """Position of each query token within its document. None means the index in the sequence."""
     key_segments: Int[Array, "B S"] | None = None
-    """Document of each key. None: the documents of the queries."""
+    """Document ID of each key. None means the document IDs of the query tokens."""
     key_positions: Int[Array, "B S"] | None = None
-    """Position of each key in its document. None: keys are in sequence order."""
+    """Position of each key within its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the queries in the sequence of the keys, if the device holds a subset. None: the
-    indices 0 to T - 1."""
+    """Indices of the query tokens within the key sequence, if the device holds a subset. None means
+    the indices 0 to T - 1."""
     run: int = 0
-    """Number of contiguous queries if `places` is set. Must divide T."""
+    """Length of each contiguous run of query tokens if `places` is set. Must divide T."""
     causal: bool = True
-    """Whether a query sees only itself and earlier tokens."""
+    """Whether a query token attends only to itself and earlier tokens."""
     window: int | Int[Array, ""] = 0
-    """Number of tokens that a query sees, including the query. 0 means all tokens."""
+    """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     windows: tuple[int, ...] = ()
-    """Possible values of `window` if it is an array."""
+    """All values that `window` can have if it is an array."""
     scale: float | None = None
-    """Multiplier of the scores. None uses `H ** -0.5`."""
+    """Factor that multiplies the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
-    """Cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
     """Sink logit of each head in the softmax."""
 
     @property
     def has_places(self) -> bool:
-        """Return whether keys are in sequence order, so that indices determine the order of
-        tokens.
-        """
+        """Return whether keys are in sequence order, so that token order follows from indices."""
         return self.key_positions is None
 
     @property
     def is_self_ordered(self) -> bool:
-        """Return whether queries and keys are the same tokens in sequence order."""
+        """Return whether queries and keys belong to the same tokens in sequence order."""
         return self.has_places and self.places is None
 
     def seen(self, start: int, stop: int, keys: int, *, causal: bool) -> Bool[Array, "B 1 t s"]:
-        """Return a mask of the first `keys` keys that is true where queries `start` to `stop` see a
-        key.
+        """Return a mask over the first `keys` keys that is true where query tokens `start` to
+        `stop` attend to a key.
 
         `causal=False` omits the causal mask, which the caller applies.
         """
@@ -98,25 +97,26 @@ AttentionBackend = Callable[
 ]
 """Function (query, key, value, mask) -> attention output of each query head.
 
-A backend gives its result the checkpoint name `context`. A backend with a custom gradient sets this
-name in its forward rule, and also names the log-sum-exp (`LOG_SUM`) there. If the name were set
-outside the rule, the backward pass would repeat the forward pass. Naming the result twice would
-save two copies."""
+A backend assigns the checkpoint name `context` to its output. A backend with a custom gradient
+assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If the name
+were assigned outside the rule, the backward pass would repeat the forward pass. Naming the output
+twice would save two copies."""
 
 
 _EMPTY = -1
-"""Segment id of an empty cache slot."""
+"""Segment ID of an empty cache slot."""
 
 
 class KVCache(NamedTuple):
-    """Keys and values of earlier tokens, with free slots for later tokens.
+    """Keys and values of earlier tokens, with free slots for further tokens.
 
-    Each head's entries are contiguous, because a query reads all of them. The slots form a ring
+    Each head's entries are contiguous, because a query token reads all of them. The slots form a
+    ring
     buffer: token n is in slot n modulo the number of slots.
     """
 
     keys: Float[Array, "B G S H"]
-    """Rotated keys."""
+    """Keys after RoPE."""
     values: Float[Array, "B G S v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]
@@ -154,7 +154,7 @@ class KVCache(NamedTuple):
         segments: Int[Array, "B T"],
         positions: Int[Array, "B T"],
     ) -> KVCache:
-        """Return the cache with T more tokens, which replace the oldest tokens if the cache is
+        """Return the cache with T more tokens, which overwrite the oldest tokens if the cache is
         full.
         """
         put = partial(_put, start=self.length)
@@ -168,7 +168,7 @@ class KVCache(NamedTuple):
 
 
 def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
-    """Write new tokens into the ring buffer from slot `start`."""
+    """Write new tokens into the ring buffer, starting at slot `start`."""
     size, count, new = old.shape[axis], new.shape[axis], new.astype(old.dtype)
     if count == 1:
         return lax.dynamic_update_slice_in_dim(old, new, start % size, axis)
@@ -180,7 +180,9 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
 
 
 def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
-    """Return the mesh axes that shard sequences and the axis that shards heads, in this program."""
+    """Return the mesh axes that shard sequences and the axis that shards heads in the current
+    program.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows = tuple(axis for axis in BATCH_AXES if axis in automatic)
@@ -190,13 +192,13 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Repeat key/value heads if there are fewer of them than head shards."""
+    """Repeat key/value heads if there are fewer heads than head shards."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 
 
 def _head_shards(num_heads: int) -> int:
-    """Return the number of head shards in this program."""
+    """Return the number of head shards in the current program."""
     mesh = jax.sharding.get_abstract_mesh()
     if TENSOR not in mesh.axis_names or TENSOR in mesh.manual_axes:
         return 1
@@ -207,7 +209,9 @@ def _head_shards(num_heads: int) -> int:
 def switch_window(
     run: Callable[..., Any], window: Int[Array, ""] | None, sizes: Sequence[int], arrays: Any
 ) -> Any:
-    """Call `run(size, *arrays)` with the size that equals `window`; None means the only size."""
+    """Call `run(size, *arrays)` with the entry of `sizes` that equals `window`; if `window` is
+    None, `sizes` has a single entry.
+    """
     if window is None or len(sizes) == 1:
         return run(sizes[0], *arrays)
     number = sum((window > size).astype(jnp.int32) for size in sizes[:-1])

@@ -1,9 +1,9 @@
-"""Attention with jax's splash kernels, for TPUs. Scores remain in on-chip memory.
+"""Attention with jax's splash kernels for TPUs. Scores never leave on-chip memory.
 
-The kernels read lists of the visible key blocks of each query block, and the indices of the
-queries. The lists and the indices may be runtime arrays, so a device can hold any chunks of a
-sequence. The module uses private entry points, because jax has no public entry point for the
-backward pass. Tests pin these entry points.
+The kernels read the indices of the query tokens and, for each query block, a list of its visible
+key blocks. The lists and indices can be runtime arrays, so a device can hold any chunks of a
+sequence. This module uses private entry points, because jax has no public entry point for the
+backward pass. Tests check that these entry points are unchanged.
 
 Source: FlashAttention-2 (arXiv:2307.08691), as in `jax.experimental.pallas.ops.tpu`.
 """
@@ -34,7 +34,7 @@ LANES = 128
 """Block sizes are multiples of this number."""
 _LONG = 4096
 """Minimum sequence length for large blocks. Larger blocks need fewer kernel steps, each with a
-fixed cost, but waste a larger share of the work on the half-masked diagonal."""
+fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
 
 
 def attend(
@@ -47,9 +47,9 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Compute attention with splash kernels.
 
-    With a cache, or if the sequence length is not a multiple of the block size, plain jax is used.
-    Config rules exclude both cases in training. `interpret` runs the kernels as jax operations on
-    any device.
+    With a cache, or if the sequence length is not a multiple of the block size, attention in plain
+    JAX is used. Config rules exclude both cases during training. `interpret` runs the kernels as
+    JAX operations on any device.
     """
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
@@ -66,7 +66,8 @@ def attend(
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
     key, value = (interface.repeat_kv_heads(array, query.shape[2]) for array in (key, value))
-    # The transpose of `mark_varying` sums the gradients of inputs that are replicated over devices.
+    # The transpose of `mark_varying` sums the gradients of inputs that are replicated across
+    # devices.
     return _attention(*mark_varying((query, key, value, mask.sinks, seen)), call)
 
 
@@ -75,17 +76,18 @@ class SplashOptions:
     """Static options of a kernel."""
 
     windows: tuple[int, ...]
-    """Possible windows. If there are several, the program selects one at run time."""
+    """Windows that occur in the layers. If there are several, the program selects the layer's
+    window at run time."""
     causal: bool
     scale: float
     soft_cap: float
     run: int
-    """Number of contiguous queries in the sequence."""
+    """Length of each contiguous run of query tokens."""
     interpret: bool
 
 
 class _SplashMask(NamedTuple):
-    """Arrays that determine the visible keys, as in `Mask`."""
+    """Arrays that determine which keys are visible, as in `Mask`."""
 
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
@@ -102,7 +104,9 @@ def _attention(
     seen: _SplashMask,
     call: SplashOptions,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention. The differentiation rules run the kernels per device, in `on_shards`."""
+    """Compute attention. The differentiation rules run the kernels on each device, within
+    `on_shards`.
+    """
     return _forward(query, key, value, sinks, seen, call)[0]
 
 
@@ -132,7 +136,8 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
 
     def run(*arguments: Any) -> tuple[Any, ...]:
         d_sinks = _sink_gradients(arguments[3], *arguments[5:])
-        # Compute the sum here, so that a split backward pass saves the sum and not its inputs.
+        # The sum is computed here, so that a split backward pass saves the sum instead of its
+        # inputs.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
         return *local_backward(*arguments, call=call), d_sinks
 
@@ -154,7 +159,7 @@ def _sink_gradients(
     sums: Float[Array, "B N T"],
     d_mixed: Float[Array, "B T N v"],
 ) -> Float[Array, " N"] | None:
-    """Return the gradients of the sinks. A sink has a probability but no value."""
+    """Return the gradients of the sinks. A sink has a probability but no value vector."""
     if sinks is None:
         return None
     shares = jnp.exp(sinks.astype(jnp.float32)[:, None] - sums)
@@ -166,8 +171,8 @@ def _sink_gradients(
 
 
 def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, tuple[str, ...], _SplashMask]:
-    """Return the partition specs of arrays with heads and of per-head arrays, the mesh axes of
-    sequences, and the partition specs of the mask.
+    """Return the partition specs of arrays with heads and of per-head arrays, the mesh axes that
+    shard sequences, and the partition specs of the mask.
     """
     rows, heads = interface.query_axes(query)
     batch, whole = PartitionSpec(rows), PartitionSpec()
@@ -240,9 +245,8 @@ def local_backward(
             saved = (query, key, value, ids, None, mixed, sums, *lists)
             return _backward_kernels(kernel.kwargs, saved, d_mixed)
 
-        # Two kernels run: one with three matmuls for query gradients, and one with four for key
-        # gradients. The scope applies to each of the two kernels, so it declares half of the total
-        # FLOPs.
+        # Two kernels run: one with three matmuls for query gradients, and one with four matmuls for
+        # key gradients. The scope applies to each kernel, so it declares half of the total FLOPs.
         sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
         with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
             return jax.vmap(one)(_ids(seen), *arrays)
@@ -264,7 +268,7 @@ def local_backward(
 def _backward_kernels(
     settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
 ) -> tuple[Array, Array, Array]:
-    """Run the backward kernels of one sequence with jax's differentiation rule."""
+    """Run the backward kernels for one sequence through jax's differentiation rule."""
     gradients = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
         False,
         settings["mask_value"],
@@ -299,21 +303,21 @@ def _ids(seen: _SplashMask) -> kernels.SegmentIds:
 
 @dataclass(frozen=True)
 class CausalWindowMask:
-    """Mask for causality and the window by token index, without document boundaries."""
+    """Causal and window mask by token index, without document boundaries."""
 
     causal: bool
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of (query, key) pairs. The kernels require this interface."""
+        """Return the mask of (query, key) pairs. The kernels call this method."""
         near = places - keys < self.window
         if not self.causal:
             return near
         return (places >= keys) & near if self.window else places >= keys
 
     def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
-        """Return whether any query of a query block sees any key of a key block, given their start
-        indices.
+        """Return whether any query token of a query block attends to any key of a key block, given
+        the start indices of both blocks.
         """
         if not (self.causal or self.window):
             return np.ones((len(first), len(first_keys)), bool)
@@ -325,23 +329,23 @@ class CausalWindowMask:
 
 
 def attention_block_size(tokens: int, head_dim: int) -> int:
-    """Return the block size of queries or keys for `tokens` contiguous tokens."""
+    """Return the query or key block size for `tokens` contiguous tokens."""
     most = 1024 if tokens >= _LONG and head_dim <= LANES else 512
     sizes = range(LANES, min(tokens, most) + 1, LANES)
     return max(size for size in sizes if tokens % size == 0)
 
 
 def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
-    """Return the block sizes of queries and of keys."""
+    """Return the block sizes of query tokens and of keys."""
     size = max(query.shape[-1], key.shape[-1])
     return attention_block_size(call.run, size), attention_block_size(key.shape[-2], size)
 
 
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
-    """Return the number of (query, key) pairs in the blocks that a kernel scores.
+    """Return the number of (query, key) pairs in the blocks whose scores a kernel computes.
 
-    All sequences and heads are included. For queries with explicit indices, the result is the mean
-    over devices.
+    All sequences and heads are included. For query tokens with explicit indices, the result is the
+    mean over devices.
     """
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
@@ -362,7 +366,7 @@ def _kernel(
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
     seen = sees.intersects_block(first, size, first_keys, size_keys)
     most = (len(first_keys), len(first))
-    if call.causal and window:  # upper bounds for any placement of query blocks
+    if call.causal and window:  # upper bounds for any order of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
     plain = not (call.causal or window)  # the mask depends only on documents
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
@@ -397,15 +401,15 @@ def _kernel(
 
 
 def _key_step_size(block: int) -> int:
-    """Return the number of keys of a block that a kernel scores at a time."""
+    """Return the number of keys of a block whose scores a kernel computes at a time."""
     return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
 
 
 def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
     """Return the indices `[I, j]` of each block's visible blocks, and a mask of the valid indices.
 
-    Invalid indices repeat the last visible block, so that the kernel fetches no additional block.
-    `most` is the maximum number of visible blocks.
+    Invalid indices repeat the last visible block, so the kernel fetches no additional block. `most`
+    is the maximum number of visible blocks.
     """
     kind: Any = np if isinstance(seen, np.ndarray) else jnp
     count = seen.sum(1, keepdims=True)

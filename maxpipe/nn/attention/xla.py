@@ -1,4 +1,4 @@
-"""Attention in plain jax for every platform, computed in blocks of queries."""
+"""Attention in plain JAX for every platform, computed in query blocks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def attend(
     mask: Mask,
     block: int = 0,
 ) -> Float[Array, "B T N v"]:
-    """Compute attention in blocks of queries. Each block scores only the keys up to its end.
+    """Compute attention in query blocks. Each block computes only the scores of keys up to the end
+    of the block.
 
-    At T = 2048, the blocks score 9/16 of all pairs. The scores of a block are small enough to stay
-    in on-chip memory. If `block` is 0, the block size is selected automatically.
+    At T = 2048, 9/16 of all scores are computed. The scores of a block are small enough to stay in
+    on-chip memory. If `block` is 0, the block size is selected automatically.
     """
     tokens = query.shape[1]
     by_place = mask.causal and mask.is_self_ordered
@@ -33,7 +34,7 @@ def attend(
     for start, stop in blocks:
         keys = stop if by_place else key.shape[1]
         part = query[:, start:stop], key[:, :keys], value[:, :keys]
-        # The first block has as many keys as queries, so `is_causal` can be used.
+        # The first block has as many keys as query tokens, so `is_causal` can be used.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
         # With a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
@@ -60,8 +61,8 @@ def _attend_unfused(
 ) -> Float[Array, "B t N v"]:
     """Compute attention with features that `jax.nn.dot_product_attention` lacks.
 
-    The features are a soft cap (arXiv:2408.00118), sinks (arXiv:2309.17453), and value heads whose
-    size differs from that of key heads.
+    These features are a soft cap (arXiv:2408.00118), attention sinks (arXiv:2309.17453), and value
+    heads whose size differs from that of key heads.
     """
     rows, tokens, heads, size = query.shape
     groups, num_keys = key.shape[2], key.shape[1]
@@ -87,9 +88,9 @@ def _attend_unfused(
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _soft_cap(scores: Float[Array, "*pairs"], cap: float) -> Float[Array, "*pairs"]:
-    """Return `cap * tanh(scores / cap)` and save only its slope for the backward pass.
+    """Return `cap * tanh(scores / cap)`, saving only its slope for the backward pass.
 
-    For tanh, some jax releases save the slope as the residual, and others save two arrays that
+    Some jax releases save the slope of tanh as the residual, and others save two arrays that
     determine the slope.
     """
     return cap * jnp.tanh(scores / cap)
@@ -106,7 +107,7 @@ def _soft_cap_forward(
 def _softmax_with_sinks(
     scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
 ) -> Float[Array, "B G n t s"]:
-    """Return the softmax over scores and sinks, without the probabilities of the sinks.
+    """Return the softmax over scores and sinks, excluding the probabilities of the sinks.
 
     Appending the sinks to the scores would copy all scores.
     """
