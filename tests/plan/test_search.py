@@ -217,8 +217,8 @@ def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
 
 @pytest.fixture(scope="module")
 def found_on_eight() -> SearchResult:
-    few = {"mesh.ici_tensor": 1, "pipeline.remat": "full"}
-    return best_layouts(config_of(), parse_topology("v5p:2x2x2"), few)
+    few = {"mesh.ici_tensor": 1, "pipeline.remat": "full", "pipeline.weight_gather": "iteration"}
+    return best_layouts(config_of(rows=32), parse_topology("v5p:2x2x2"), few)
 
 
 def test_short_rows_stay_whole(found_on_eight: SearchResult) -> None:
