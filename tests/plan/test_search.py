@@ -191,7 +191,7 @@ def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
 )
 def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: str) -> None:
     key, _, value = text.partition("=")
-    for each in odd(8 if "context" not in key else 1, [text], topology):
+    for each in odd(4 if "context" not in key else 1, [text], topology):
         assert str(each.layout_keys[key]).lower() == value
         assert not check(each.config, {})
 
