@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +66,12 @@ _OPENING = (
     r"per|among|against|within|without|it|its|they|them|their|these|those|that|this|what|which|who|"
     r"the same|one|ones|both|all of|each of)\b"
 )
+_STRING_OR_COMMENT = re.compile(
+    r'''"""(?:[^\\]|\\.)*?"""|\'{3}(?:[^\\]|\\.)*?\'{3}'''
+    r"""|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#[^\n]*""",
+    re.DOTALL,
+)
+"""The strings and comments of a Python file. Strings are matched first, as they may contain "#"."""
 OPENING = "a docstring that begins with a preposition, a pronoun or no noun"
 _COMPILED = {name: re.compile(text, re.IGNORECASE) for name, text in PATTERNS.items()}
 _COMPILED_OPENING = re.compile(_OPENING, re.IGNORECASE)
@@ -120,15 +124,14 @@ def files_of(paths: list[str]) -> list[Path]:
 
 def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
     """Yield (line, text, whether it is a docstring) of docstrings, comments and messages."""
-    tree = ast.parse(source)
-    docstrings = set()
+    nodes = [*ast.walk(ast.parse(source))]
+    docstrings = {
+        id(node.value)
+        for node in nodes
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
     inside: set[int] = set()
-    for node in ast.walk(tree):
-        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            for statement in body if isinstance(body, list) else []:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                    docstrings.add(id(statement.value))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) in docstrings:
                 yield node.lineno, node.value, True
@@ -139,17 +142,17 @@ def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
             values = (v.value if isinstance(v, ast.Constant) else "`x`" for v in node.values)
             yield node.lineno, "".join(map(str, values)), False
     comments: list[tuple[int, str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and not re.match(
-            r"#\s*(type|noqa|pyright|!)", token.string
-        ):
-            text = token.string.lstrip("#").strip()
-            starts_line = not token.line[: token.start[1]].strip()
-            if comments and starts_line and comments[-1][0] == token.start[0] - 1:
-                line, before = comments[-1]
-                comments[-1] = token.start[0], f"{before}\n{text}"
+    for comment in _STRING_OR_COMMENT.finditer(source):
+        if comment[0][0] == "#" and not re.match(r"#\s*(type|noqa|pyright|!)", comment[0]):
+            text = comment[0].lstrip("#").strip()
+            number = source.count("\n", 0, comment.start()) + 1
+            line_start = source.rfind("\n", 0, comment.start()) + 1
+            starts_line = not source[line_start : comment.start()].strip()
+            if comments and starts_line and comments[-1][0] == number - 1:
+                _, before = comments[-1]
+                comments[-1] = number, f"{before}\n{text}"
             else:
-                comments.append((token.start[0], text))
+                comments.append((number, text))
     for line, text in comments:
         yield line - text.count("\n"), text, False
 

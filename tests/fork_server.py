@@ -52,13 +52,19 @@ class ForkServer:
     process: subprocess.Popen[str]
 
     @classmethod
-    def start(cls, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> ForkServer:
+    def start(
+        cls,
+        environment: Mapping[str, str],
+        modules: Sequence[str] = MODULES,
+        prefix: Sequence[str] = (),
+    ) -> ForkServer:
         """Start the process, which imports `modules`.
 
-        Variables that Python or jax read at start or import are taken from `environment`.
+        Variables that Python or jax read at start or import are taken from `environment`. `prefix`
+        is a command that runs the server, such as `unshare`.
         """
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, *modules],
+            [*prefix, sys.executable, "-P", "-c", _PROGRAM, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

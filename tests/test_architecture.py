@@ -170,16 +170,24 @@ def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from _run_nodes(child)
 
 
-def _imports(module: str, *, with_types: bool = True) -> Iterator[tuple[str, int]]:
+@cache
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    """All nodes of the syntax tree of `module`."""
+    return tuple(ast.walk(tree(module)))
+
+
+@cache
+def _imports(module: str, *, with_types: bool = True) -> tuple[tuple[str, int], ...]:
     """(imported module, line), anywhere in the file, or only in code that runs."""
-    for node in ast.walk(tree(module)) if with_types else _run_nodes(tree(module)):
+    imports: list[tuple[str, int]] = []
+    for node in nodes(module) if with_types else _run_nodes(tree(module)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            imports += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             origin = _resolve(module, node)
-            for alias in node.names:
-                name = f"{origin}.{alias.name}"
-                yield (name if name in sources() else origin), node.lineno
+            names = (f"{origin}.{alias.name}" for alias in node.names)
+            imports += [(name if name in sources() else origin, node.lineno) for name in names]
+    return tuple(imports)
 
 
 def _within(module: str, prefix: str) -> bool:
@@ -299,7 +307,7 @@ def test_components_take_their_own_config_section():
         f"{_where(module, node.lineno)}: takes the whole config"
         for module in MODULES
         if not any(_within(module, name) for name in ROOT_CONFIG)
-        for node in ast.walk(tree(module))
+        for node in nodes(module)
         if isinstance(node, ast.ImportFrom) and _resolve(module, node) == "maxpipe.config.schema"
         if "Config" in [alias.name for alias in node.names]
     ]
@@ -344,7 +352,7 @@ def test_files_and_functions_are_short():
         lines = len(sources()[module].read_text(encoding="utf-8").splitlines())
         if lines > MAX_FILE_LINES:
             long.append(f"{module} has {lines} lines: split it")
-        for node in ast.walk(tree(module)):
+        for node in nodes(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -451,14 +459,15 @@ def test_every_config_key_is_documented():
     assert not wrong, "no text ending in a period under:\n" + "\n".join(wrong)
 
 
-def _reads(module: str) -> Iterator[tuple[str, re.Pattern[str]]]:
+def _reads(module: str) -> Iterator[tuple[str, str]]:
     """(what the attribute is read from, pattern of its name): `x.y.steps` is ("y", "steps")."""
-    for node in ast.walk(tree(module)):
+    for node in nodes(module):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            yield _last_name(node.value), re.compile(re.escape(node.attr))
+            yield _last_name(node.value), re.escape(node.attr)
         elif (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "getattr"
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
             and len(node.args) >= 2
         ):
             name = node.args[1]
@@ -468,7 +477,7 @@ def _reads(module: str) -> Iterator[tuple[str, re.Pattern[str]]]:
                 for part in parts
             )
             if pattern != r"\w+":  # says nothing about which
-                yield _last_name(node.args[0]), re.compile(pattern)
+                yield _last_name(node.args[0]), pattern
 
 
 def _last_name(node: ast.expr) -> str:
@@ -491,22 +500,27 @@ def _item_classes() -> set[str]:
 
 
 @cache
+def _matching_keys(pattern: str) -> list[tuple[str, str]]:
+    """Return the (section class, field) pairs whose field matches a pattern."""
+    return [(section, key) for section, key in config_keys() if re.fullmatch(pattern, key)]
+
+
+@cache
 def _keys_read() -> set[tuple[str, str]]:
     """Keys read outside config/: from the section by name, or in a module that names its class.
 
     Fields of items may also be read in config/.
     """
-    read, items = set(), _item_classes()
+    read, items, own = set(), _item_classes(), section_names()
     for module in MODULES:
         in_config = _within(module, "maxpipe.config")
-        names = {node.id for node in ast.walk(tree(module)) if isinstance(node, ast.Name)}
-        attributes = list(_reads(module))
-        for section, key in config_keys():
-            if in_config and section not in items:
-                continue
-            sources_of_key = {section_names()[section], f"{section_names()[section]}_config"}
-            for origin, pattern in attributes:
-                if pattern.fullmatch(key) and (section in names or origin in sources_of_key):
+        names = {node.id for node in nodes(module) if isinstance(node, ast.Name)}
+        for origin, pattern in {*_reads(module)}:
+            for section, key in _matching_keys(pattern):
+                if in_config and section not in items:
+                    continue
+                sources_of_key = {own[section], f"{own[section]}_config"}
+                if section in names or origin in sources_of_key:
                     read.add((section, key))
     return read
 

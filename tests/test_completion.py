@@ -136,9 +136,7 @@ def test_answers_load_nothing_heavy():
 
 LINES = {
     "maxpipe checkp": ["checkpoints "],
-    "maxpipe train quick": ["quick.yml ", "quickstart "],
     "maxpipe train quick.yml pipeline.remat=na": ["pipeline.remat=names "],
-    "maxpipe eval quick@12": ["quick@120 "],
     "maxpipe checkpoints show runs/quick@": [
         f"runs/quick@{step} " for step in ("120", "8", "best", "newest")
     ],

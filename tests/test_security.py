@@ -6,6 +6,7 @@ The rules, and which of these tests holds each, are in docs/security.md.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from maxpipe.schedule.orders import read_orders
 from maxpipe.train.session import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
 from tests.errors import assert_error
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -531,7 +533,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 # --- mutations --------------------------------------------------------------------------------
 
 MUTATIONS = 1000
-PARTS = 8
+PARTS = 16
 GARBAGE = [
     *(
         "",
@@ -714,13 +716,9 @@ class Watched:
         self.environment |= {"HF_TOKEN": TOKEN, "TRACKER_API_KEY": PASSWORD, "JAX_NOTE": TOKEN}
         self.environment |= FAST_COMPILE
 
-    def python(
-        self, *arguments: object, isolated: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        # In a network of its own that has no way out, where the system lets us.
-        alone = ["unshare", "--map-root-user", "--net"] if isolated and _can_be_alone() else []
+    def python(self, *arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*alone, sys.executable, *map(str, arguments)],
+            [*_alone(), sys.executable, *map(str, arguments)],
             capture_output=True,
             text=True,
             env=self.environment,
@@ -728,21 +726,38 @@ class Watched:
             check=False,
         )
 
+    @cached_property
+    def server(self) -> ForkServer:
+        """A fork server, which runs commands with the secrets and without a way out."""
+        return ForkServer.start(self.environment, prefix=_alone())
+
+    def command(self, *arguments: object) -> tuple[int, str]:
+        """Return the exit code and the output of a maxpipe command."""
+        printed = self.folder / "printed"
+        with contextlib.chdir(self.folder):
+            words = [*map(str, arguments)]
+            code = self.server.run(words, self.environment, printed, seconds=240)
+        return code, printed.read_text()
+
     def connections(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def _can_be_alone() -> bool:
+@cache
+def _alone() -> list[str]:
+    """Return the command of a network without a way out, where the system has one."""
+    unshare = ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") is None:
-        return False
-    return not subprocess.run(
-        ["unshare", "--map-root-user", "--net", "true"], capture_output=True, check=False
-    ).returncode
+        return []
+    return [] if subprocess.run([*unshare, "true"], capture_output=True).returncode else unshare
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    return Watched(tmp_path_factory.mktemp("watched"))
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    watched = Watched(tmp_path_factory.mktemp("watched"))
+    yield watched
+    if "server" in vars(watched):
+        watched.server.close()
 
 
 @pytest.fixture(scope="module")
@@ -757,13 +772,12 @@ def output(watched: Watched) -> str:
     (watched.folder / "run.yml").write_text(RUN)
     data = f"data.path={watched.folder}/https://{TOKEN}:{PASSWORD}@host"
     more = (f"data.tfds_dir={TOKEN}", f"checkpoint.restore_from=/x/{PASSWORD}", "run.dir=runs")
-    command = ("-m", "maxpipe", "train", "run.yml", data, *more[::2])
-    ran = watched.python(*command, isolated=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    again = watched.python(*command, "train.steps=4", isolated=True)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resuming" in again.stdout
-    return ran.stdout + ran.stderr + again.stdout + again.stderr
+    command = ("train", "run.yml", data, *more[::2])
+    code, printed = watched.command(*command)
+    assert code == 0, printed
+    code, again = watched.command(*command, "train.steps=4")
+    assert code == 0 and "resuming" in again, again
+    return printed + again
 
 
 def holds_secret(content: bytes) -> bool:
@@ -793,10 +807,10 @@ def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, outp
     missing = f"{watched.folder}/none/https://{TOKEN}:{PASSWORD}@host"
     options = [each.replace("MISSING", missing) for each in more]
     data = "data.source=corpus" if "data.path" not in more[0] else "log.every=1"
-    ran = watched.python("-m", "maxpipe", "train", "run.yml", data, "run.name=b", *options)
-    assert ran.returncode == 2, ran.stdout + ran.stderr
-    assert not holds_secret((ran.stdout + ran.stderr).encode())
-    assert REDACTED in ran.stderr
+    code, printed = watched.command("train", "run.yml", data, "run.name=b", *options)
+    assert code == 2, printed
+    assert not holds_secret(printed.encode())
+    assert REDACTED in printed
 
 
 @pytest.mark.slow
@@ -807,8 +821,8 @@ def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
     folder.mkdir()
     (folder / "metrics.jsonl").symlink_to(mine)
     words = ("data.source=corpus", "run.name=linked", f"run.dir={folder.parent}")
-    ran = watched.python("-m", "maxpipe", "train", "run.yml", *words)
-    assert ran.returncode == 74 and "is a symbolic link" in ran.stderr
+    code, printed = watched.command("train", "run.yml", *words)
+    assert code == 74 and "is a symbolic link" in printed
     assert mine.read_text() == "mine"
 
 
@@ -816,9 +830,9 @@ def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
 def test_no_secret_in_reports(watched: Watched, output: str):
     data = f"data.path={watched.folder}/https://{TOKEN}:{PASSWORD}@host"
     for command in (["env", "--json"], ["config", "print", "run.yml", data, "--origin"]):
-        ran = watched.python("-m", "maxpipe", *command)
-        assert ran.returncode == 0 and not holds_secret((ran.stdout + ran.stderr).encode())
-        assert REDACTED in ran.stdout
+        code, printed = watched.command(*command)
+        assert code == 0 and not holds_secret(printed.encode())
+        assert REDACTED in printed
 
 
 @pytest.mark.slow
@@ -837,7 +851,7 @@ def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, o
     ],
 )
 def test_the_watch_sees(code: str, watched: Watched):
-    ran = watched.python("-c", code, isolated=True)
+    ran = watched.python("-c", code)
     seen = watched.connections()
     watched.log.unlink()
     assert seen and (ran.returncode != 0) == ("pickle" not in code)

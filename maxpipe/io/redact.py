@@ -78,20 +78,29 @@ def is_secret_name(name: str) -> bool:
 
 def redact_text(given: str) -> str:
     """Return `given` with secrets redacted."""
+    return _redact_spans(given, _known_secrets())
+
+
+def _known_secrets() -> tuple[str, ...]:
+    """Return the registered secrets and those in environment variables."""
+    # Most variables are not secrets, and reading a value costs more than reading a name.
+    variables = {os.environ.get(name, "") for name in os.environ if is_secret_name(name)}
+    secrets = [value for value in variables if len(value) >= _MIN_ENVIRONMENT_CHARS]
+    return (*_registered_secrets, *secrets)
+
+
+def _redact_spans(given: str, known_secrets: Sequence[str]) -> str:
     left, end = [], 0
-    for start, stop in sorted(_secret_spans(given)):
+    for start, stop in sorted(_secret_spans(given, known_secrets)):
         if start >= end:
             left += [given[end:start], REDACTED]
         end = max(end, stop)
     return "".join([*left, given[end:]])
 
 
-def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
+def _secret_spans(given: str, known_secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield the span of each secret in the original text; spans may overlap."""
-    # Most variables are not secrets, and reading a value costs more than reading a name.
-    variables = {os.environ.get(name, "") for name in os.environ if is_secret_name(name)}
-    secrets = [value for value in variables if len(value) >= _MIN_ENVIRONMENT_CHARS]
-    for secret in (*_registered_secrets, *secrets):
+    for secret in known_secrets:
         for text in {secret, secret.replace("\n", "\\n")}:  # some messages escape line breaks
             start = given.find(text)
             while start >= 0:
@@ -117,21 +126,22 @@ def redact_value(value: _T, name: str = "") -> _T:
     """Redact secrets in nested mappings, sequences and dataclasses. `name` is the key of
     `value`.
     """
-    return _redact(value, name)
+    return _redact(value, name, _known_secrets())
 
 
-def _redact(value: Any, name: str) -> Any:
+def _redact(value: Any, name: str, known_secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return REDACTED if value and is_secret_name(name) else redact_text(value)
+        secret = value and is_secret_name(name)
+        return REDACTED if secret else _redact_spans(value, known_secrets)
     if isinstance(value, Mapping):
-        return {key: _redact(item, str(key)) for key, item in value.items()}
+        return {key: _redact(item, str(key), known_secrets) for key, item in value.items()}
     if name == "environment" and isinstance(value, list):
-        return [_redact(item, "") for item in redact_variable_names(value)]
+        return [_redact(item, "", known_secrets) for item in redact_variable_names(value)]
     if isinstance(value, list | tuple):
-        return type(value)([_redact(item, name) for item in value])
+        return type(value)([_redact(item, name, known_secrets) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **_redact(fields, name))
+        return dataclasses.replace(value, **_redact(fields, name, known_secrets))
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A run with the default adapters, which no test changes."""
+    return made(base, tmp_path_factory.mktemp("runs"))
+
+
 def logits(decoder: Decoder, params: Any, vocab: int = maker.VOCAB) -> np.ndarray:
     place = np.broadcast_to(np.arange(TOKENS.shape[1], dtype=np.int32), TOKENS.shape)
     batch = {"tokens": jnp.asarray(TOKENS % vocab), "positions": jnp.asarray(place)}
@@ -80,9 +87,9 @@ def of_folder(folder: Path) -> np.ndarray:
     ids=str,
 )
 def test_a_merged_export_equals_adapters_on_their_base(
-    overrides: list[str], base: Path, tmp_path: Path
+    overrides: list[str], base: Path, adapted: Made, tmp_path: Path
 ) -> None:
-    run = made(base, tmp_path, *overrides)
+    run = made(base, tmp_path, *overrides) if overrides else adapted
     export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     found, wanted = of_folder(tmp_path / "out"), of_adapters(run)
     assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
@@ -177,18 +184,18 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_array_is_not_exported(base: Path, tmp_path: Path) -> None:
-    run = made(base, tmp_path)
-    (step,) = (path for path in (run.folder / "checkpoints").iterdir() if path.name.isdigit())
+def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
+    folder = shutil.copytree(adapted.folder, tmp_path / "adapted")
+    (step,) = (path for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
     for path in (step / "state" / "d").iterdir():
         path.write_bytes(bytes(reversed(path.read_bytes())))
     with pytest.raises(StorageError, match="cannot be exported"):
-        export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
+        export_adapters(parse_address(str(folder)), str(tmp_path / "alone"), None, quiet)
     assert not (tmp_path / "alone").exists()
 
 
-def test_other_adapters_are_refused(base: Path, tmp_path: Path) -> None:
-    made(base, tmp_path)
+def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -> None:
+    shutil.copytree(adapted.folder, tmp_path / "adapted")
     for changed, words in (
         (["adapter.rank=3"], "must be 2, the value of step 1"),
         (["adapter.alpha=4"], "must be 3"),

@@ -82,12 +82,12 @@ def expected(folder: Path, *, has_empty: bool) -> tuple[float, int]:
 def test_loss_of_a_folder_on_named_text(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder with texts, of JSON lines, and of the same weights imported."""
+    """Of a folder with texts, and of the same weights imported with JSON lines."""
     monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
     monkeypatch.chdir(folder)
     assert open_folder("hf").dtype == "F32"
     size = len("".join(TEXTS).encode())
-    for model, data in (("hf", "texts"), ("hf:hf", "lines.jsonl"), ("imported", "lines.jsonl")):
+    for model, data in (("hf", "texts"), ("imported", "lines.jsonl")):
         options = ["train.sequence_length=91", "model.compute_dtype=float32", "--json"]
         assert main(["eval", model, "--data", data, *options]) == 0
         found = json.loads(capsys.readouterr().out)

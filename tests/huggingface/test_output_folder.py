@@ -290,9 +290,14 @@ def test_the_config_of_an_import_starts_a_run_whatever_its_folder_is_called(
 
 
 @pytest.mark.parametrize(
-    ("stored", "computed"), [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "bfloat16")]
+    ("stored", "computed", "most", "rows"),
+    [
+        ("F32", "float32", 77, 77),
+        ("BF16", "bfloat16", 5000, 1024),
+        ("F16", "bfloat16", None, 1024),
+        ("F32", "float32", 1, 1024),
+    ],
 )
-@pytest.mark.parametrize(("most", "rows"), [(77, 77), (5000, 1024), (None, 1024), (1, 1024)])
 def test_an_import_computes_as_its_folder_does(
     stored: str, computed: str, most: int | None, rows: int, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -498,19 +503,14 @@ def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_
     assert refused > 50
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_has_gone_stops_no_export(
-    unbuffered: str, imported: Path, tmp_path: Path
-) -> None:
+def test_a_reader_that_has_gone_stops_no_export(imported: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "maxpipe", "export", str(imported / "ckpt"), "out"]
-    environment = os.environ | {
-        "PYTHONUNBUFFERED": unbuffered,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with os.fdopen(writing, "wb") as gone, open("/dev/full", "wb") as full:
-        for stdout, code in ((full, 74), (gone, 0)):
+        for stdout, code, unbuffered in ((full, 74, ""), (gone, 0, "1")):
+            environment["PYTHONUNBUFFERED"] = unbuffered
             ran = subprocess.run(
                 command, stdout=stdout, stderr=subprocess.PIPE, cwd=tmp_path, env=environment
             )

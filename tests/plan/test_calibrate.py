@@ -274,6 +274,8 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
 
 def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3, 5e-3])
+    monkeypatch.setattr(calibrate, "NUM_STREAMED_PARAMS", 1000)
+    monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="a negative time for input_grad"):
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 

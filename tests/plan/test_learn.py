@@ -23,7 +23,7 @@ SEARCHES = [
 @pytest.fixture(scope="module", params=SEARCHES, ids=["8 devices", "32 devices"])
 def candidates(request: pytest.FixtureRequest) -> list[Candidate]:
     devices, fixed = request.param
-    found = best_layouts(config_of(), parse_topology(devices), fixed, keep=60).best
+    found = best_layouts(config_of(rows=32), parse_topology(devices), fixed, keep=60).best
     assert len(found) == 60
     return sorted(found, key=lambda each: each.cost.seconds)  # ties are in another order
 

@@ -278,7 +278,7 @@ def small_config(random: np.random.Generator) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 12), pytest.param(12, 200, marks=pytest.mark.faults)]
+    ("first", "count"), [(0, 4), pytest.param(4, 208, marks=pytest.mark.faults)]
 )
 def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
     """Whatever sizes coincide, each buffer holds what is predicted, and no weight is in a slot."""
@@ -644,7 +644,7 @@ def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(TEMPORARY, 0, 8, 9, 12, 19))
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(TEMPORARY, 8, 9, 12, 19))
 def test_memory_on_cpus_is_near_the_compilers(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:

@@ -9,11 +9,17 @@ import pytest
 from maxpipe.errors import ConfigError
 from maxpipe.plan import rerank
 from maxpipe.plan.report import format_ranking
-from maxpipe.plan.search import best_layouts
+from maxpipe.plan.search import Candidate, best_layouts
 from maxpipe.plan.topology import parse_topology
 from tests.plan.test_search import config_of
 
-FIXED = {"mesh.ici_stage": 4, "mesh.ici_tensor": 1}
+TOPOLOGY = parse_topology("v5p:2x2x2")
+
+
+@pytest.fixture(scope="module")
+def best() -> list[Candidate]:
+    fixed = {"mesh.ici_stage": 4, "mesh.ici_tensor": 1, "pipeline.weight_gather": "iteration"}
+    return best_layouts(config_of(rows=32), TOPOLOGY, fixed, keep=4).best
 
 
 class FakeReport:
@@ -25,8 +31,9 @@ class FakeReport:
         self.seconds, self.fits = seconds, fits
 
 
-def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = best_layouts(config_of(), parse_topology("v5p:2x4x4"), FIXED).best[:4]
+def test_what_fits_comes_first_and_the_fastest_in_front(
+    best: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
     predicted = [each.cost.seconds for each in best]
     reports = iter([FakeReport(9.0, fits=False), FakeReport(2.0), None, FakeReport(1.0)])
 
@@ -38,7 +45,7 @@ def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(rerank, "compile_step", compile_step)
     lines: list[str] = []
-    checked = rerank.rerank_by_compiler(best, parse_topology("v5p:2x4x4"), lines.append)
+    checked = rerank.rerank_by_compiler(best, TOPOLOGY, lines.append)
     assert [best.index(each.candidate) for each in checked] == [3, 1, 2, 0]
     assert [each.fits for each in checked] == [True, True, False, False]
     assert checked[0].seconds >= 1.0 and checked[2].seconds == predicted[2]
@@ -46,8 +53,9 @@ def test_what_fits_comes_first_and_the_fastest_in_front(monkeypatch: pytest.Monk
     assert format_ranking(checked).count("does not fit") == 2
 
 
-def test_without_the_compilers_cycles_the_forecast_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    best = best_layouts(config_of(), parse_topology("v5p:2x2x2"), FIXED).best[:1]
+def test_without_the_compilers_cycles_the_forecast_stands(
+    best: list[Candidate], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rerank, "compile_step", lambda *_: FakeReport(0.0))
-    found = rerank.rerank_by_compiler(best, parse_topology("v5p:2x2x2"), lambda _: None)[0]
+    found = rerank.rerank_by_compiler(best[:1], TOPOLOGY, lambda _: None)[0]
     assert found.seconds == best[0].cost.seconds

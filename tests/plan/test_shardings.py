@@ -81,7 +81,9 @@ def test_parameters_lie_where_the_engine_puts_them(
 
 @pytest.mark.parametrize("mode", keeping(["auto", "explicit"], 1))
 def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
-    model, mesh, pipeline = CASES[-1]
+    _, mesh, pipeline = CASES[-1]
+    moe = {"num_experts": 6, "num_dense_layers": 0}
+    model = {"num_layers": 2, "family": "moe", "moe": moe}
     config = config_of(model, mesh | {"shard_mode": mode}, pipeline, tokens=16)
     steps, found = (
         steps_of(config),
